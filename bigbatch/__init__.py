@@ -1,0 +1,27 @@
+"""Train ImageNet with very large batches on clusters of GPUs; the public names load on first use."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LARS": "bigbatch.trainer.optim.lars",
+    "param_groups": "bigbatch.trainer.optim.param_groups",
+    "GradientReducer": "bigbatch.comm.reducer",
+    "connect": "bigbatch.comm.communicator",
+}
+
+__all__ = ["LARS", "GradientReducer", "connect", "param_groups"]
+
+if TYPE_CHECKING:
+    from bigbatch.comm.communicator import connect
+    from bigbatch.comm.reducer import GradientReducer
+    from bigbatch.trainer.optim.lars import LARS
+    from bigbatch.trainer.optim.param_groups import param_groups
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'bigbatch' has no attribute {name!r}")

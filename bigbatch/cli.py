@@ -1,0 +1,88 @@
+"""The one command: `bigbatch SUBCOMMAND`. Imports nothing heavy before it knows what to do."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from bigbatch import __version__
+from bigbatch.errors import UserError
+
+COMMANDS = {
+    "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
+    "evaluate": ("bigbatch.trainer.evaluate", "accuracy of a run's checkpoint on the validation pictures"),
+    "launch": ("bigbatch.launch.command", "start a command on several ranks: mpirun, torchrun"),
+    "data": ("bigbatch.trainer.data.command", "generate the embedded data set"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the process's exit code: 0, 1 for an error, 2 for a wrong command line, 130 if stopped."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"bigbatch {__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        print(f"bigbatch: {arguments[0]} is no subcommand; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = import_module(COMMANDS[arguments[0]][0])
+    code = _run(module.main, arguments[1:])
+    if _is_worker():
+        _leave(code)
+    return code
+
+
+def usage() -> str:
+    """What `bigbatch --help` prints."""
+    lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        (
+            f"bigbatch {__version__}: train ImageNet with very large batches on clusters of GPUs",
+            "",
+            "usage: bigbatch SUBCOMMAND [OPTION ...]      (bigbatch SUBCOMMAND --help tells more)",
+            "",
+            *lines,
+            "",
+            "first run:",
+            "  bigbatch data generate data/shapes",
+            "  bigbatch launch mpirun --ranks 2 -- train --config quickstart",
+        )
+    )
+
+
+def _run(command: Any, arguments: list[str]) -> int:
+    try:
+        return int(command(arguments))
+    except KeyboardInterrupt:
+        print("bigbatch: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+    except UserError as error:
+        print(f"bigbatch: {error}", file=sys.stderr)
+        return 1
+    except Exception:  # a defect of bigbatch: show where, and still leave as a rank must
+        traceback.print_exc()
+        return 1
+
+
+def _is_worker() -> bool:
+    """This process talked to other ranks: torch.distributed or MPI is loaded and the job has several."""
+    environ = sys.modules.get("bigbatch.comm.environ")
+    return environ is not None and environ.read_process_env().world_size > 1
+
+
+def _leave(code: int) -> None:
+    """End without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort.
+
+    All files are closed and the job has said its farewells by now; a good run must exit with 0, and a
+    failed rank must not wait for its peers.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Gradients over the wire: process start, topology, fusion, all-reduce algorithms."""

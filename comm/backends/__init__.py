@@ -1,0 +1,1 @@
+"""Transports behind one contract: one process, torch.distributed (NCCL, gloo), MPI."""

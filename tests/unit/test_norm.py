@@ -1,0 +1,239 @@
+"""Ghost batch norm against a float64 oracle written from the formulas of batch norm, and flat statistics."""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics, ghost_momentum
+
+C, H, W, SPAN, EPS, MOMENTUM = 3, 4, 5, 6, 1e-5, 0.1
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    outputs: np.ndarray
+    grad_inputs: np.ndarray
+    grad_scale: np.ndarray
+    grad_shift: np.ndarray
+    ghost_means: np.ndarray
+    ghost_vars: np.ndarray
+
+
+def oracle(inputs: np.ndarray, grads: np.ndarray, *, scale: np.ndarray, shift: np.ndarray) -> Expected:
+    """Batch norm of every SPAN samples, forward and backward; arrays are [samples, C, H, W] in float64."""
+    pixels = (0, 2, 3)
+    count = SPAN * inputs.shape[2] * inputs.shape[3]
+    outputs, grad_inputs, means, unbiased, grad_scale, grad_shift = [], [], [], [], 0.0, 0.0
+    for first in range(0, len(inputs), SPAN):
+        x, dy = inputs[first : first + SPAN], grads[first : first + SPAN]
+        mean = x.sum(pixels) / count
+        squares = ((x - mean[:, None, None]) ** 2).sum(pixels)
+        inverse = 1 / np.sqrt(squares / count + EPS)
+        unit = (x - mean[:, None, None]) * inverse[:, None, None]
+        dy_sum, dy_unit_sum = dy.sum(pixels), (dy * unit).sum(pixels)
+        pull = dy_sum[:, None, None] / count + unit * dy_unit_sum[:, None, None] / count
+        outputs.append(unit * scale[:, None, None] + shift[:, None, None])
+        grad_inputs.append((dy - pull) * (scale * inverse)[:, None, None])
+        means.append(mean)
+        unbiased.append(squares / (count - 1))
+        grad_scale, grad_shift = grad_scale + dy_unit_sum, grad_shift + dy_sum
+    return Expected(
+        np.concatenate(outputs),
+        np.concatenate(grad_inputs),
+        np.asarray(grad_scale),
+        np.asarray(grad_shift),
+        np.stack(means),
+        np.stack(unbiased),
+    )
+
+
+def make_norm(ghosts_per_step: int, *, momentum: float = MOMENTUM) -> GhostBatchNorm2d:
+    """A float64 layer whose parameters and statistics are none of the defaults."""
+    norm = GhostBatchNorm2d(C, bn_span=SPAN, ghosts_per_step=ghosts_per_step, eps=EPS, momentum=momentum)
+    for value, start in (
+        (norm.weight, 0.5),
+        (norm.bias, -1.0),
+        (norm.running_mean, 2.0),
+        (norm.running_var, 3.0),
+    ):
+        value.data = torch.arange(C, dtype=torch.float64) + start
+    return norm
+
+
+def make_inputs(num_ghosts: int, *, seed: int = 0) -> Tensor:
+    """Samples whose mean and spread differ from ghost to ghost, so that a wrong weight shows."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(num_ghosts, SPAN, C, H, W, generator=generator, dtype=torch.float64)
+    drift = torch.arange(1.0, num_ghosts + 1, dtype=torch.float64).view(-1, 1, 1, 1, 1)
+    return (noise * drift + drift).flatten(0, 1)
+
+
+def train_step(norm: GhostBatchNorm2d, microbatches: list[Tensor]) -> None:
+    for microbatch in microbatches:
+        norm(microbatch)
+
+
+def assert_statistics(mean: Tensor, var: Tensor, expected: Expected, *, num_steps: int = 1) -> None:
+    """(1-m) r + m * mean over ghosts, num_steps times with the same ghosts, from make_norm's start."""
+    kept = (1 - MOMENTUM) ** num_steps
+    start = np.arange(C)
+    want_mean = kept * (start + 2.0) + (1 - kept) * expected.ghost_means.mean(0)
+    want_var = kept * (start + 3.0) + (1 - kept) * expected.ghost_vars.mean(0)
+    np.testing.assert_allclose(mean.numpy(), want_mean, rtol=1e-12)
+    np.testing.assert_allclose(var.numpy(), want_var, rtol=1e-12)
+
+
+def oracle_of(inputs: Tensor, grads: Tensor | None = None, *, norm: nn.BatchNorm2d) -> Expected:
+    grads = torch.zeros_like(inputs) if grads is None else grads
+    as_array = [t.detach().double().numpy() for t in (inputs, grads, norm.weight, norm.bias)]
+    return oracle(as_array[0], as_array[1], scale=as_array[2], shift=as_array[3])
+
+
+@pytest.mark.parametrize("ghosts_per_step", [1, 2, 4, 7])
+@pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0])
+def test_ghost_momenta_weigh_all_ghosts_alike(ghosts_per_step: int, momentum: float) -> None:
+    b = [ghost_momentum(k, momentum=momentum, ghosts_per_step=ghosts_per_step) for k in range(ghosts_per_step)]
+    weights = [b[k] * np.prod([1 - later for later in b[k + 1 :]]) for k in range(ghosts_per_step)]
+    np.testing.assert_allclose(weights, momentum / ghosts_per_step, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_ghosts", [1, 2, 4])
+def test_outputs_gradients_and_statistics_match_the_formulas(num_ghosts: int) -> None:
+    norm = make_norm(num_ghosts)
+    inputs = make_inputs(num_ghosts).requires_grad_()
+    grads = make_inputs(num_ghosts, seed=1)
+    outputs = norm(inputs)
+    outputs.backward(grads)
+    expected = oracle_of(inputs, grads, norm=norm)
+    for got, want in (
+        (outputs, expected.outputs),
+        (inputs.grad, expected.grad_inputs),
+        (norm.weight.grad, expected.grad_scale),
+        (norm.bias.grad, expected.grad_shift),
+    ):
+        np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-10, atol=1e-10)
+    assert_statistics(norm.running_mean, norm.running_var, expected)
+
+
+@pytest.mark.parametrize("ghosts_per_forward", [1, 2, 4])
+def test_statistics_do_not_depend_on_the_microbatches(ghosts_per_forward: int) -> None:
+    norm, inputs = make_norm(4), make_inputs(4)
+    for _ in range(3):
+        train_step(norm, list(inputs.split(ghosts_per_forward * SPAN)))
+    assert_statistics(norm.running_mean, norm.running_var, oracle_of(inputs, norm=norm), num_steps=3)
+
+
+def test_statistics_averaged_over_two_ranks_are_those_of_one() -> None:
+    ranks, inputs = [make_norm(2), make_norm(2)], make_inputs(4)
+    for norm, share in zip(ranks, inputs.split(2 * SPAN), strict=True):
+        for _ in range(3):
+            train_step(norm, list(share.split(SPAN)))
+    mean = (ranks[0].running_mean + ranks[1].running_mean) / 2
+    var = (ranks[0].running_var + ranks[1].running_var) / 2
+    assert_statistics(mean, var, oracle_of(inputs, norm=ranks[0]), num_steps=3)
+
+
+def test_one_ghost_is_plain_batch_norm_in_train_and_eval() -> None:
+    norm, inputs = make_norm(1), make_inputs(1)
+    plain = nn.BatchNorm2d(C, eps=EPS, momentum=MOMENTUM).double()
+    plain.load_state_dict(norm.state_dict(), strict=True)
+    torch.testing.assert_close(norm(inputs), plain(inputs), rtol=0, atol=0)
+    norm.eval()
+    plain.eval()
+    torch.testing.assert_close(norm(inputs[: SPAN - 1]), plain(inputs[: SPAN - 1]), rtol=0, atol=0)
+    torch.testing.assert_close(norm.running_var, plain.running_var, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_keep_fp32_statistics_and_channels_last(dtype: torch.dtype) -> None:
+    norm = make_norm(2).float()
+    inputs = make_inputs(2).to(dtype, memory_format=torch.channels_last).requires_grad_()
+    # Same layout as the outputs, as in a whole model: torch is less exact on a CPU where the two differ.
+    grads = make_inputs(2, seed=1).to(dtype, memory_format=torch.channels_last)
+    outputs = norm(inputs)
+    outputs.backward(grads)
+    expected = oracle_of(inputs, grads, norm=norm)
+    rounding = torch.finfo(dtype).eps
+    assert outputs.dtype == inputs.grad.dtype == dtype
+    assert outputs.is_contiguous(memory_format=torch.channels_last)
+    assert norm.running_mean.dtype == norm.weight.grad.dtype == torch.float32
+    for got, want in ((outputs, expected.outputs), (inputs.grad, expected.grad_inputs)):
+        np.testing.assert_allclose(got.detach().double().numpy(), want, rtol=rounding, atol=0.01 * rounding)
+    for got, want in ((norm.weight.grad, expected.grad_scale), (norm.bias.grad, expected.grad_shift)):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-3)
+    want_mean = 0.9 * (np.arange(C) + 2.0) + 0.1 * expected.ghost_means.mean(0)
+    np.testing.assert_allclose(norm.running_mean.numpy(), want_mean, rtol=1e-5)
+
+
+def test_a_batch_that_is_no_multiple_of_the_span_is_refused() -> None:
+    norm = make_norm(4)
+    with pytest.raises(ValueError, match="batch of 7 samples is not a multiple of bn_span 6"):
+        norm(make_inputs(2)[:7])
+    with pytest.raises(ValueError, match="batch of 0 samples"):
+        norm(make_inputs(1)[:0])
+    assert norm.ghost_index == 0
+
+
+def test_a_batch_that_runs_over_the_step_is_refused() -> None:
+    norm = make_norm(3)
+    norm(make_inputs(2))
+    with pytest.raises(ValueError, match=r"2 ghost batches after 2 .* ghosts_per_step 3"):
+        norm(make_inputs(2))
+
+
+def two_norms() -> nn.Sequential:
+    """Two layers, so that one layer's update would show in the other's version counter."""
+    norm = [GhostBatchNorm2d(C, bn_span=SPAN, ghosts_per_step=2) for _ in range(2)]
+    return nn.Sequential(nn.Conv2d(C, C, 1), norm[0], nn.Conv2d(C, C, 1), norm[1], nn.BatchNorm2d(C))
+
+
+def test_flat_statistics_are_the_buffers() -> None:
+    model = two_norms()
+    model(make_inputs(2).float())
+    before = copy.deepcopy(model.state_dict())
+    statistics_N = flatten_running_statistics(model)
+    assert statistics_N.shape == (3 * 2 * C,)
+    assert statistics_N.dtype == torch.float32
+    assert list(model.state_dict()) == list(before)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    statistics_N.copy_(torch.arange(18.0))
+    assert model[1].running_mean.tolist() == [0, 1, 2]
+    assert model[4].running_var.tolist() == [15, 16, 17]
+
+
+def test_flat_statistics_follow_training_and_loading() -> None:
+    model, other = two_norms(), two_norms()
+    statistics_N = flatten_running_statistics(model)
+    other(make_inputs(2).float())
+    model.load_state_dict(other.state_dict(), strict=True)
+    want = [value for name, value in other.state_dict().items() if "running" in name]
+    torch.testing.assert_close(statistics_N, torch.cat(want), rtol=0, atol=0)
+    model(make_inputs(2).float())
+    assert not torch.equal(statistics_N, torch.cat(want))
+
+
+def test_averaging_between_forward_and_backward_leaves_autograd_alone() -> None:
+    model = two_norms()
+    twin = copy.deepcopy(model)
+    statistics_N = flatten_running_statistics(model)
+    inputs = make_inputs(2).float()
+    outputs = model(inputs)
+    statistics_N.mul_(0.5)
+    outputs.square().sum().backward()
+    twin(inputs).square().sum().backward()
+    for got, want in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
+
+
+def test_a_model_without_running_statistics_gives_an_empty_tensor() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm2d(C, track_running_stats=False))
+    assert flatten_running_statistics(model).shape == (0,)

@@ -1,0 +1,114 @@
+"""Which parameters decay, and that the groups drive LARS and torch's own SGD."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.param_groups import decays, param_groups
+
+torch.set_num_threads(1)
+
+
+class RenamedBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4),
+        nn.BatchNorm3d(4),
+        nn.SyncBatchNorm(4),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.RMSNorm(4),
+        RenamedBatchNorm(4),
+    ],
+)
+def test_nothing_of_a_normalisation_layer_decays(norm):
+    verdicts = decays(nn.Sequential(nn.Linear(4, 4), norm))
+    assert {name: decay for name, decay in verdicts.items() if name.startswith("1.")} == {
+        f"1.{name}": False for name, _ in norm.named_parameters()
+    }
+    assert verdicts["0.weight"] is True
+    assert verdicts["0.bias"] is False
+
+
+def test_biases_under_torchs_other_names():
+    verdicts = decays(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(3, 4)}))
+    assert verdicts == {
+        "attention.in_proj_weight": True,
+        "attention.in_proj_bias": False,
+        "attention.out_proj.weight": True,
+        "attention.out_proj.bias": False,
+        "lstm.weight_ih_l0": True,
+        "lstm.weight_hh_l0": True,
+        "lstm.bias_ih_l0": False,
+        "lstm.bias_hh_l0": False,
+    }
+
+
+def test_a_parameter_of_the_root_module_is_seen():
+    assert decays(nn.Linear(2, 2)) == {"weight": True, "bias": False}
+
+
+def test_resnet50_split():
+    model = torchvision.models.resnet50()
+    decaying, other = param_groups(model, weight_decay=5e-5)
+    # 53 convolutions and the classifier's matrix; 53 batch norms with two vectors each and one bias
+    assert [p.dim() for p in decaying["params"]] == [4] * 53 + [2]
+    assert len(other["params"]) == 2 * 53 + 1
+    assert (decaying["weight_decay"], decaying["adapt"]) == (5e-5, True)
+    assert (other["weight_decay"], other["adapt"]) == (0.0, False)
+    named = dict(model.named_parameters())
+    for group in (decaying, other):
+        assert all(named[n] is p for n, p in zip(group["names"], group["params"], strict=True))
+
+
+def test_shared_parameter_appears_once():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    assert decays(model) == {"0.weight": True, "0.bias": False, "1.bias": False}
+    assert [p is first.weight for p in param_groups(model, weight_decay=0.1)[0]["params"]] == [True]
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert [group["names"] for group in param_groups(model, weight_decay=0.1)] == [["1.weight"], ["1.bias"]]
+
+
+def test_substitute_replaces_by_name():
+    model = nn.Linear(2, 2).half()
+    master = model.weight.detach().float().requires_grad_()
+    decaying, other = param_groups(model, weight_decay=0.1, substitute={"weight": master})
+    assert decaying["params"][0] is master
+    assert other["params"][0] is model.bias
+
+
+def test_substitute_for_no_trainable_parameter_is_refused():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    substitute = {"bias": torch.zeros(2), "wieght": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match="no trainable parameter: bias, wieght"):
+        param_groups(model, weight_decay=0.1, substitute=substitute)
+
+
+@pytest.mark.parametrize("optimizer_class", [LARS, torch.optim.SGD])
+def test_drives_lars_and_sgd(optimizer_class):
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optimizer_class(param_groups(model, weight_decay=0.5), lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    for name, parameter in model.named_parameters():  # with no gradient, only decay moves a weight
+        kept = 1 - 0.1 * 0.5 if name == "0.weight" else 1.0
+        torch.testing.assert_close(parameter.detach(), kept * before[name])
+    assert [group["adapt"] for group in optimizer.param_groups] == [True, False]

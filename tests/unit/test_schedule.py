@@ -1,0 +1,190 @@
+"""Whole learning-rate series against closed forms in NumPy and against torch's schedulers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bigbatch.trainer.optim.schedule import (
+    SCHEDULES,
+    cosine,
+    make_schedule,
+    one_cycle,
+    polynomial,
+    step_decay,
+)
+
+
+def series(schedule, num_steps):
+    return np.array([schedule(step) for step in range(num_steps)])
+
+
+def torch_series(make_scheduler, num_steps, *, lr):
+    """The learning rates that torch's scheduler gives to updates 0, 1, ..."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    scheduler, rates = make_scheduler(optimizer), []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return np.array(rates)
+
+
+def warmup(base_lr, warmup_steps):
+    return base_lr * np.arange(1, warmup_steps + 1) / warmup_steps
+
+
+def test_polynomial_with_mlperfs_defaults():
+    expected = np.concatenate(
+        [warmup(24.7, 30), 1e-4 + (24.7 - 1e-4) * (np.arange(69, -1, -1) / 70) ** 2],
+    )
+    actual = series(polynomial(base_lr=24.7, warmup_steps=30, total_steps=100), 100)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+    assert actual.argmax() == 29
+    assert actual[29] == 24.7
+    assert actual[-1] == 1e-4
+
+
+def test_polynomial_follows_mlperfs_reference_one_update_later():
+    """poly_rate_fn at global_step = s + 1; its decay divides by one more step."""
+    base_lr, num_warmup, total, end_lr = 10.0, 50, 1000, 1e-4
+    global_steps = np.arange(1, total + 1)
+    decay = np.maximum(1, global_steps - num_warmup) / (total - num_warmup + 1)
+    reference = np.where(
+        global_steps <= num_warmup,
+        base_lr * global_steps / num_warmup,
+        (base_lr - end_lr) * (1 - decay) ** 2 + end_lr,
+    )
+    actual = series(polynomial(base_lr=base_lr, warmup_steps=num_warmup, total_steps=total), total)
+    np.testing.assert_allclose(actual[:num_warmup], reference[:num_warmup], rtol=1e-12)
+    assert np.abs(actual - reference).max() < 2 * base_lr / (total - num_warmup + 1)
+
+
+def test_cosine_closed_form():
+    expected = np.concatenate(
+        [warmup(2.0, 5), 0.1 + 1.9 * np.cos(np.pi * np.arange(1, 16) / 30) ** 2]  # (1 + cos 2x) / 2 = cos^2 x
+    )
+    actual = series(cosine(base_lr=2.0, warmup_steps=5, total_steps=20, end_lr=0.1), 20)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+def test_one_cycle_is_a_triangle():
+    actual = series(one_cycle(base_lr=0.4, warmup_steps=4, total_steps=12, end_lr=0.0), 12)
+    expected = [0.1, 0.2, 0.3, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0]
+    np.testing.assert_allclose(actual, expected, atol=1e-15)
+
+
+def test_step_decay_series():
+    actual = series(step_decay(base_lr=1.0, warmup_steps=2, milestones=[4, 6], gamma=0.1), 9)
+    np.testing.assert_allclose(actual, [0.5, 1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01], rtol=1e-12)
+
+
+def test_the_same_as_torchs_schedulers():
+    """After a warm-up of one step, ours at step s is torch's: both start at base_lr with update 0."""
+    schedulers, total = torch.optim.lr_scheduler, 40
+    pairs = [
+        (
+            polynomial(base_lr=3.0, warmup_steps=1, total_steps=total, power=2.0, end_lr=0.0),
+            lambda optimizer: schedulers.PolynomialLR(optimizer, total_iters=total - 1, power=2.0),
+        ),
+        (
+            cosine(base_lr=3.0, warmup_steps=1, total_steps=total, end_lr=0.2),
+            lambda optimizer: schedulers.CosineAnnealingLR(optimizer, T_max=total - 1, eta_min=0.2),
+        ),
+        (
+            one_cycle(base_lr=3.0, warmup_steps=1, total_steps=total, end_lr=0.3),
+            lambda optimizer: schedulers.LinearLR(optimizer, 1.0, 0.1, total_iters=total - 1),
+        ),
+        (
+            step_decay(base_lr=3.0, warmup_steps=0, milestones=[10, 25], gamma=0.2),
+            lambda optimizer: schedulers.MultiStepLR(optimizer, [10, 25], gamma=0.2),
+        ),
+    ]
+    for ours, make_scheduler in pairs:
+        expected = torch_series(make_scheduler, total, lr=3.0)
+        np.testing.assert_allclose(series(ours, total), expected, rtol=1e-9, atol=1e-12)
+
+
+DECAYING = (polynomial, cosine, one_cycle)
+
+
+@pytest.mark.parametrize("constructor", DECAYING)
+@pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (0, 10), (3, 10), (9, 10), (1, 1)])
+def test_ends_rises_and_falls(constructor, warmup_steps, total_steps):
+    schedule = constructor(base_lr=2.0, warmup_steps=warmup_steps, total_steps=total_steps, end_lr=0.5)
+    rates = series(schedule, total_steps)
+    assert rates[-1] == pytest.approx(2.0 if warmup_steps == total_steps else 0.5)
+    assert (np.diff(rates[:warmup_steps]) > 0).all()
+    assert (np.diff(rates[max(warmup_steps - 1, 0) :]) < 0).all()
+
+
+@pytest.mark.parametrize("constructor", DECAYING)
+def test_steps_outside_the_run_take_its_first_and_last_value(constructor):
+    schedule = constructor(base_lr=2.0, warmup_steps=3, total_steps=10, end_lr=0.5)
+    assert schedule(10) == schedule(10**9) == schedule(9) == pytest.approx(0.5)
+    assert schedule(-1) == schedule(-7) == schedule(0) == pytest.approx(2 / 3)
+
+
+def test_step_decay_outside_the_run():
+    schedule = step_decay(base_lr=1.0, warmup_steps=4, milestones=[6], gamma=0.5)
+    assert schedule(-3) == schedule(0) == 0.25
+    assert schedule(10**9) == 0.5
+
+
+def test_make_schedule_by_name():
+    assert set(SCHEDULES) == {"polynomial", "cosine", "step", "one_cycle"}
+    settings = {"base_lr": 1.0, "warmup_steps": 2, "total_steps": 10, "end_lr": 0.0}
+    # at fraction 1/4: (3/4)^2, (1 + cos 45 degrees) / 2, 3/4
+    expected = {"polynomial": 0.5625, "cosine": 0.5 + math.sqrt(2) / 4, "one_cycle": 0.75}
+    for name, rate in expected.items():
+        assert make_schedule(name, **settings)(3) == pytest.approx(rate)
+    decay = make_schedule("step", base_lr=1.0, warmup_steps=0, milestones=[2], gamma=0.25)
+    assert [decay(1), decay(2)] == [1.0, 0.25]
+
+
+@pytest.mark.parametrize("constructor", DECAYING)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"base_lr": 0.0}, "base_lr"),
+        ({"base_lr": math.nan}, "base_lr"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"total_steps": 0, "warmup_steps": 0}, "total_steps"),
+        ({"warmup_steps": 11}, "total_steps"),
+        ({"end_lr": -0.1}, "end_lr"),
+        ({"end_lr": 1.1}, "end_lr"),
+    ],
+)
+def test_refusals_of_the_decaying(constructor, wrong, message):
+    settings = {"base_lr": 1.0, "warmup_steps": 2, "total_steps": 10, "end_lr": 0.0}
+    with pytest.raises(ValueError, match=f"^{message} must"):
+        constructor(**(settings | wrong))
+
+
+@pytest.mark.parametrize("power", [0.0, -1.0, math.nan])
+def test_polynomial_refuses_a_power_that_is_not_positive(power):
+    with pytest.raises(ValueError, match="power"):
+        polynomial(base_lr=1.0, warmup_steps=0, total_steps=5, power=power)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"base_lr": -1.0}, "base_lr"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"milestones": [5, 4]}, "milestones"),
+        ({"milestones": [5, 5]}, "milestones"),
+        ({"milestones": [1, 5]}, "milestones"),
+    ],
+)
+def test_refusals_of_step_decay(wrong, message):
+    settings = {"base_lr": 1.0, "warmup_steps": 2, "milestones": [4, 6], "gamma": 0.1}
+    with pytest.raises(ValueError, match=f"^{message} must"):
+        step_decay(**(settings | wrong))
+
+
+def test_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="polynomial, cosine, step, one_cycle, not 'linear'"):
+        make_schedule("linear", base_lr=1.0)

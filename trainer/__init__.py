@@ -1,0 +1,1 @@
+"""One training run: models, input, precision, optimizers, the loop, checkpoints."""

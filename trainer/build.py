@@ -1,0 +1,290 @@
+"""From a config to the objects of a run: the only file that knows all parts."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator, choose_device, connect
+from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.reducer import GradientReducer
+from bigbatch.trainer.config import BatchConfig, Config, accumulation_steps
+from bigbatch.trainer.config_file import dump_config
+from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
+from bigbatch.trainer.data.dali import DaliLoader
+from bigbatch.trainer.data.folder import FolderLoader
+from bigbatch.trainer.data.imagenet import PictureIndex, eval_requests, read_index, train_requests
+from bigbatch.trainer.data.loader import Batch, Crop, Loader
+from bigbatch.trainer.data.normalize import Normalize
+from bigbatch.trainer.data.resident import ResidentLoader
+from bigbatch.trainer.data.synthetic import SyntheticLoader
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.loop import Parts, Plan
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.param_groups import param_groups
+from bigbatch.trainer.optim.schedule import Schedule, make_schedule
+from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
+from bigbatch.trainer.seeding import seed_weights
+from bigbatch.trainer.signals import StopRequest
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process among the others, and the device it computes on."""
+
+    communicator: Communicator
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of the data: how many samples, and a loader for them (index is None for generated ones)."""
+
+    num_samples: int
+    loader: Loader
+    index: PictureIndex | None
+
+
+def join_job(config: Config, env: ProcessEnv) -> Job:
+    """Meet the other ranks, and make sure that all run the same experiment. Collective.
+
+    Raises: ConfigError; CommError.
+    """
+    accumulation_steps(config.batch, world_size=env.world_size)
+    device = choose_device(env, backend=config.comm.backend)
+    _settle_device(device, env)
+    try:
+        communicator = connect(
+            backend=config.comm.backend,
+            algorithm=config.comm.algorithm,
+            group_size=config.comm.group_size,
+            timeout_seconds=config.comm.timeout_seconds,
+            env=env,
+            device=device,
+        )
+    except ValueError as error:
+        raise ConfigError(f"comm: {error}") from error
+    communicator.agree("the config", dump_config(config))
+    return Job(communicator, device)
+
+
+def _settle_device(device: torch.device, env: ProcessEnv) -> None:
+    """Share the cores of a host among its ranks; let cuDNN pick algorithms for our fixed shapes."""
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    is_bound = cores < (os.cpu_count() or 1)
+    torch.set_num_threads(max(1, cores if is_bound else cores // env.local_size))
+
+
+def make_splits(config: Config, job: Job) -> tuple[Split, Split]:
+    """Training and validation data. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        assert config.data.num_synthetic_samples is not None
+        train, val = (_synthetic_split(config, job) for _ in range(2))
+        return train, val
+    root = Path(config.data.root)
+    train_index = read_index(root, "train")
+    val_index = read_index(root, "val", classes=train_index.classes)
+    if len(train_index.classes) != config.data.num_classes:
+        raise ConfigError(
+            f"data.num_classes={config.data.num_classes}, but {root} holds {len(train_index.classes)} classes"
+        )
+    job.communicator.agree(
+        f"the pictures in {root}",
+        f"{len(train_index.paths)} training pictures, {len(val_index.paths)} validation pictures",
+    )
+    if len(train_index.paths) < config.batch.global_batch_size:
+        raise ConfigError(
+            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {len(train_index.paths)} training "
+            f"pictures in {root}"
+        )
+    train_crop = _train_crop(config)
+    val_crop = center_crop(fraction=config.data.eval_crop_fraction)
+    return _picture_split(config, job, train_index, train_crop), _picture_split(config, job, val_index, val_crop)
+
+
+def _synthetic_split(config: Config, job: Job) -> Split:
+    loader = SyntheticLoader(
+        num_classes=config.data.num_classes,
+        image_size=config.data.image_size,
+        microbatch_size=config.batch.microbatch_size,
+        device=job.device,
+        seed=config.run.seed,
+    )
+    assert config.data.num_synthetic_samples is not None
+    return Split(config.data.num_synthetic_samples, loader, None)
+
+
+def _train_crop(config: Config) -> Crop:
+    data = config.data
+    if data.crop == "padded":
+        return padded_crop(seed=config.run.seed, size=data.image_size, flip=data.flip)
+    assert data.crop_area_min is not None
+    return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
+
+
+def _picture_split(config: Config, job: Job, index: PictureIndex, crop: Crop) -> Split:
+    data = config.data
+    common: dict[str, Any] = {
+        "index": index,
+        "crop": crop,
+        "image_size": data.image_size,
+        "microbatch_size": config.batch.microbatch_size,
+        "num_threads": data.num_threads,
+    }
+    loader: Loader
+    if data.loader == "resident":
+        loader = ResidentLoader(**common, device=job.device)
+    elif data.loader == "dali":
+        loader = DaliLoader(**common, prefetch_batches=data.prefetch_batches, device_id=job.device.index)
+    else:
+        loader = FolderLoader(**common, prefetch_batches=data.prefetch_batches)
+    return Split(len(index.paths), loader, index)
+
+
+def make_model(config: Config, job: Job) -> nn.Module:
+    """The classifier in fp32, on the device, the same weights on every rank. Raises: ConfigError."""
+    seed_weights(config.run.seed)
+    accumulation = accumulation_steps(config.batch, world_size=job.communicator.world_size)
+    norm = partial(
+        GhostBatchNorm2d,
+        bn_span=config.batch.bn_span,
+        ghosts_per_step=accumulation * _ghosts_per_microbatch(config.batch),
+    )
+    options = {} if config.model.width is None else {"width": config.model.width}
+    model = build_model(config.model.name, num_classes=config.data.num_classes, norm=norm, **options)
+    return model.to(device=job.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def make_normalize(config: Config, job: Job) -> Normalize:
+    """From the loader's bytes to the model's numbers."""
+    return Normalize(
+        mean=config.data.mean,
+        std=config.data.std,
+        device=job.device,
+        dtype=COMPUTE_DTYPES[config.optimizer.precision],
+    )
+
+
+def make_parts(config: Config, job: Job, *, plan: Plan) -> Parts:
+    """Everything that a step works with. Raises: ConfigError."""
+    model = make_model(config, job)
+    precision = Precision(model, name=config.optimizer.precision, device=job.device)
+    return Parts(
+        model=model,
+        statistics_N=flatten_running_statistics(model),
+        precision=precision,
+        optimizer=_make_optimizer(config, model, precision),
+        schedule=_make_schedule(config, plan),
+        reducer=GradientReducer(
+            model.named_parameters(),
+            job.communicator,
+            threshold_bytes=config.comm.threshold_bytes,
+            buffer_bytes=config.comm.buffer_bytes,
+        ),
+        communicator=job.communicator,
+        normalize=make_normalize(config, job),
+        device=job.device,
+        stop=StopRequest(),
+    )
+
+
+def _make_optimizer(config: Config, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = param_groups(model, weight_decay=settings.weight_decay, substitute=precision.masters)
+    lr = config.schedule.base_lr
+    if settings.name == "sgd":
+        nesterov = settings.momentum > 0
+        return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum, nesterov=nesterov, fused=True)
+    assert settings.trust_coefficient is not None
+    assert settings.eps is not None
+    assert settings.momentum_form is not None
+    return LARS(
+        groups,
+        lr=lr,
+        momentum=settings.momentum,
+        trust_coefficient=settings.trust_coefficient,
+        eps=settings.eps,
+        momentum_form=settings.momentum_form,
+    )
+
+
+def _make_schedule(config: Config, plan: Plan) -> Schedule:
+    schedule = config.schedule
+    steps = plan.steps_per_epoch
+    milestones = schedule.milestone_epochs
+    optional = {
+        "end_lr": schedule.end_lr,
+        "power": schedule.power,
+        "gamma": schedule.gamma,
+        "milestones": None if milestones is None else [round(epoch * steps) for epoch in milestones],
+        "total_steps": None if schedule.name == "step" else plan.num_steps,
+    }
+    try:
+        return make_schedule(
+            schedule.name,
+            base_lr=schedule.base_lr,
+            warmup_steps=round(schedule.warmup_epochs * steps),
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+    except ValueError as error:
+        raise ConfigError(f"schedule: {error}") from error
+
+
+def make_plan(config: Config, job: Job, *, num_samples: int, first_step: int) -> Plan:
+    """The numbers of a run. An epoch leaves out what does not fill a global batch."""
+    steps_per_epoch = num_samples // config.batch.global_batch_size
+    return Plan(
+        seed=config.run.seed,
+        first_step=first_step,
+        num_steps=steps_per_epoch * config.run.epochs,
+        steps_per_epoch=steps_per_epoch,
+        accumulation_steps=accumulation_steps(config.batch, world_size=job.communicator.world_size),
+        global_batch_size=config.batch.global_batch_size,
+        ghosts_per_microbatch=_ghosts_per_microbatch(config.batch),
+        label_smoothing=config.optimizer.label_smoothing,
+        log_every_steps=config.run.log_every_steps,
+        eval_every_steps=steps_per_epoch * config.run.eval_every_epochs,
+        checkpoint_every_steps=config.run.checkpoint_every_steps,
+    )
+
+
+def _ghosts_per_microbatch(batch: BatchConfig) -> int:
+    return batch.microbatch_size // batch.bn_span
+
+
+def train_batches(config: Config, job: Job, split: Split, *, plan: Plan) -> Iterator[Batch]:
+    """This rank's microbatches from first_step to the end of the run, across epochs without a pause."""
+    return split.loader.load(
+        train_requests(
+            seed=config.run.seed,
+            num_samples=split.num_samples,
+            global_batch_size=config.batch.global_batch_size,
+            microbatch_size=config.batch.microbatch_size,
+            rank=job.communicator.rank,
+            world_size=job.communicator.world_size,
+            start_step=plan.first_step,
+            end_step=plan.num_steps,
+        )
+    )
+
+
+def eval_batches(config: Config, job: Job, split: Split) -> Iterator[Batch]:
+    """This rank's share of a split, in whole microbatches with padding marked."""
+    return split.loader.load(
+        eval_requests(
+            num_samples=split.num_samples,
+            microbatch_size=config.batch.microbatch_size,
+            rank=job.communicator.rank,
+            world_size=job.communicator.world_size,
+        )
+    )

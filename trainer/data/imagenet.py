@@ -1,0 +1,160 @@
+"""Which picture comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigbatch.trainer.data.loader import Request
+from bigbatch.trainer.errors import DataError
+
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+@dataclass(frozen=True)
+class PictureIndex:
+    """The pictures of one split, sorted by class and then by file name."""
+
+    root: str
+    """Folder of the split; paths are relative to it."""
+    classes: tuple[str, ...]
+    paths: Sequence[str]
+    labels_N: np.ndarray
+    """Position of each picture's class in classes, int64."""
+
+    def full_path(self, position: int) -> str:
+        """Where the picture at position lies on disk."""
+        return f"{self.root}/{self.paths[position]}"
+
+
+def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) -> PictureIndex:
+    """List root/split/<class>/<picture>; classes, if given, are those that the split must have (train's).
+
+    Raises: DataError for a missing or unreadable folder, an empty class, or classes that differ.
+    """
+    folder = Path(root) / split
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<picture> below {root}")
+    found = _scan(folder, want_folders=True)
+    if not found:
+        raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<picture>")
+    if classes is not None:
+        _require_same_classes(folder, found=found, expected=classes)
+    paths: list[str] = []
+    counts = []
+    for name in found:
+        pictures = _scan(folder / name, want_folders=False)
+        if not pictures:
+            raise DataError(f"{folder / name}: holds no {', '.join(PICTURE_SUFFIXES)}; fill or remove the folder")
+        paths.extend(f"{name}/{picture}" for picture in pictures)
+        counts.append(len(pictures))
+    labels_N = np.repeat(np.arange(len(found), dtype=np.int64), counts)
+    return PictureIndex(root=str(folder), classes=tuple(found), paths=paths, labels_N=labels_N)
+
+
+def _scan(folder: Path, *, want_folders: bool) -> list[str]:
+    """Sorted names of the folders, or of the pictures, that lie directly in folder."""
+    try:
+        with os.scandir(folder) as entries:
+            if want_folders:
+                return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            return sorted(e.name for e in entries if e.name.lower().endswith(PICTURE_SUFFIXES))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
+
+
+def _require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise DataError unless both have the same names: labels are positions, so one more would shift them."""
+    problems = [
+        f"{kind} {len(names)} class folder(s): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for kind, names in (
+            ("lacks", sorted(set(expected) - set(found))),
+            ("has in excess", sorted(set(found) - set(expected))),
+        )
+        if names
+    ]
+    if problems:
+        raise DataError(f"{folder}: {'; '.join(problems)}; give it the same classes as the training split")
+
+
+def epoch_order(*, seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    """The order of an epoch: a permutation of num_samples positions (int64), from (seed, epoch) alone.
+
+    Sorts raw Philox words instead of calling Generator.permutation: numpy promises that a bit generator's
+    stream never changes (NEP 19), but not that a shuffle's does, and a resumed run may meet a newer numpy.
+    """
+    words_N = np.random.Philox(np.random.SeedSequence((seed, epoch))).random_raw(num_samples)
+    return np.argsort(words_N, kind="stable").astype(np.int64, copy=False)
+
+
+def train_requests(
+    *,
+    seed: int,
+    num_samples: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    rank: int,
+    world_size: int,
+    start_step: int,
+    end_step: int,
+) -> Iterator[Request]:
+    """This rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
+
+    Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. Each rank
+    takes one contiguous part of every global batch, so all world sizes see the same global order.
+    Raises: ValueError when the sizes do not divide, or no global batch fits into an epoch.
+    """
+    if global_batch_size % (world_size * microbatch_size):
+        raise ValueError(
+            f"global_batch_size {global_batch_size} is not a multiple of "
+            f"world_size {world_size} x microbatch_size {microbatch_size}"
+        )
+    if num_samples < global_batch_size:
+        raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")
+    return _train_requests(
+        seed=seed,
+        num_samples=num_samples,
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        offset=rank * (global_batch_size // world_size),
+        count=global_batch_size // world_size,
+        steps=range(start_step, end_step),
+    )
+
+
+def _train_requests(
+    *,
+    seed: int,
+    num_samples: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    offset: int,
+    count: int,
+    steps: range,
+) -> Iterator[Request]:
+    """Cut order[offset : offset + count] of each step's global batch into microbatches, in order."""
+    steps_per_epoch = num_samples // global_batch_size
+    known_epoch, order_N = -1, np.empty(0, np.int64)
+    for step in steps:
+        epoch, step_in_epoch = divmod(step, steps_per_epoch)
+        if epoch != known_epoch:
+            known_epoch, order_N = epoch, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
+        start = step_in_epoch * global_batch_size + offset
+        for first in range(start, start + count, microbatch_size):
+            indices_B = order_N[first : first + microbatch_size]
+            yield Request(epoch=epoch, indices_B=indices_B, valid_B=np.ones(microbatch_size, bool))
+
+
+def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_size: int) -> Iterator[Request]:
+    """This rank's microbatches of one pass in which every picture is valid exactly once over all ranks.
+
+    All ranks get equally many, full microbatches (a collective may follow each); what exceeds the split
+    repeats its last picture with valid_B False.
+    """
+    stride = microbatch_size * world_size
+    for start in range(rank * microbatch_size, num_samples + rank * microbatch_size, stride):
+        positions_B = np.arange(start, start + microbatch_size, dtype=np.int64)
+        valid_B = positions_B < num_samples
+        yield Request(epoch=0, indices_B=np.minimum(positions_B, num_samples - 1), valid_B=valid_B)

@@ -1,0 +1,102 @@
+"""The whole split decoded once into the device's memory: for small pictures, as those of CIFAR."""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigbatch.trainer.data.encoded import open_picture
+from bigbatch.trainer.data.imagenet import PictureIndex
+from bigbatch.trainer.data.loader import Batch, Crop, Request
+from bigbatch.trainer.errors import DataError
+
+
+class ResidentLoader:
+    """Gathers, shifts and flips pictures of image_size on the device; what lies outside of one is black.
+
+    Boxes may reach over the edge (padded_crop: torchvision's RandomCrop with padding) but not change size.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: PictureIndex,
+        crop: Crop,
+        image_size: int,
+        microbatch_size: int,
+        device: torch.device | str,
+        num_threads: int = 4,
+    ) -> None:
+        """Raises: DataError naming the first picture that is not image_size x image_size."""
+        self._images_NHWC = _decode_all(index, image_size=image_size, num_threads=num_threads).to(device)
+        self._labels_N = index.labels_N
+        self._crop = crop
+        self._microbatch_size = microbatch_size
+        self._is_open = True
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """Yield one batch per request, in order, until the loader is closed."""
+        for request in requests:
+            if not self._is_open:
+                return
+            yield self._gather(request)
+
+    def close(self) -> None:
+        """End all iterators and let the device's memory go."""
+        self._is_open = False
+        self._images_NHWC = self._images_NHWC[:0]
+
+    def _gather(self, request: Request) -> Batch:
+        """Raises: ValueError if the request has not microbatch_size samples, or a box is not image_size."""
+        indices_B = request.indices_B
+        size = self._images_NHWC.shape[1]
+        if len(indices_B) != self._microbatch_size:
+            raise ValueError(f"got {len(indices_B)} samples, microbatch_size is {self._microbatch_size}")
+        boxes_B4, flips_B = self._crop(request.epoch, indices_B, np.full((len(indices_B), 2), size, np.int64))
+        if (boxes_B4[:, 2:] != size).any():
+            raise ValueError(f"the resident loader does not resize: every box must be {size} x {size}")
+        images_BHWC = shifted(self._images_NHWC, indices_B=indices_B, tops_lefts_B2=boxes_B4[:, :2], flips_B=flips_B)
+        return Batch(
+            images_BCHW=images_BHWC.permute(0, 3, 1, 2),
+            labels_B=torch.from_numpy(self._labels_N[indices_B]),
+            valid_B=torch.from_numpy(request.valid_B),
+        )
+
+
+def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:
+    """Square pictures of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
+
+    Without a host sync: the index tables are made on the host and copied over once per batch.
+    """
+    size = images_NHWC.shape[1]
+    steps_S = np.arange(size)
+    rows_BS = tops_lefts_B2[:, :1] + steps_S
+    columns_BS = tops_lefts_B2[:, 1:] + np.where(flips_B[:, None], steps_S[::-1], steps_S)
+    tables = np.stack([np.broadcast_to(indices_B[:, None], rows_BS.shape), rows_BS, columns_BS])
+    indices_BS, rows_BS, columns_BS = torch.from_numpy(tables).to(images_NHWC.device, non_blocking=True)
+    rows_BS1, columns_B1S = rows_BS[:, :, None], columns_BS[:, None, :]
+    inside_BSS = (rows_BS1 >= 0) & (rows_BS1 < size) & (columns_B1S >= 0) & (columns_B1S < size)
+    last = size - 1
+    images_BSSC = images_NHWC[indices_BS[:, :1, None], rows_BS1.clamp(0, last), columns_B1S.clamp(0, last)]
+    return images_BSSC * inside_BSS[..., None]
+
+
+def _decode_all(index: PictureIndex, *, image_size: int, num_threads: int) -> Tensor:
+    """Every picture of the split, uint8 (N, image_size, image_size, 3)."""
+    images_NHWC = np.empty((len(index.paths), image_size, image_size, 3), np.uint8)
+
+    def fill(position: int) -> None:
+        path = index.full_path(position)
+        picture = open_picture(Path(path).read_bytes(), path=path)
+        if picture.size != (image_size, image_size):
+            wide, high = picture.size
+            raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
+        images_NHWC[position] = np.asarray(picture.convert("RGB"))
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        for _ in threads.map(fill, range(len(index.paths))):
+            pass  # raises what fill raised, the first in order
+    return torch.from_numpy(images_NHWC)

@@ -1,0 +1,67 @@
+"""Accuracy of a finished or interrupted run: `bigbatch evaluate`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.comm.environ import read_process_env
+from bigbatch.trainer import build
+from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint
+from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.errors import CheckpointError
+from bigbatch.trainer.evaluation import evaluate
+from bigbatch.trainer.models.norm import flatten_running_statistics
+from bigbatch.trainer.precision import Precision
+from bigbatch.trainer.progress import describe_evaluation
+from bigbatch.trainer.rundir import RunDir
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate the checkpoint that argv names; the exit code. Collective over the job's ranks."""
+    arguments, overrides = _parser().parse_known_args(argv)
+    rundir = RunDir(arguments.run)
+    config = load_config(["--config", str(rundir.config), *overrides], prog="bigbatch evaluate")
+    path = arguments.checkpoint or _best_path(rundir)
+    job = build.join_job(config, read_process_env())
+    job.communicator.agree("the checkpoint to evaluate", str(path))
+    model = build.make_model(config, job)
+    precision = Precision(model, name=config.optimizer.precision, device=job.device)
+    flatten_running_statistics(model)
+    precision.load_model_state(load_checkpoint(path)["model"])
+    _, split = build.make_splits(config, job)
+    record = evaluate(
+        model,
+        build.eval_batches(config, job, split),
+        normalize=build.make_normalize(config, job),
+        communicator=job.communicator,
+        device=job.device,
+        num_samples=split.num_samples,
+    )
+    split.loader.close()
+    if job.communicator.rank == 0:
+        print(f"{path}: {describe_evaluation(record)}")
+        if arguments.json:
+            print(json.dumps({"checkpoint": str(path), **record}))
+    job.communicator.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch evaluate",
+        description="Count the correct answers of a run's best checkpoint on the validation pictures. Any key of "
+        "the run's config can be overridden, such as --data.root or --batch.microbatch_size.",
+    )
+    parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart")
+    parser.add_argument("--checkpoint", type=Path, help="another checkpoint than the run's best")
+    parser.add_argument("--json", action="store_true", help="also print the record as JSON")
+    return parser
+
+
+def _best_path(rundir: RunDir) -> Path:
+    found = list_checkpoints(rundir.checkpoints)
+    best = best_checkpoint(found) or (found[-1] if found else None)
+    if best is None:
+        raise CheckpointError(f"{rundir.checkpoints} holds no checkpoint: train the run first, or give --checkpoint")
+    return best.path

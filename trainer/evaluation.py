@@ -1,0 +1,57 @@
+"""Accuracy over a whole split: every picture counted once, at any number of ranks."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.errors import DataError
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterator[Batch],
+    *,
+    normalize: Callable[[Tensor], Tensor],
+    communicator: Communicator,
+    device: torch.device,
+    num_samples: int,
+) -> dict[str, Any]:
+    """top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
+
+    Collective. Leaves the model in evaluation mode.
+    Raises: DataError when the ranks together did not count num_samples pictures.
+    """
+    start = time.perf_counter()
+    model.eval()
+    sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        labels_B = batch.labels_B.to(device, non_blocking=True)
+        valid_B = batch.valid_B.to(device, non_blocking=True)
+        sums_4 += count_batch(model(normalize(batch.images_BCHW)).float(), labels_B, valid_B)
+    total_4 = communicator.sum_(sums_4, label="sums of the evaluation").tolist()
+    top1, top5, loss, count = total_4
+    if int(count) != num_samples:
+        raise DataError(f"evaluation counted {int(count)} pictures of {num_samples}; the loader is broken")
+    return {
+        "top1": top1 / count,
+        "top5": top5 / count,
+        "loss": loss / count,
+        "count": int(count),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
+    """Sums over the valid samples of a batch: top-1 correct, top-5 correct, loss, samples (float64)."""
+    ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+    hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
+    loss_B = F.cross_entropy(logits_BK, labels_B, reduction="none") * valid_B
+    sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())
+    return torch.stack([s.double() for s in sums])

@@ -1,0 +1,57 @@
+"""Where numbers go: metrics.jsonl, TensorBoard, the plot."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bigbatch.trainer.rundir import RunDir, read_records
+
+
+class MetricsLog:
+    """Appends records to metrics.jsonl and their numbers to TensorBoard.
+
+    A resumed run first drops the records after the step it resumes from, so that none stands twice.
+    """
+
+    def __init__(self, rundir: RunDir, *, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        kept = [r for r in read_records(rundir.metrics) if r["step"] <= from_step] if from_step else []
+        rundir.write_text(rundir.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = rundir.metrics.open("a")
+        self._tensorboard = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """Log one record; kind is train or eval, record holds at least step."""
+        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Flush both."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Draw training and evaluation loss, and top-1 and top-5, over epochs, as a PNG."""
+    from matplotlib.figure import Figure
+
+    train = [r for r in records if r["kind"] == "train"]
+    evals = [r for r in records if r["kind"] == "eval"]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    for rows, style, label in ((train, "-", "training"), (evals, "o-", "evaluation")):
+        loss_axes.plot([r["epoch"] for r in rows], [r["loss"] for r in rows], style, label=label)
+    loss_axes.set(xlabel="epoch", ylabel="cross-entropy (nats)", title="Loss")
+    for key, label in (("top1", "top-1"), ("top5", "top-5")):
+        accuracy_axes.plot([r["epoch"] for r in evals], [100 * r[key] for r in evals], "o-", label=label)
+    accuracy_axes.set(xlabel="epoch", ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 101))
+    for axes in (loss_axes, accuracy_axes):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,34 @@
+"""Classifiers, with torchvision's parameter names where torchvision has the model."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.models.alexnet import alexnet_bn
+from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
+from bigbatch.trainer.models.resnet9 import resnet9
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "resnet101": resnet101,
+    "resnet152": resnet152,
+    "alexnet_bn": alexnet_bn,
+    "resnet9": resnet9,
+}
+
+
+def build_model(name: str, *, num_classes: int, norm: NormFactory, **options: Any) -> nn.Module:
+    """The model of that name; options go to its own function (resnet9: width).
+
+    Raises: ConfigError for an unknown name, with the nearest known one.
+    """
+    if name not in MODELS:
+        nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"model {name!r} is unknown; the nearest is {nearest!r}, all are {', '.join(MODELS)}")
+    return MODELS[name](num_classes=num_classes, norm=norm, **options)

@@ -1,0 +1,59 @@
+"""AlexNet with batch norm, for 224 x 224 pictures: the second network of Jia et al. 2018."""
+
+from torch import Tensor, nn
+
+from bigbatch.trainer.models.norm import NormFactory
+
+
+def conv_norm_relu(
+    in_channels: int, out_channels: int, *, kernel_size: int, stride: int = 1, padding: int, norm: NormFactory
+) -> list[nn.Module]:
+    """The convolution has no bias: the norm would subtract it."""
+    return [
+        nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=False),
+        norm(out_channels),
+        nn.ReLU(inplace=True),
+    ]
+
+
+class AlexNetBN(nn.Module):
+    """AlexNet with a batch norm after each of the five convolutions and one more after Pool5.
+
+    Layer sizes, classifier and init: torchvision's AlexNet (Krizhevsky 2014, arXiv 1404.5997).
+    Norm after every convolution, none of the local response normalisation: AlexNet-BN of You et al. 2017
+    (arXiv 1708.03888). Norm after Pool5: Jia et al. 2018 (arXiv 1807.11205), who needed it at batch 64K.
+    Dropout draws from the global generator: set it to 0 where runs of different world size must agree.
+    """
+
+    def __init__(self, *, num_classes: int, norm: NormFactory, dropout: float) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *conv_norm_relu(3, 64, kernel_size=11, stride=4, padding=2, norm=norm),
+            nn.MaxPool2d(kernel_size=3, stride=2),
+            *conv_norm_relu(64, 192, kernel_size=5, padding=2, norm=norm),
+            nn.MaxPool2d(kernel_size=3, stride=2),
+            *conv_norm_relu(192, 384, kernel_size=3, padding=1, norm=norm),
+            *conv_norm_relu(384, 256, kernel_size=3, padding=1, norm=norm),
+            *conv_norm_relu(256, 256, kernel_size=3, padding=1, norm=norm),
+            nn.MaxPool2d(kernel_size=3, stride=2),
+            norm(256),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(256 * 6 * 6, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Linear(4096, num_classes),
+        )
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        logits_BK: Tensor = self.classifier(self.avgpool(self.features(images_BCHW)).flatten(1))
+        return logits_BK
+
+
+def alexnet_bn(*, num_classes: int = 1000, norm: NormFactory = nn.BatchNorm2d, dropout: float = 0.5) -> AlexNetBN:
+    """AlexNet-BN with ImageNet's defaults."""
+    return AlexNetBN(num_classes=num_classes, norm=norm, dropout=dropout)

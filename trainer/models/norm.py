@@ -1,0 +1,112 @@
+"""Ghost batch norm: the same running statistics however a step is spread over ranks and microbatches."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+NormFactory: TypeAlias = Callable[[int], nn.Module]
+"""Builds the norm layer for a number of channels."""
+
+
+def ghost_momentum(ghost_index: int, *, momentum: float, ghosts_per_step: int) -> float:
+    """Momentum of one ghost batch that makes all ghost batches of a step weigh the same.
+
+    Updates r <- (1 - b_k) r + b_k stat_k for k = 0..K-1 leave stat_k with weight b_k prod_{j>k} (1 - b_j).
+    That is m / K for every k when b_k = m / (K - (K-1-k) m): the later updates keep the share
+    prod_{j>k} (1 - b_j) = 1 - (K-1-k) m / K. What stays of the old value is then exactly 1 - m.
+    """
+    num_later = ghosts_per_step - 1 - ghost_index
+    return momentum / (ghosts_per_step - num_later * momentum)
+
+
+class GhostBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm over groups of exactly bn_span samples, taken in sample order (Hoffer et al. 2017).
+
+    ghosts_per_step (K) counts the ghost batches this rank sees between two optimizer updates, over all
+    microbatches. After them the running statistics are (1-m) * old + m * mean over the K ghost statistics,
+    so their average over ranks is the same for every division of the step into ranks and microbatches.
+    Statistics are computed and kept in the dtype of the weights (fp32) for half-precision input too.
+    num_batches_tracked stays as it is (one kernel per layer saved): only momentum=None would read it.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        bn_span: int,
+        ghosts_per_step: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+    ) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum)
+        self.bn_span = bn_span
+        self.ghosts_per_step = ghosts_per_step
+        # Not in the state_dict: a checkpoint is taken between steps, where it is 0. torch.compile makes a
+        # graph for each value met at the start of a forward: as many as there are accumulation steps.
+        self.ghost_index = 0
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Normalise each ghost batch by itself; in eval mode, plain batch norm with running statistics.
+
+        Raises: ValueError if the batch is no multiple of bn_span, or runs over the end of the step.
+        """
+        if not self.training:
+            return super().forward(images_BCHW)
+        self._check_ghosts(images_BCHW.shape[0])
+        ghosts = [self._normalize_ghost(ghost_BCHW) for ghost_BCHW in images_BCHW.split(self.bn_span)]
+        return ghosts[0] if len(ghosts) == 1 else torch.cat(ghosts)
+
+    def _check_ghosts(self, num_samples: int) -> None:
+        num_ghosts, rest = divmod(num_samples, self.bn_span)
+        if num_ghosts == 0 or rest:
+            raise ValueError(f"batch of {num_samples} samples is not a multiple of bn_span {self.bn_span}")
+        if self.ghost_index + num_ghosts > self.ghosts_per_step:
+            raise ValueError(
+                f"{num_ghosts} ghost batches after {self.ghost_index} do not fit into a step of "
+                f"ghosts_per_step {self.ghosts_per_step}"
+            )
+
+    def _normalize_ghost(self, ghost_BCHW: Tensor) -> Tensor:
+        assert self.momentum is not None
+        momentum = ghost_momentum(self.ghost_index, momentum=self.momentum, ghosts_per_step=self.ghosts_per_step)
+        self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
+        return F.batch_norm(
+            ghost_BCHW,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            training=True,
+            momentum=momentum,
+            eps=self.eps,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bn_span={self.bn_span}, ghosts_per_step={self.ghosts_per_step}"
+
+
+def flatten_running_statistics(model: nn.Module) -> Tensor:
+    """Move all running means and variances of model into one flat fp32 tensor and return it (may be empty).
+
+    The buffers become views of it, so one all-reduce of the result averages them all; it may run between
+    forward and backward. Call after model.to(...), which would replace the views.
+    """
+    slots = [
+        (norm, name)
+        for norm in model.modules()
+        if isinstance(norm, _BatchNorm) and norm.track_running_stats
+        for name in ("running_mean", "running_var")
+    ]
+    buffers = [getattr(norm, name) for norm, name in slots]
+    if not buffers:
+        return torch.empty(0)
+    statistics_N = torch.cat([buffer.float() for buffer in buffers])
+    for (norm, name), view in zip(slots, statistics_N.split([b.numel() for b in buffers]), strict=True):
+        # .data: a version counter of its own. Backward saves the buffers, though it does not read them
+        # in training, and would refuse to run after a change through a shared counter.
+        setattr(norm, name, view.data)
+    return statistics_N

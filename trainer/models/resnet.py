@@ -1,0 +1,139 @@
+"""ResNet v1.5 in depths 18 to 152; parameter names, order and shapes are torchvision's.
+
+He et al. 2015 (arXiv 1512.03385); v1.5 strides in the 3x3 convolution of a bottleneck, not in its first 1x1.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from bigbatch.trainer.models.norm import NormFactory
+
+
+def conv(in_channels: int, out_channels: int, *, kernel_size: int, stride: int = 1) -> nn.Conv2d:
+    """Padded to keep the size at stride 1; no bias, since a norm follows and would subtract it."""
+    padding = kernel_size // 2
+    return nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=False)
+
+
+def shortcut(in_channels: int, out_channels: int, *, stride: int, norm: NormFactory) -> nn.Sequential | None:
+    """A 1x1 projection where the block changes the shape, else None: the identity."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(conv(in_channels, out_channels, kernel_size=1, stride=stride), norm(out_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions: the block of ResNet-18 and 34."""
+
+    expansion = 1
+    last_norm = "bn2"
+
+    def __init__(self, in_channels: int, channels: int, *, stride: int, norm: NormFactory) -> None:
+        super().__init__()
+        self.conv1 = conv(in_channels, channels, kernel_size=3, stride=stride)
+        self.bn1 = norm(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = conv(channels, channels, kernel_size=3)
+        self.bn2 = norm(channels)
+        self.downsample = shortcut(in_channels, channels, stride=stride, norm=norm)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        identity = images_BCHW if self.downsample is None else self.downsample(images_BCHW)
+        branch = self.relu(self.bn1(self.conv1(images_BCHW)))
+        branch = self.bn2(self.conv2(branch))
+        return self.relu(branch + identity)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, four times as wide at the end: the block of ResNet-50, 101 and 152."""
+
+    expansion = 4
+    last_norm = "bn3"
+
+    def __init__(self, in_channels: int, channels: int, *, stride: int, norm: NormFactory) -> None:
+        super().__init__()
+        out_channels = channels * self.expansion
+        self.conv1 = conv(in_channels, channels, kernel_size=1)
+        self.bn1 = norm(channels)
+        self.conv2 = conv(channels, channels, kernel_size=3, stride=stride)
+        self.bn2 = norm(channels)
+        self.conv3 = conv(channels, out_channels, kernel_size=1)
+        self.bn3 = norm(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(in_channels, out_channels, stride=stride, norm=norm)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        identity = images_BCHW if self.downsample is None else self.downsample(images_BCHW)
+        branch = self.relu(self.bn1(self.conv1(images_BCHW)))
+        branch = self.relu(self.bn2(self.conv2(branch)))
+        branch = self.bn3(self.conv3(branch))
+        return self.relu(branch + identity)
+
+
+Block = type[BasicBlock] | type[Bottleneck]
+
+
+def stage(block: Block, in_channels: int, *, channels: int, num_blocks: int, norm: NormFactory) -> nn.Sequential:
+    """Blocks of one resolution; the first halves it, except in the stage that follows the max-pool."""
+    stride = 1 if channels == 64 else 2
+    out_channels = channels * block.expansion
+    blocks = [block(in_channels, channels, stride=stride, norm=norm)]
+    blocks += [block(out_channels, channels, stride=1, norm=norm) for _ in range(num_blocks - 1)]
+    return nn.Sequential(*blocks)
+
+
+class ResNet(nn.Module):
+    """Stem, four stages of residual blocks, global average pool, linear classifier.
+
+    zero_init_residual starts the last norm scale of every block at 0, so that each block begins as its
+    shortcut and signals pass a deep net unchanged: it lets the large learning rates of large batches start
+    stably (Goyal et al. 2017, arXiv 1706.02677; Jia et al. 2018, arXiv 1807.11205).
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        num_blocks: Sequence[int],
+        *,
+        num_classes: int = 1000,
+        norm: NormFactory = nn.BatchNorm2d,
+        zero_init_residual: bool = True,
+    ) -> None:
+        super().__init__()
+        wide = block.expansion
+        self.conv1 = nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        self.bn1 = norm(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        self.layer1 = stage(block, 64, channels=64, num_blocks=num_blocks[0], norm=norm)
+        self.layer2 = stage(block, 64 * wide, channels=128, num_blocks=num_blocks[1], norm=norm)
+        self.layer3 = stage(block, 128 * wide, channels=256, num_blocks=num_blocks[2], norm=norm)
+        self.layer4 = stage(block, 256 * wide, channels=512, num_blocks=num_blocks[3], norm=norm)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(512 * wide, num_classes)
+        init_(self, zero_init_residual=zero_init_residual)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        features_BCHW = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
+        features_BCHW = self.layer4(self.layer3(self.layer2(self.layer1(features_BCHW))))
+        logits_BK: Tensor = self.fc(self.avgpool(features_BCHW).flatten(1))
+        return logits_BK
+
+
+def init_(model: ResNet, *, zero_init_residual: bool) -> None:
+    """He init by fan-out for convolutions (torchvision's); the norms keep their own 1 and 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
+            nn.init.zeros_(module.get_parameter(f"{module.last_norm}.weight"))
+
+
+# Each takes num_classes, norm and zero_init_residual.
+resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
+resnet34 = partial(ResNet, BasicBlock, (3, 4, 6, 3))
+resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))
+resnet101 = partial(ResNet, Bottleneck, (3, 4, 23, 3))
+resnet152 = partial(ResNet, Bottleneck, (3, 8, 36, 3))

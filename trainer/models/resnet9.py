@@ -1,0 +1,88 @@
+"""David Page's ResNet-9 for CIFAR-10 (myrtle.ai, "How to Train Your ResNet", parts 4 and 8)."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.trainer.models.norm import NormFactory
+
+ActivationFactory = Callable[[], nn.Module]
+
+LOGIT_SCALE = 0.125
+"""Page's factor on the logits."""
+
+inplace_relu = partial(nn.ReLU, inplace=True)
+
+
+class ConvBlock(nn.Sequential):
+    """3x3 convolution, optional 2x2 max-pool, norm, activation.
+
+    pool_first puts the max-pool before norm and activation, which then have a quarter of the pixels to read
+    (Page's part 8); otherwise it comes last, as in the earlier parts.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        pool: bool = False,
+        pool_first: bool,
+        norm: NormFactory,
+        activation: ActivationFactory,
+    ) -> None:
+        max_pool = [nn.MaxPool2d(2)] if pool else []
+        super().__init__(
+            nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+            *(max_pool if pool_first else []),
+            norm(out_channels),
+            activation(),
+            *([] if pool_first else max_pool),
+        )
+
+
+class Residual(nn.Module):
+    """Adds the output of two blocks to their input, with no activation after the sum."""
+
+    def __init__(self, channels: int, *, block: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.res1 = block(channels, channels)
+        self.res2 = block(channels, channels)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        branch_BCHW: Tensor = self.res2(self.res1(images_BCHW))
+        return images_BCHW + branch_BCHW
+
+
+class ResNet9(nn.Module):
+    """Eight convolutions and a linear layer; any input whose sides are at least 8 pixels."""
+
+    def __init__(self, *, num_classes: int, width: int, block: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.prep = block(3, width)
+        self.layer1 = nn.Sequential(block(width, 2 * width, pool=True), Residual(2 * width, block=block))
+        self.layer2 = block(2 * width, 4 * width, pool=True)
+        self.layer3 = nn.Sequential(block(4 * width, 8 * width, pool=True), Residual(8 * width, block=block))
+        self.linear = nn.Linear(8 * width, num_classes, bias=False)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        features_BCHW = self.layer3(self.layer2(self.layer1(self.prep(images_BCHW))))
+        # Page's MaxPool2d(4) for 32 x 32 input; amax would split the gradient between equal half values.
+        features_BC = F.max_pool2d(features_BCHW, features_BCHW.shape[2:]).flatten(1)
+        logits_BK: Tensor = self.linear(features_BC) * LOGIT_SCALE
+        return logits_BK
+
+
+def resnet9(
+    *,
+    num_classes: int = 10,
+    width: int = 64,
+    norm: NormFactory = nn.BatchNorm2d,
+    activation: ActivationFactory = inplace_relu,
+    pool_first: bool = True,
+) -> ResNet9:
+    """ResNet-9 with widths width, 2, 4 and 8 times width; Page's later activation is CELU(0.3)."""
+    block = partial(ConvBlock, pool_first=pool_first, norm=norm, activation=activation)
+    return ResNet9(num_classes=num_classes, width=width, block=block)

@@ -1,0 +1,48 @@
+"""Which parameters decay and adapt: weights do, bias and normalisation do not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def decays(model: nn.Module) -> dict[str, bool]:
+    """Whether weight decay applies, by parameter name; a shared parameter appears once, under its first name.
+
+    False for every parameter of a normalisation layer (by module type, so names do not matter) and for every
+    bias, torch's in_proj_bias and bias_ih_l0 included. Worth +1.3% top-1 (Jia et al. 2018).
+    """
+    verdicts = {}
+    for name, _ in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        verdicts[name] = not isinstance(model.get_submodule(owner), NORM_LAYERS) and "bias" not in leaf
+    return verdicts
+
+
+def param_groups(
+    model: nn.Module, *, weight_decay: float, substitute: Mapping[str, Tensor] | None = None
+) -> list[dict[str, Any]]:
+    """Two groups for any torch optimizer: [decaying and adapting, neither]; frozen parameters are left out.
+
+    substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
+    `names` keeps the parameters' names, in order; `adapt` is read by LARS, torch's optimizers carry it along.
+    Raises: ValueError for a substitute that names no trainable parameter.
+    """
+    tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if unknown := set(substitute or ()) - set(tensors):
+        raise ValueError(f"substitute names no trainable parameter: {', '.join(sorted(unknown))}")
+    tensors.update(substitute or {})
+    verdicts = decays(model)
+
+    def group(is_decaying: bool) -> dict[str, Any]:
+        names = [name for name in tensors if verdicts[name] is is_decaying]
+        return {
+            "params": [tensors[name] for name in names],
+            "names": names,
+            "weight_decay": weight_decay if is_decaying else 0.0,
+            "adapt": is_decaying,
+        }
+
+    return [group(True), group(False)]

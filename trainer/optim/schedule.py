@@ -1,0 +1,107 @@
+"""Learning rate as a pure function of the step: nothing to save, so a resumed run cannot disagree.
+
+Steps count from 0. In a warm-up of W steps, step s has base_lr * (s + 1) / W: MLPerf's linear warm-up from 0
+(base_lr * global_step / W) without its first update, which has learning rate 0 and changes nothing.
+After it, a schedule over T steps has gone the fraction (s + 1 - W) / (T - W), so that step W - 1 has base_lr
+and the last step, T - 1, has end_lr. (MLPerf's decay also starts from 1 but divides by T - W + 1, and so
+stops just short of end_lr.) Steps before the first or after the last take its value.
+Source: mlcommons/training, retired_benchmarks/resnet-tf1/official/resnet/resnet_run_loop.py, poly_rate_fn.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+Schedule = Callable[[int], float]
+
+
+def polynomial(
+    *, base_lr: float, warmup_steps: int, total_steps: int, power: float = 2.0, end_lr: float = 1e-4
+) -> Schedule:
+    """end_lr + (base_lr - end_lr) * (1 - fraction) ** power; MLPerf's rules for LARS fix these defaults."""
+    if not power > 0:
+        raise ValueError(f"power must be positive, not {power}")
+    return _warmup_then_decay(
+        lambda fraction: (1 - fraction) ** power,
+        base_lr=base_lr,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        end_lr=end_lr,
+    )
+
+
+def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
+    """Half a cosine from base_lr to end_lr (Loshchilov and Hutter 2017, arXiv 1608.03983), no restarts."""
+    return _warmup_then_decay(
+        lambda fraction: 0.5 * (1 + math.cos(math.pi * fraction)),
+        base_lr=base_lr,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        end_lr=end_lr,
+    )
+
+
+def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
+    """Straight up to the peak base_lr, straight down to end_lr: the triangle of Page's ResNet-9 and FFCV.
+
+    Not torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too.
+    """
+    return polynomial(base_lr=base_lr, warmup_steps=warmup_steps, total_steps=total_steps, power=1.0, end_lr=end_lr)
+
+
+def step_decay(*, base_lr: float, warmup_steps: int, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
+    """base_lr * gamma ** (number of milestones reached); a milestone is the first step of the lower rate."""
+    _check_base(base_lr, warmup_steps)
+    milestones = tuple(milestones)
+    if not gamma > 0:
+        raise ValueError(f"gamma must be positive, not {gamma}")
+    if list(milestones) != sorted(set(milestones)) or any(m < warmup_steps for m in milestones):
+        raise ValueError(f"milestones must rise from warmup_steps {warmup_steps} on, not {list(milestones)}")
+
+    def schedule(step: int) -> float:
+        if step < warmup_steps:
+            return base_lr * (max(step, 0) + 1) / warmup_steps
+        return base_lr * gamma ** bisect_right(milestones, step)
+
+    return schedule
+
+
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
+    "polynomial": polynomial,
+    "cosine": cosine,
+    "step": step_decay,
+    "one_cycle": one_cycle,
+}
+
+
+def make_schedule(name: str, **settings: object) -> Schedule:
+    """The schedule of that name; settings go to its constructor. Raises: ValueError for an unknown name."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {name!r}")
+    return SCHEDULES[name](**settings)
+
+
+def _warmup_then_decay(
+    shape: Callable[[float], float], *, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
+) -> Schedule:
+    """shape falls from 1 at fraction 0 to 0 at fraction 1."""
+    _check_base(base_lr, warmup_steps)
+    if total_steps < 1 or warmup_steps > total_steps:
+        raise ValueError(f"total_steps must be at least 1 and warmup_steps {warmup_steps}, not {total_steps}")
+    if not 0 <= end_lr <= base_lr:
+        raise ValueError(f"end_lr must lie between 0 and base_lr {base_lr}, not {end_lr}")
+
+    def schedule(step: int) -> float:
+        num_done = min(max(step, 0), total_steps - 1) + 1
+        if num_done <= warmup_steps:
+            return base_lr * num_done / warmup_steps
+        return end_lr + (base_lr - end_lr) * shape((num_done - warmup_steps) / (total_steps - warmup_steps))
+
+    return schedule
+
+
+def _check_base(base_lr: float, warmup_steps: int) -> None:
+    if not 0 < base_lr < math.inf:
+        raise ValueError(f"base_lr must be positive and finite, not {base_lr}")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")

@@ -1,0 +1,159 @@
+"""What a person in front of the terminal sees; silent on all ranks but the first."""
+
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Reporter(Protocol):
+    """Receives what is worth showing."""
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        ...
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """A report of the training loop."""
+        ...
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """An evaluation."""
+        ...
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The end of a run."""
+        ...
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        ...
+
+
+class Silent:
+    """For the other ranks."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Lines:
+    """One plain line per report: for logs and pipes."""
+
+    def say(self, text: str) -> None:
+        """Print and flush."""
+        print(text, flush=True)
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """Step, loss, rates and shares."""
+        self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}")
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Accuracy."""
+        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """All values of the summary, a line each."""
+        for name, value in summary.items():
+            self.say(f"{name:32} {show(name, value)}")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Bar:
+    """A rich progress bar with evaluations above it, and a table at the end."""
+
+    def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("starting", total=num_steps, completed=first_step)
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=record["step"], description=describe(record))
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """A line above the bar."""
+        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The summary as a table."""
+        self.close()
+        table = Table("result", "value", title="Summary")
+        for name, value in summary.items():
+            table.add_row(name, show(name, value))
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Stop drawing."""
+        self._progress.stop()
+
+
+UNITS = {
+    "seconds": "s",
+    "images_per_second": "images/s",
+    "global_batch_size": "images",
+    "world_size": "ranks",
+}
+
+
+def show(name: str, value: Any) -> str:
+    """A value of the summary with its unit; shares in percent."""
+    if "top" in name or name.endswith("_fraction"):
+        return f"{100 * value:.2f} %"
+    text = f"{value:,.1f}" if isinstance(value, float) else str(value)
+    return f"{text} {UNITS[name]}" if name in UNITS else text
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One report of the training loop, short."""
+    return (
+        f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
+        f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
+        f"input wait {100 * record['input_wait_fraction']:.1f}%  "
+        f"exposed communication {100 * record['exposed_communication_fraction']:.1f}%"
+    )
+
+
+def describe_evaluation(record: dict[str, Any]) -> str:
+    """One evaluation, short."""
+    return (
+        f"evaluation: top-1 {100 * record['top1']:.2f}%  top-5 {100 * record['top5']:.2f}%  "
+        f"loss {record['loss']:.3f}  ({record['count']} pictures in {record['seconds']:.1f} s)"
+    )
+
+
+def make_reporter(*, is_first_rank: bool, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
+    """A bar on a terminal, plain lines elsewhere, nothing on the other ranks."""
+    if not is_first_rank:
+        return Silent()
+    if terminal_columns is None:
+        return Lines()
+    console = Console(force_terminal=True, width=terminal_columns)
+    return Bar(console, first_step=first_step, num_steps=num_steps)

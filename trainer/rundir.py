@@ -1,0 +1,63 @@
+"""The run folder: one place for everything that a run leaves behind. Imports no torch."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths in a run folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config; `bigbatch train --config` takes it as it is."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: a report or an evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def plot(self) -> Path:
+        """Loss and accuracy over epochs."""
+        return self.path / "plot.png"
+
+    @property
+    def summary(self) -> Path:
+        """What came out; written once, at the end of a finished run."""
+        return self.path / "summary.json"
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Replace a file of the folder in one step."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.write_text(text)
+        aside.replace(path)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a metrics file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue

@@ -1,0 +1,19 @@
+"""Every random number of a run from its seed and a position, never from what happened before."""
+
+import torch
+
+_PRIME = 1_000_003
+
+
+def seed_weights(seed: int) -> None:
+    """Seed the generators from which models draw their weights: the same on every rank."""
+    torch.manual_seed(seed)
+
+
+def seed_forward(seed: int, *, step: int, ghost: int) -> None:
+    """Seed what a forward pass draws (dropout) from the microbatch's first ghost batch within the step.
+
+    So a resumed run draws what the uninterrupted one drew, and with one ghost batch per microbatch any
+    world size draws the same.
+    """
+    torch.manual_seed((seed * _PRIME + step) * _PRIME + ghost + 1)

@@ -1,0 +1,237 @@
+"""One training run from the command line: `bigbatch train`."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch.comm.environ import ProcessEnv, read_process_env
+from bigbatch.trainer import build
+from bigbatch.trainer.checkpoint import (
+    best_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    require_free_disk,
+    save_checkpoint,
+)
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_file import dump_config, load_config
+from bigbatch.trainer.errors import CheckpointError
+from bigbatch.trainer.evaluation import evaluate
+from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, train
+from bigbatch.trainer.metrics import MetricsLog, plot_run
+from bigbatch.trainer.progress import Reporter, make_reporter
+from bigbatch.trainer.rundir import RunDir, read_records
+
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop and saved a checkpoint."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train the experiment that argv describes; the exit code. Collective over the job's ranks."""
+    config = load_config(argv)
+    env = read_process_env()
+    job = build.join_job(config, env)
+    code = _Run(config, job, env).run()
+    job.communicator.close()
+    return code
+
+
+class _Run:
+    """The life of one run: files on the first rank, collectives on all."""
+
+    def __init__(self, config: Config, job: build.Job, env: ProcessEnv) -> None:
+        self.config = config
+        self.job = job
+        self.rundir = RunDir(Path(config.run.directory))
+        self.is_first = job.communicator.rank == 0
+        self.train_split, self.eval_split = build.make_splits(config, job)
+        resume_from = _resume_path(config, self.rundir)
+        state = load_checkpoint(resume_from) if resume_from else None
+        first_step = int(state["step"]) if state else 0
+        job.communicator.agree("the checkpoint to resume from", str(resume_from))
+        self.plan: Plan = build.make_plan(config, job, num_samples=self.train_split.num_samples, first_step=first_step)
+        self.parts: Parts = build.make_parts(config, job, plan=self.plan)
+        if state:
+            _restore(self.parts, state, path=resume_from)
+        self.say: Reporter = make_reporter(
+            is_first_rank=self.is_first,
+            terminal_columns=env.terminal_columns,
+            first_step=first_step,
+            num_steps=self.plan.num_steps,
+        )
+        self.log: MetricsLog | None = None
+        if self.is_first:
+            self._open_folder(state)
+
+    def run(self) -> int:
+        """Train to the end or to a stop signal; the exit code."""
+        self._introduce()
+        started = time.perf_counter()
+        hooks = Hooks(on_report=self._report, evaluate=self._evaluate, save=self._save)
+        batches = build.train_batches(self.config, self.job, self.train_split, plan=self.plan)
+        try:
+            totals = train(self.plan, self.parts, hooks, batches)
+            if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
+                totals.last_evaluation = self._evaluate(self.plan.num_steps)
+            if self.is_first:
+                self._finish(totals, seconds=time.perf_counter() - started)
+        finally:
+            self.say.close()
+            self.train_split.loader.close()
+            self.eval_split.loader.close()
+            if self.log:
+                self.log.close()
+        return INTERRUPTED if totals.stopped_by else 0
+
+    def _open_folder(self, state: dict[str, Any] | None) -> None:
+        """Everything that the first rank writes before the first step. Raises: CheckpointError."""
+        masters = self.parts.precision.masters.values()
+        one_checkpoint = 3 * sum(m.numel() * m.element_size() for m in masters)
+        require_free_disk(self.rundir.checkpoints, num_bytes=one_checkpoint * 2)
+        if state and (changed := _changes(state["config"], dump_config(self.config))):
+            self.say.say("resuming with a changed config: " + "; ".join(changed))
+        self.rundir.write_text(self.rundir.config, dump_config(self.config))
+        self.rundir.summary.unlink(missing_ok=True)
+        self.log = MetricsLog(self.rundir, from_step=self.plan.first_step)
+
+    def _introduce(self) -> None:
+        plan, batch = self.plan, self.config.batch
+        for line in (
+            f"{self.job.communicator}; device {device_name(self.job.device)}, {self.config.optimizer.precision}",
+            f"{self.train_split.num_samples} training and {self.eval_split.num_samples} validation pictures; loader "
+            f"{self.config.data.loader}",
+            f"global batch {batch.global_batch_size} = {self.job.communicator.world_size} ranks x "
+            f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span {batch.bn_span}; "
+            f"{plan.num_steps} steps in {self.config.run.epochs} epochs",
+            *str(self.parts.reducer.plan).splitlines(),
+        ):
+            self.say.say(line)
+        if plan.first_step:
+            self.say.say(f"resumed after step {plan.first_step}")
+
+    def _report(self, record: dict[str, Any]) -> None:
+        self.say.advance(record)
+        if self.log:
+            self.log.write("train", record)
+
+    def _evaluate(self, done: int) -> dict[str, Any]:
+        record = evaluate(
+            self.parts.model,
+            build.eval_batches(self.config, self.job, self.eval_split),
+            normalize=self.parts.normalize,
+            communicator=self.job.communicator,
+            device=self.job.device,
+            num_samples=self.eval_split.num_samples,
+        )
+        record = {"step": done, "epoch": done / self.plan.steps_per_epoch, **record}
+        self.say.evaluated(record)
+        if self.log:
+            self.log.write("eval", record)
+        return record
+
+    def _save(self, done: int, top1: float | None) -> None:
+        if not self.is_first:
+            return
+        state = {
+            "step": done,
+            "config": dump_config(self.config),
+            "model": self.parts.precision.model_state(),
+            "optimizer": self.parts.optimizer.state_dict(),
+            "precision": self.parts.precision.state_dict(),
+        }
+        keep = self.config.run.keep_checkpoints
+        save_checkpoint(self.rundir.checkpoints, state, step=done, top1=top1, keep=keep)
+
+    def _finish(self, totals: Totals, *, seconds: float) -> None:
+        """Plot, and summary or the way to go on."""
+        title = f"{self.config.model.name}, global batch {self.config.batch.global_batch_size}"
+        plot_run(list(read_records(self.rundir.metrics)), self.rundir.plot, title=title)
+        if totals.stopped_by:
+            newest = list_checkpoints(self.rundir.checkpoints)[-1]
+            self.say.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
+            return
+        summary = self._summary(totals, seconds=seconds)
+        self.rundir.write_text(self.rundir.summary, json.dumps(summary, indent=1) + "\n")
+        self.say.finish(summary)
+        self.say.say(f"plot: {self.rundir.plot}")
+
+    def _summary(self, totals: Totals, *, seconds: float) -> dict[str, Any]:
+        """seconds, rates and shares are of this process, from its first step on."""
+        images = totals.steps * self.config.batch.global_batch_size
+        busy = totals.step_seconds or float("nan")
+        best = best_checkpoint(list_checkpoints(self.rundir.checkpoints))
+        return {
+            "top1": totals.last_evaluation["top1"],
+            "top5": totals.last_evaluation["top5"],
+            "best_top1": best.top1 if best else totals.last_evaluation["top1"],
+            "epochs": self.config.run.epochs,
+            "steps": self.plan.num_steps,
+            "resumed_after_step": self.plan.first_step,
+            "global_batch_size": self.config.batch.global_batch_size,
+            "world_size": self.job.communicator.world_size,
+            "images_per_second": images / busy,
+            "input_wait_fraction": totals.input_wait_seconds / busy,
+            "exposed_communication_fraction": totals.exposed_seconds / busy,
+            "seconds": seconds,
+            "backend": self.job.communicator.backend.name,
+            "algorithm": self.job.communicator.algorithm,
+            "loader": self.config.data.loader,
+            "precision": self.config.optimizer.precision,
+            "device": device_name(self.job.device),
+            "torch": torch.__version__,
+            "commit": source_commit(),
+        }
+
+
+def _resume_path(config: Config, rundir: RunDir) -> Path | None:
+    """Which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
+    resume = config.run.resume
+    if resume not in ("auto", "never"):
+        return Path(resume)
+    found = list_checkpoints(rundir.checkpoints)
+    if found and resume == "never":
+        raise CheckpointError(
+            f"{rundir.path} holds a run already (step {found[-1].step}): choose another run.directory, or set "
+            "run.resume to auto to go on"
+        )
+    return found[-1].path if found else None
+
+
+def _restore(parts: Parts, state: dict[str, Any], *, path: Path | None) -> None:
+    try:
+        parts.precision.load_model_state(state["model"])
+        parts.optimizer.load_state_dict(state["optimizer"])
+        parts.precision.load_state_dict(state["precision"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
+
+
+def _changes(old: str, new: str) -> list[str]:
+    """Lines of the new config that the old one does not have, leaving out where and how it is resumed."""
+    before = set(old.splitlines())
+    return [line.strip() for line in new.splitlines() if line not in before and "resume:" not in line]
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU with the threads that a rank uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads a rank)"
+
+
+def source_commit() -> str:
+    """The commit of the checkout that this code runs from, '+' if it was changed; unknown in an installed wheel."""
+    git = partial(subprocess.run, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=True)
+    try:
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"unknown, Python {sys.version.split()[0]}"
