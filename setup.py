@@ -18,6 +18,7 @@ extras = {
     "horovod": [f"horovod>=0.28.1; {LINUX}"],
     "dev": [
         "pytest>=8",
+        "hypothesis>=6",
         "pytest-timeout",
         "pytest-xdist",
         "ruff",

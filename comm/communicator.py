@@ -56,7 +56,8 @@ class Communicator:
     def close(self) -> None:
         """End communication; after a run that went well. Collective."""
         self.backend.close()
-        if self.env.launcher in MPI_LAUNCHERS and (self.backend.name == "mpi" or self.env.master is None):
+        uses_mpi = self.backend.name == "mpi" or self.env.master is None
+        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
             finalize_mpi()
@@ -88,8 +89,9 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
         return torch.device("cpu")
     if num_gpus < env.local_size:
         raise CommError(
-            f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU, or set "
-            "comm.backend to gloo to train on the CPU"
+            f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU, let each see all "
+            "GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or set comm.backend to gloo to train "
+            "on the CPU"
         )
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)
@@ -131,12 +133,12 @@ def _connect(
     if backend == "mpi":
         from bigbatch.comm.backends.mpi import MpiBackend
 
-        return env, MpiBackend()
+        return env, MpiBackend(env, timeout_seconds=timeout_seconds)
     from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 
     met = env
     if env.master is None and env.launcher in MPI_LAUNCHERS:
         from bigbatch.comm.backends.mpi import meet_by_mpi
 
-        met = replace(env, master=meet_by_mpi(is_one_host=env.is_one_host))
+        met = replace(env, master=meet_by_mpi(env))
     return env, TorchDistributedBackend(met, library=backend, device=device, timeout_seconds=timeout_seconds)

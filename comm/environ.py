@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bigbatch.errors import UserError
+
 LAUNCHER_VARIABLES = {
     # launcher: (rank, world size, local rank, local size)
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -18,15 +20,23 @@ LAUNCHER_VARIABLES = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-"""In order of precedence: torchrun inside srun counts as torchrun, mpirun inside sbatch as openmpi."""
+"""In order of precedence: torchrun inside srun counts as torchrun, mpirun inside sbatch as openmpi.
+
+Of Slurm's variables only those of the step count: an interactive shell of eight tasks is one process.
+"""
 
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
 
 FIRST_SLURM_PORT = 20000
-NUM_SLURM_PORTS = 20000
+NUM_SLURM_PORTS = 12000
+"""Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""
+
+
+class LaunchError(UserError, ValueError):
+    """The environment describes no rank of a job; the message names the variable and its value."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +64,19 @@ class ProcessEnv:
 def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     """Find the launcher by its variables; without any, this is a world of one process.
 
-    Raises: ValueError when a launcher's variables are incomplete or not numbers.
+    Raises: LaunchError when a launcher's variables are incomplete, contradictory or not numbers.
     """
     variables = os.environ if environ is None else environ
     launcher = _launcher(variables)
-    host = variables.get("SLURMD_NODENAME") or variables.get("BIGBATCH_HOST") or socket.gethostname()
+    host = _host(variables, launcher)
     if launcher is None:
         return ProcessEnv("none", 0, 1, 0, 1, host, None, terminal_columns=terminal_columns(variables))
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (_number(variables, name, launcher) for name in names[:3])
     local_size = _slurm_local_size(variables) if launcher == "srun" else _number(variables, names[3], launcher)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"{names[0]}={rank} is not below {names[1]}={world_size}; start all ranks in one job")
+    for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
+        if not 0 <= index < count:
+            raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")
     one_host = local_size == world_size
     return ProcessEnv(
         launcher=launcher,
@@ -88,7 +99,7 @@ def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
     """
     variables = os.environ if environ is None else environ
     if TERMINAL_VARIABLE in variables:
-        return int(variables[TERMINAL_VARIABLE]) or None
+        return _number(variables, TERMINAL_VARIABLE, "bigbatch launch") or None
     if _launcher(variables) == "openmpi" or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
@@ -106,6 +117,8 @@ def _launcher(variables: Mapping[str, str]) -> str | None:
     for launcher, names in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and "SLURM_STEP_ID" not in variables:
             continue  # the batch script itself, not a task that srun started
+        if launcher == "mpich" and "SLURM_STEP_ID" in variables and names[2] not in variables:
+            continue  # srun --mpi=pmi2 sets PMI_RANK for MPICH's library; there is no mpiexec
         if names[0] in variables and names[1] in variables:
             return launcher
     return None
@@ -115,23 +128,29 @@ def _number(variables: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         return int(variables[name])
     except KeyError:
-        raise ValueError(f"{launcher} did not set {name}; start the job with {launcher}'s own command") from None
+        raise LaunchError(f"{launcher} did not set {name}; start the job with {launcher}'s own command") from None
     except ValueError:
-        raise ValueError(f"{name}={variables[name]!r} is not a number") from None
+        raise LaunchError(f"{name}={variables[name]!r} is not a number") from None
+
+
+def _host(variables: Mapping[str, str], launcher: str | None) -> str:
+    """This node's name; BIGBATCH_HOST plays a node. MPICH's mpiexec gives all ranks its own SLURMD_NODENAME."""
+    name = variables.get("BIGBATCH_HOST") or (launcher != "mpich" and variables.get("SLURMD_NODENAME"))
+    return name or socket.gethostname()
 
 
 def _slurm_local_size(variables: Mapping[str, str]) -> int:
     """Tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
-    text = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not match:
-            raise ValueError(f"SLURM_TASKS_PER_NODE={text!r} is not of Slurm's form, such as 8(x4)")
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form, such as 8(x4)")
         counts += [int(match[1])] * int(match[2] or 1)
-    node = int(variables.get("SLURM_NODEID", "0"))
-    if node >= len(counts):
-        raise ValueError(f"SLURM_NODEID={node} has no entry in SLURM_TASKS_PER_NODE={text!r}")
+    node = _number(variables, "SLURM_NODEID", "srun")
+    if not 0 <= node < len(counts):
+        raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
     return counts[node]
 
 
@@ -140,23 +159,20 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
         return variables["MASTER_ADDR"], _number(variables, "MASTER_PORT", launcher)
     if launcher != "srun":
         return None
-    hosts = expand_hostlist(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "localhost"))
-    job = int(variables.get("SLURM_JOB_ID", "0")) + int(variables.get("SLURM_STEP_ID", "0"))
-    return "127.0.0.1" if is_one_host else hosts[0], FIRST_SLURM_PORT + job % NUM_SLURM_PORTS
+    job = _number(variables, "SLURM_JOB_ID", launcher) + _number(variables, "SLURM_STEP_ID", launcher)
+    port = FIRST_SLURM_PORT + job % NUM_SLURM_PORTS
+    return "127.0.0.1" if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
 
 
 def expand_hostlist(text: str) -> list[str]:
     """Slurm's compact host list, written out: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
 
-    Raises: ValueError where the text is not a host list.
+    Raises: LaunchError where the text is not a host list.
     """
-    hosts: list[str] = []
-    for item in re.findall(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*(?:,|$)", text):
-        if item := item.rstrip(","):
-            hosts += _expand_item(item)
-    if not hosts:
-        raise ValueError(f"{text!r} is not a Slurm host list, such as node[01-04]")
-    return hosts
+    item = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"
+    if not re.fullmatch(f"{item}(?:,{item})*", text, re.ASCII):
+        raise LaunchError(f"{text!r} is not a Slurm host list, such as node[01-04]")
+    return [host for each in re.findall(item, text, re.ASCII) for host in _expand_item(each)]
 
 
 def _expand_item(item: str) -> list[str]:
@@ -165,9 +181,9 @@ def _expand_item(item: str) -> list[str]:
         return [item]
     names = []
     for span in match[1].split(","):
-        first, _, last = span.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise ValueError(f"{item!r} is not a Slurm host list, such as node[01-04]")
-        for number in range(int(first), int(last or first) + 1):
-            names += _expand_item(f"{item[: match.start()]}{number:0{len(first)}d}{item[match.end() :]}")
+        limits = re.fullmatch(r"(\d+)(?:-(\d+))?", span, re.ASCII)
+        if not limits or int(limits[1]) > int(limits[2] or limits[1]):
+            raise LaunchError(f"{item!r} is not a Slurm host list, such as node[01-04]")
+        for number in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
+            names += _expand_item(f"{item[: match.start()]}{number:0{len(limits[1])}d}{item[match.end() :]}")
     return names

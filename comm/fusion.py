@@ -54,8 +54,8 @@ class FusionPlan:
 def plan_fusion(tensors: Sequence[TensorSpec], *, threshold_bytes: int, buffer_bytes: int) -> FusionPlan:
     """Group gradients, given in the order in which they become ready, into buffers.
 
-    A gradient larger than threshold_bytes goes alone; the others share buffers of one dtype and at most
-    buffer_bytes. Buffers are ordered by the moment their last gradient is ready.
+    A gradient larger than threshold_bytes or buffer_bytes goes alone; the others share buffers of one dtype
+    and at most buffer_bytes. Buffers are ordered by the moment their last gradient is ready.
     Raises: ValueError for a size that is not positive.
     Source: Jia et al. 2018, tensor fusion with a size threshold.
     """

@@ -1,6 +1,7 @@
 """Gradients summed over all ranks while backward still runs."""
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
@@ -24,6 +25,8 @@ class GradientReducer:
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
     All methods are to be called by all ranks alike.
+    Raises: ValueError for two parameters of one name; RuntimeError from a backward that adds to a gradient
+    already on its way.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class GradientReducer:
         buffer_bytes: int = 25_000_000,
     ) -> None:
         self._communicator = communicator
-        self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        self._parameters = _by_name(named_parameters)
         self.plan = self._make_plan(threshold_bytes, buffer_bytes)
         self.is_active = True
         self.exposed = ExposedTime()
@@ -69,11 +72,14 @@ class GradientReducer:
         return torch.zeros(buffer.num_elements, dtype=first.dtype, device=first.device)
 
     def _gradient_views(self, buffer: BufferPlan, buffer_N: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Each gradient as a view with its parameter's own strides (channels-last weights stay so)."""
+        """Each gradient as a view with its parameter's own strides (channels-last weights stay so).
+
+        A parameter with gaps between its elements gets dense strides: the buffer has no room for gaps.
+        """
         offset = 0
         for tensor in buffer.tensors:
             p = self._parameters[tensor.name]
-            yield tensor.name, buffer_N.as_strided(p.size(), p.stride(), offset)
+            yield tensor.name, buffer_N.as_strided(p.size(), torch.empty_like(p, device="meta").stride(), offset)
             offset += tensor.num_elements
 
     def _point_gradients_at_buffers(self) -> None:
@@ -86,6 +92,11 @@ class GradientReducer:
         self._extra = []
 
     def _on_gradient(self, name: str, index: int, parameter: nn.Parameter) -> None:
+        if index < len(self._waiting):
+            raise RuntimeError(
+                f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
+                "microbatch of a step, and set is_active = False for the others"
+            )
         if parameter.grad is not self._views[name]:  # someone set gradients to None or replaced them
             assert parameter.grad is not None
             self._views[name].copy_(parameter.grad)
@@ -131,6 +142,14 @@ class GradientReducer:
             hook.remove()
 
 
+def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in named_parameters:
+        if parameters.setdefault(name, parameter) is not parameter:
+            raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
+    return {name: p for name, p in parameters.items() if p.requires_grad}
+
+
 class ExposedTime:
     """Seconds that the update waited for communication: what backward did not hide.
 
@@ -139,7 +158,7 @@ class ExposedTime:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def measure(self, buffers: list[Tensor]) -> "_Measured":
         """Time a block that waits for these buffers."""
@@ -150,16 +169,21 @@ class ExposedTime:
         self._seconds += seconds
 
     def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Count the device time between two events, later."""
+        """Count the device time between two events once it is known; those that are known already are folded."""
         self._events.append((start, end))
+        while self._events and self._events[0][1].query():
+            self._fold(*self._events.popleft())
 
     def take_seconds(self) -> float:
         """Seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
-        for start, end in self._events:
-            end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1e3
-        seconds, self._seconds, self._events = self._seconds, 0.0, []
+        while self._events:
+            self._fold(*self._events.popleft())
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _fold(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        end.synchronize()
+        self._seconds += start.elapsed_time(end) / 1e3
 
 
 class _Measured:

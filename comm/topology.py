@@ -8,8 +8,8 @@ from dataclasses import dataclass
 class Topology:
     """The ranks of a job, in node groups; seen from one rank.
 
-    groups[i] are the ranks of node group i in ascending order; groups are ordered by their first rank,
-    which is the group's leader. A node group is a host, or a part of one (Jia et al. 2018 use 16 GPUs).
+    groups[i] are the ranks of node group i in ascending order; the first one is the group's leader. A node
+    group is a host, or a part of one (Jia et al. 2018 use 16 GPUs); parts of a host stand side by side.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Topology:
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """All ranks, node by node, so that a flat ring crosses each link between nodes only once."""
+        """All ranks, host by host, so that a flat ring enters and leaves each host only once."""
         return tuple(rank for group in self.groups for rank in group)
 
 
@@ -72,8 +72,8 @@ def make_topology(hosts: Sequence[str], *, rank: int, group_size: int | None = N
     by_host: dict[str, list[int]] = {}
     for each, host in enumerate(hosts):
         by_host.setdefault(host, []).append(each)
-    groups = []
+    groups: list[tuple[int, ...]] = []
     for ranks in by_host.values():
         size = group_size or len(ranks)
         groups += [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-    return Topology(rank=rank, groups=tuple(sorted(groups)))
+    return Topology(rank=rank, groups=tuple(groups))

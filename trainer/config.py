@@ -1,6 +1,7 @@
 """What an experiment is: frozen dataclasses without defaults, so that one complete YAML says everything."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,8 +68,8 @@ class DataConfig:
 class ModelConfig:
     """The classifier."""
 
-    name: str
-    """resnet18, resnet34, resnet50, resnet101, resnet152, alexnet_bn or resnet9."""
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"]
+    """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
     width: int | None
     """Channels of resnet9's first layer; null for every other model."""
 
@@ -162,6 +163,8 @@ class Config:
         _check_ranges(self)
         _check_batch(self.batch)
         _check_choices(self)
+        _check_loader(self.data)
+        _check_schedule(self.schedule, epochs=self.run.epochs)
 
 
 POSITIVE = (
@@ -172,6 +175,7 @@ POSITIVE = (
     "data.num_classes",
     "data.num_synthetic_samples",
     "data.image_size",
+    "data.std",
     "data.num_threads",
     "data.prefetch_batches",
     "model.width",
@@ -190,10 +194,12 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "run.seed",
     "run.checkpoint_every_steps",
+    "data.mean",
     "optimizer.weight_decay",
     "optimizer.eps",
     "schedule.warmup_epochs",
     "schedule.end_lr",
+    "schedule.milestone_epochs",
 )
 SHARE_WITH_ONE = ("data.crop_area_min", "data.eval_crop_fraction")
 SHARE_BELOW_ONE = ("optimizer.momentum", "optimizer.label_smoothing")
@@ -221,14 +227,15 @@ def lookup(config: Config, key: str) -> object:
 
 def _check_ranges(config: Config) -> None:
     for keys, legal, is_legal in (
-        (POSITIVE, "a positive number", lambda v: v > 0),
-        (NOT_NEGATIVE, "0 or more", lambda v: v >= 0),
+        (POSITIVE, "positive and finite", lambda v: 0 < v < math.inf),
+        (NOT_NEGATIVE, "0 or more, and finite", lambda v: 0 <= v < math.inf),
         (SHARE_WITH_ONE, "above 0 and at most 1", lambda v: 0 < v <= 1),
         (SHARE_BELOW_ONE, "at least 0 and below 1", lambda v: 0 <= v < 1),
     ):
         for key in keys:
             value = lookup(config, key)
-            if value is not None and not is_legal(value):
+            numbers = value if isinstance(value, tuple) else (value,)
+            if value is not None and not all(map(is_legal, numbers)):
                 raise ConfigError(f"{key}={value} must be {legal}")
 
 
@@ -239,14 +246,34 @@ def _check_choices(config: Config) -> None:
             raise ConfigError(f"{key} is null, but {decider}={choice} needs it: give a value")
         if choice not in values and value is not None:
             raise ConfigError(f"{key}={value} has no meaning with {decider}={choice}: set it to null")
-    if config.schedule.warmup_epochs > config.run.epochs:
+
+
+def _check_loader(data: DataConfig) -> None:
+    if (data.loader == "resident") != (data.crop == "padded"):
         raise ConfigError(
-            f"schedule.warmup_epochs={config.schedule.warmup_epochs} is longer than run.epochs={config.run.epochs}"
+            f"data.crop={data.crop} does not go with data.loader={data.loader}: resident takes padded crops, the "
+            "other loaders take resized ones"
         )
-    if (config.data.loader == "resident") != (config.data.crop == "padded"):
+    if data.loader == "resident" and data.eval_crop_fraction != 1:
         raise ConfigError(
-            f"data.crop={config.data.crop} does not go with data.loader={config.data.loader}: resident takes padded "
-            "crops, the other loaders take resized ones"
+            f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
+            "not resize: set it to 1.0"
+        )
+
+
+def _check_schedule(schedule: ScheduleConfig, *, epochs: int) -> None:
+    warmup, milestones = schedule.warmup_epochs, schedule.milestone_epochs or ()
+    if warmup > epochs:
+        raise ConfigError(f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}")
+    if schedule.end_lr is not None and schedule.end_lr > schedule.base_lr:
+        raise ConfigError(
+            f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"
+        )
+    rising = tuple(sorted({m for m in milestones if m >= warmup}))
+    if milestones != rising:
+        raise ConfigError(
+            f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs={warmup} on: "
+            f"{list(rising)} does"
         )
 
 
@@ -256,12 +283,7 @@ def _check_batch(batch: BatchConfig) -> None:
             f"batch.bn_span={batch.bn_span} does not divide batch.microbatch_size={batch.microbatch_size}: "
             f"{largest_divisor(batch.microbatch_size, batch.bn_span)} does"
         )
-    if batch.global_batch_size % batch.microbatch_size:
-        raise ConfigError(
-            f"batch.microbatch_size={batch.microbatch_size} does not divide "
-            f"batch.global_batch_size={batch.global_batch_size}: "
-            f"{largest_divisor(batch.global_batch_size, batch.microbatch_size)} does"
-        )
+    accumulation_steps(batch, world_size=1)
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -274,19 +296,23 @@ def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
 
     Raises: ConfigError when the ranks do not divide the global batch into whole microbatches.
     """
-    per_step = batch.microbatch_size * world_size
-    if batch.global_batch_size % per_step:
-        per_rank, rest = divmod(batch.global_batch_size, world_size)
-        legal = (
-            f"set batch.microbatch_size to {largest_divisor(per_rank, batch.microbatch_size)}"
-            if rest == 0
-            else f"set batch.global_batch_size to {max(1, batch.global_batch_size // per_step) * per_step}"
-        )
+    if batch.global_batch_size % (batch.microbatch_size * world_size):
         raise ConfigError(
-            f"batch.global_batch_size={batch.global_batch_size} is not a multiple of {world_size} ranks times "
-            f"batch.microbatch_size={batch.microbatch_size}: {legal}"
+            f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
+            f"batch.microbatch_size={batch.microbatch_size} x {world_size} rank(s): "
+            f"{_batch_remedy(batch, world_size=world_size)}"
         )
-    return batch.global_batch_size // per_step
+    return batch.global_batch_size // (batch.microbatch_size * world_size)
+
+
+def _batch_remedy(batch: BatchConfig, *, world_size: int) -> str:
+    """The change that fits: a smaller microbatch of whole ghost batches (same update), else another global batch."""
+    ghosts_per_rank, rest = divmod(batch.global_batch_size, batch.bn_span * world_size)
+    if rest == 0:
+        ghosts = largest_divisor(ghosts_per_rank, batch.microbatch_size // batch.bn_span)
+        return f"set batch.microbatch_size to {ghosts * batch.bn_span}"
+    per_step = batch.microbatch_size * world_size
+    return f"set batch.global_batch_size to {max(1, batch.global_batch_size // per_step) * per_step}"
 
 
 def all_keys() -> tuple[str, ...]:

@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import difflib
+import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -32,7 +34,7 @@ def find_config(name: str) -> Path:
         return PACKAGED / f"{name}.yaml"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     hint = f"; the nearest packaged one is {near[0]}" if near else ""
-    raise ConfigError(f"--config {name}: there is no such file or packaged experiment{hint}")
+    raise ConfigError(f"--config '{name}': there is no such file or packaged experiment{hint}")
 
 
 def make_parser(prog: str) -> ArgumentParser:
@@ -41,6 +43,7 @@ def make_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
+        print_config=None,
         description="Train one experiment: a complete YAML, and any of its keys as overrides. "
         "Packaged experiments: " + ", ".join(packaged_configs()) + ".",
         epilog=f"example: {prog} --config quickstart --run.epochs 2 --optimizer.momentum 0.8",
@@ -48,19 +51,21 @@ def make_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="YAML file, or name of a packaged experiment.")
     parser.add_class_arguments(Config)
+    for action in parser._actions:
+        if action.dest in _sections():  # jsonargparse adds --run FILE and so on; we have one way to state a key
+            action.help = argparse.SUPPRESS
     return parser
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train") -> Config:
     """Parse and check an experiment. Raises: ConfigError, one line; SystemExit after --help."""
-    parser = make_parser(prog)
-    arguments = _with_config_paths(argv)
+    arguments = _config_first(argv)
     _refuse_unknown_options(arguments)
     try:
-        parsed = parser.parse_args(arguments)
-        return Config(**{name: parser.instantiate_classes(parsed)[name] for name in _sections()})
+        parsed = make_parser(prog).parse_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(_one_line(str(error))) from error
+        raise ConfigError(_explained(_one_line(str(error)))) from error
+    return Config(**{name: section(**vars(parsed[name])) for name, section in get_type_hints(Config).items()})
 
 
 def dump_config(config: Config) -> str:
@@ -76,29 +81,44 @@ def _sections() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(Config))
 
 
-def _with_config_paths(argv: Sequence[str]) -> list[str]:
-    """Replace packaged names by paths, and check the keys of each file before anything else."""
-    arguments = list(argv)
-    for i, argument in enumerate(arguments):
-        if argument == "--config" and i + 1 < len(arguments):
-            arguments[i + 1] = str(find_config(arguments[i + 1]))
-            _check_file(Path(arguments[i + 1]))
-        elif argument.startswith("--config="):
-            path = find_config(argument.partition("=")[2])
-            arguments[i] = f"--config={path}"
-            _check_file(path)
-    if not any(a.partition("=")[0] in ("--config", "--help", "-h") for a in arguments):
+def _config_first(argv: Sequence[str]) -> list[str]:
+    """The words with the checked path of the experiment in front: options override it wherever they stand."""
+    names, others = [], []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            names.append(next(words, ""))
+        elif word.startswith("--config="):
+            names.append(word.partition("=")[2])
+        else:
+            others.append(word)
+    if not names and not {"--help", "-h"} & set(others):
         raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
-    return arguments
+    if len(names) > 1:
+        raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
+    paths = [find_config(name) for name in names]
+    for path in paths:
+        _check_file(path)
+    return [*(f"--config={path}" for path in paths), *others]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is stated twice; YAML itself would let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]} is stated twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _check_file(path: Path) -> None:
     try:
-        content: Any = yaml.safe_load(path.read_text())
+        content: Any = yaml.load(path.read_text(), _StrictLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML: {_one_line(str(error))}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no sections; see a packaged experiment, such as {PACKAGED.name}/quickstart")
+        raise ConfigError(f"{path} holds no sections; see a packaged experiment, {PACKAGED / 'quickstart.yaml'}")
     given = []
     for section, values in content.items():
         if not isinstance(values, dict) or section not in _sections():
@@ -112,7 +132,7 @@ def _check_file(path: Path) -> None:
 
 
 def _refuse_unknown_options(arguments: Sequence[str]) -> None:
-    known = ("config", "help", *all_keys(), *_sections())
+    known = ("config", "help", *all_keys())
     for argument in arguments:
         if argument.startswith("--"):
             _refuse_unknown(argument.partition("=")[0][2:], known=known, where="command line")
@@ -126,3 +146,20 @@ def _refuse_unknown(key: str, *, known: Sequence[str], where: str) -> None:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("typing.", "")
+
+
+def _explained(message: str) -> str:
+    """jsonargparse's message on a value of the wrong type, with the key's legal type; other messages as they are."""
+    if wrong := re.fullmatch(r'Parser key "(\w+\.\w+)": .*(?:Got|Given) value: (.*)', message):
+        key, value = wrong.groups()
+        return f"{key}={value} must be {_legal_type(key)}"
+    if null := re.match(r"the following arguments are required: (\w+\.\w+)", message):
+        return f"{null.group(1)}=null must be {_legal_type(null.group(1))}"
+    return message
+
+
+def _legal_type(key: str) -> str:
+    section, _, name = key.partition(".")
+    legal = inspect.formatannotation(get_type_hints(get_type_hints(Config)[section])[name])
+    legal = re.sub(r"Literal\[(.*?)\]", r"one of \1", legal)
+    return re.sub(r"Optional\[(.*)\]", r"\1 or null", legal).replace(" | None", " or null")

@@ -2,44 +2,78 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
 from bigbatch.comm.backends.base import CommError, InFlight
 
+POLL_SECONDS = 1.0
+
 Explain = Callable[[str, float, Exception], CommError]
 """(label, seconds waited, cause) -> the error to raise."""
+WhileWaiting = Callable[[str, float], None]
+"""(label, seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
 
 
 class ThreadQueue:
-    """Runs operations one after another on a thread of its own (host tensors; collectives that block)."""
+    """Runs operations one after another on a thread of its own (host tensors; collectives that block).
 
-    def __init__(self, explain: Explain) -> None:
+    After a failure the ranks are out of step, so every later operation fails at once with the same error. The
+    thread is a daemon: one that hangs in a collective does not keep a failed process alive.
+    """
+
+    def __init__(self, explain: Explain, *, while_waiting: WhileWaiting) -> None:
         self._explain = explain
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigbatch-comm")
+        self._while_waiting = while_waiting
+        self._failure: CommError | None = None
+        self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], str] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
+        self._thread.start()
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
         """Queue the operation; its failure is raised by wait()."""
-        return _ThreadWork(self._pool.submit(self._run, operation, label))
+        future: futures.Future[None] = futures.Future()
+        self._jobs.put((future, operation, label))
+        return _ThreadWork(future, label, self._while_waiting)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, operation, label = job
+            try:
+                self._run(operation, label)
+                future.set_result(None)
+            except Exception as error:  # raised again by wait()
+                future.set_exception(error)
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
+        if self._failure:
+            raise self._failure
         start = time.monotonic()
         try:
             operation()
         except Exception as error:
-            raise self._explain(label, time.monotonic() - start, error) from error
+            self._failure = self._explain(label, time.monotonic() - start, error)
+            raise self._failure from error
 
     def close(self) -> None:
-        """Stop the thread; what was not started is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the thread, behind what is still queued."""
+        self._jobs.put(None)
+        self._thread.join()
 
 
 class _ThreadWork:
-    def __init__(self, future: "Future[None]") -> None:
+    def __init__(self, future: "futures.Future[None]", label: str, while_waiting: WhileWaiting) -> None:
         self._future = future
+        self._label = label
+        self._while_waiting = while_waiting
 
     def wait(self) -> None:
+        start = time.monotonic()
+        while not futures.wait([self._future], timeout=POLL_SECONDS).done:
+            self._while_waiting(self._label, time.monotonic() - start)
         self._future.result()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import CommError, Group, InFlight, PeerLostError
 from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.environ import ProcessEnv
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -34,30 +35,49 @@ def import_mpi() -> Any:
     return MPI
 
 
-def meet_by_mpi(*, is_one_host: bool) -> tuple[str, int]:
+def mpi_world(env: ProcessEnv) -> Any:
+    """MPI's communicator of all ranks.
+
+    Raises: CommError where MPI sees another job than the launcher's, such as ranks that know nothing of each other.
+    """
+    world = import_mpi().COMM_WORLD
+    if (world.rank, world.size) != (env.rank, env.world_size):
+        raise CommError(
+            f"{env.launcher} started rank {env.rank} of {env.world_size}, but MPI sees rank {world.rank} of "
+            f"{world.size}: start the job with the mpirun of the MPI library that mpi4py uses"
+        )
+    return world
+
+
+def meet_by_mpi(env: ProcessEnv) -> tuple[str, int]:
     """Address and free port on rank 0's host, the same on all ranks. Collective over MPI's world.
 
-    Raises: CommError where rank 0's host name leads only to itself.
+    Raises: CommError where rank 0's host name leads nowhere or only to itself.
     """
-    MPI = import_mpi()
-    world = MPI.COMM_WORLD
+    world = mpi_world(env)
     answer: tuple[str, int] | str | None = None
     if world.rank == 0:
-        address = "127.0.0.1" if is_one_host else socket.gethostbyname(socket.gethostname())
-        if address.startswith("127.") and not is_one_host:
-            answer = (
-                f"host name {socket.gethostname()} resolves to {address}, which other nodes cannot reach: mend "
-                "/etc/hosts, or set MASTER_ADDR and MASTER_PORT for all ranks"
-            )
-        else:
-            with socket.socket() as probe:
-                probe.bind((address, 0))
-                answer = (address, probe.getsockname()[1])
+        answer = _meeting_point(is_one_host=env.is_one_host)
     answer = world.bcast(answer, root=0)
     if isinstance(answer, str):
         raise CommError(answer)
     assert answer is not None
     return answer
+
+
+def _meeting_point(*, is_one_host: bool) -> tuple[str, int] | str:
+    """Address and port, or what stands in the way: the other ranks must hear of it too."""
+    host = socket.gethostname()
+    remedy = "mend /etc/hosts, or set MASTER_ADDR and MASTER_PORT for all ranks"
+    try:
+        address = "127.0.0.1" if is_one_host else socket.gethostbyname(host)
+    except OSError as error:
+        return f"host name {host} does not resolve ({error}): {remedy}"
+    if address.startswith("127.") and not is_one_host:
+        return f"host name {host} resolves to {address}, which other nodes cannot reach: {remedy}"
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1]
 
 
 def finalize_mpi() -> None:
@@ -71,17 +91,19 @@ class MpiBackend:
     """Blocking MPI collectives on host memory, in place, without copies (fp32, fp64).
 
     MPI knows no half-precision sum: reductions of fp16 and bf16 are carried in fp32, copies in their own bytes.
+    It knows no timeout either: wait() gives up after timeout_seconds, and cannot tell which rank is missing.
     """
 
     name = "mpi"
 
-    def __init__(self) -> None:
+    def __init__(self, env: ProcessEnv, *, timeout_seconds: float) -> None:
         self._MPI = import_mpi()
-        communicator = self._MPI.COMM_WORLD.Dup()
+        self._timeout_seconds = timeout_seconds
+        communicator = mpi_world(env).Dup()
         self.rank = communicator.rank
         self.world_size = communicator.size
         self.world = Group(tuple(range(self.world_size)), communicator)
-        self._queue = ThreadQueue(self._explain)
+        self._queue = ThreadQueue(self._explain, while_waiting=self._give_up)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Split the world by family, keeping the order within each."""
@@ -121,7 +143,11 @@ class MpiBackend:
 
     def all_gather_text(self, text: str) -> list[str]:
         """MPI_Allgather of strings."""
-        return list(self.world.handle.allgather(text))
+        texts: list[str] = []
+        self.submit(
+            lambda: texts.extend(self.world.handle.allgather(text)), label="comparison of a text over all ranks"
+        ).wait()
+        return texts
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
         """Start the operation on a thread, beside backward."""
@@ -129,8 +155,12 @@ class MpiBackend:
 
     def close(self) -> None:
         """Wait for all ranks."""
+        self.submit(self.world.handle.Barrier, label="the last barrier").wait()
         self._queue.close()
-        self.world.handle.Barrier()
+
+    def _give_up(self, label: str, seconds: float) -> None:
+        if seconds > self._timeout_seconds:
+            raise self._explain(label, seconds, TimeoutError("some rank has not come to it"))
 
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         return PeerLostError(f"rank {self.rank}: {label} failed after {seconds:.1f} s (mpi: {error})")

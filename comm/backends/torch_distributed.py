@@ -1,9 +1,11 @@
 """torch.distributed as a transport: NCCL for GPU tensors, gloo for host tensors."""
 
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,10 @@ from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
 from bigbatch.comm.environ import ProcessEnv, prefer_loopback
 
 ROLL_CALL_SECONDS = 5.0
+LINGER_SECONDS = 2.0
+"""How much longer the rank that holds the rendezvous lives after a failure, so that the others can still read it."""
+
+_FAILED = "bigbatch/failed"
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,15 +41,17 @@ class TorchDistributedBackend:
         self.world = Group(tuple(range(env.world_size)))
         if env.is_one_host:
             prefer_loopback()
-        timeout = timedelta(seconds=timeout_seconds)
-        self._store = _rendezvous(env, timeout)
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._store = _rendezvous(env, self._timeout)
+        self._store.set(f"bigbatch/host/{self.rank}", env.host)
+        self._store_holder = "torchrun" if env.master_runs else "rank 0"
         try:
             dist.init_process_group(
                 library,
                 store=self._store,
                 rank=env.rank,
                 world_size=env.world_size,
-                timeout=timeout,
+                timeout=self._timeout,
                 device_id=device if library == "nccl" else None,
             )
         except (RuntimeError, dist.DistError) as error:
@@ -53,13 +61,15 @@ class TorchDistributedBackend:
                 "that all nodes share"
             ) from error
         self._texts = 0
-        self._queue = StreamQueue(device) if library == "nccl" else ThreadQueue(self._explain)
+        self._queue = (
+            StreamQueue(device) if library == "nccl" else ThreadQueue(self._explain, while_waiting=self._heed_others)
+        )
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make one process group per family; torch.distributed wants every rank to make all of them."""
         mine: Group | None = None
         for ranks in families:
-            handle = None if tuple(ranks) == self.world.ranks else dist.new_group(list(ranks))
+            handle = None if tuple(ranks) == self.world.ranks else dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 mine = Group(tuple(ranks), handle)
         assert mine is not None, "families must cover the world"
@@ -97,11 +107,15 @@ class TorchDistributedBackend:
         """Over the rendezvous store: rank 0 collects and publishes, so the cost is linear in ranks."""
         self._texts += 1
         key = f"bigbatch/text/{self._texts}"
-        self._store.set(f"{key}/{self.rank}", text)
-        if self.rank == 0:
-            all_texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
-            self._store.set(key, "\0".join(all_texts))
-        return self._store.get(key).decode().split("\0")
+        start = time.monotonic()
+        try:
+            self._store.set(f"{key}/{self.rank}", text)
+            if self.rank == 0:
+                all_texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
+                self._store.set(key, "\0".join(all_texts))
+            return self._store.get(key).decode().split("\0")
+        except RuntimeError as error:
+            raise self._explain("comparison of a text over all ranks", time.monotonic() - start, error) from error
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
         """Start the operation beside backward: on a thread for gloo, on a stream for NCCL."""
@@ -110,12 +124,27 @@ class TorchDistributedBackend:
     def close(self) -> None:
         """Wait for all ranks, then tear down, so that no rank closes a connection another still uses."""
         self._queue.close()
-        dist.barrier()
+        start = time.monotonic()
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise self._explain("the last barrier", time.monotonic() - start, error) from error
         dist.destroy_process_group()
 
+    def _heed_others(self, label: str, seconds: float) -> None:
+        """While waiting: another rank's failure ends the wait, so that nobody takes this rank for lost."""
+        try:
+            has_failed = self._store.check([_FAILED])
+        except RuntimeError:
+            return  # the operation itself is about to fail, and knows more
+        if has_failed:
+            cause = RuntimeError("another rank reports a failure")
+            raise self._explain(label, seconds, cause) from cause
+
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
-        missing = self._roll_call()
-        who = f"no answer from {missing}" if missing else "all ranks still answer"
+        who = self._roll_call()
+        if self._store_holder == f"rank {self.rank}":
+            time.sleep(LINGER_SECONDS)
         return PeerLostError(
             f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.name}: {first_line(error)})"
         )
@@ -124,20 +153,22 @@ class TorchDistributedBackend:
         """Which ranks do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
         try:
             self._store.set(f"bigbatch/alive/{self.rank}", "1")
+            self._store.set(_FAILED, "1")
             deadline = time.monotonic() + ROLL_CALL_SECONDS
             missing = list(range(self.world_size))
             while missing and time.monotonic() < deadline:
                 missing = [r for r in missing if not self._store.check([f"bigbatch/alive/{r}"])]
                 time.sleep(0.1)
+            places = [f"{rank} on {self._store.get(f'bigbatch/host/{rank}').decode()}" for rank in missing]
         except RuntimeError:
-            return "rank 0, which holds the rendezvous"
-        return "" if not missing else "rank " + ", ".join(map(str, missing))
+            return f"no answer from {self._store_holder}, which holds the rendezvous"
+        return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without torch's C++ backtrace."""
+    """The first line of an error's text, without the place in the C++ sources where it was raised."""
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].removeprefix("[..]").strip()
+    return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
 
 
 def _rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
@@ -151,7 +182,7 @@ def _rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
     try:
         if env.rank != 0 or env.master_runs:
             return TCPStore(address, port, is_master=False, timeout=timeout)
-        listener = listen(address, port)
+        listener = listen(address, port, is_one_host=env.is_one_host)
         return TCPStore(
             address,
             listener.getsockname()[1],
@@ -167,9 +198,16 @@ def _rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
         ) from error
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address alone, not on every interface."""
+def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
+    """A socket that listens on this address alone, not on every interface.
+
+    Except on a host of several whose name leads to its own loopback interface, as Debian and Ubuntu set it up:
+    the other hosts know it by another address.
+    """
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    is_name = address not in (where[0], "localhost")
+    if is_name and not is_one_host and ip_address(where[0]).is_loopback:
+        where = ("", port)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(where)

@@ -135,7 +135,8 @@ def _import_dali() -> tuple[Any, Any, Any]:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
         raise ConfigError(
-            f"loader 'dali' needs NVIDIA DALI: pip install bigbatch[dali], or use loader 'folder' ({error})"
+            f"data.loader=dali needs NVIDIA DALI ({error}): pip install 'bigbatch[dali]', or set data.loader to "
+            "torchvision"
         ) from error
     return Pipeline, fn, types
 

@@ -1,0 +1,48 @@
+# From a bare machine (Python 3.10 or later; no root) to a trained model: make train. Everything goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+SYSTEM := $(shell uname -s)
+# One rank per GPU, two where there is none. The batch of quickstart has room for 1, 2 or 4 ranks.
+RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(4 if n > 3 else 1 if n == 1 else 2)')
+# Further options, such as TRAIN_OPTIONS='--run.epochs 2'. DALI exists for Linux only.
+TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: train test check lint format clean
+
+train: .venv/ready
+	$(BIN)/bigbatch data generate data/shapes
+	@# a finished run makes room for a new one, an interrupted one goes on
+	@if [ -e runs/quickstart/summary.json ]; then rm -r runs/quickstart; fi
+	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
+
+# unit tests two at a time; the others start ranks of their own, so one at a time
+test: .venv/ready
+	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests --ignore tests/unit
+
+check: lint
+	$(PYTEST) tests/unit -n 2 -m "not slow"
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# leaves data/ and runs/ alone
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -r {} +
+
+# Debian's Python comes without pip until python3-venv is installed, which takes root: fetch pip then.
+.venv/ready: constraints.txt setup.py .ci/fetch_pip.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "bigbatch needs Python 3.10 or later; name one by make PYTHON=python3.12"; exit 1; }
+	if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv .venv; \
+	else $(PYTHON) -m venv --without-pip .venv && $(BIN)/python .ci/fetch_pip.py; fi
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dali,mpi,dev]'
+	@touch $@

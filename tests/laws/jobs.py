@@ -1,0 +1,168 @@
+"""Real jobs on a tiny data set: started by the launchers that users have, in processes of their own."""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bigbatch.launch.job import JobSpec
+from bigbatch.launch.mpirun import mpirun_argv
+from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
+
+NUM_CLASSES = 10
+TRAIN_PER_CLASS = 16
+VAL_PER_CLASS = 7
+TIMEOUT_SECONDS = 120
+
+TINY = {
+    "data.image_size": 32,
+    "data.eval_crop_fraction": 1.0,
+    "model.width": 4,
+    "batch.global_batch_size": 32,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+    "run.log_every_steps": 1,
+    "run.epochs": 2,
+    "schedule.warmup_epochs": 1,
+}
+
+MOMENTUM = 0.9
+SGD = {
+    "optimizer.name": "sgd",
+    "optimizer.momentum": MOMENTUM,
+    "optimizer.trust_coefficient": "null",
+    "optimizer.eps": "null",
+    "optimizer.momentum_form": "null",
+    "schedule.base_lr": 1e-5,
+    "schedule.end_lr": 0,
+    "run.checkpoint_every_steps": 1,
+    "run.keep_checkpoints": 100,
+}
+"""Hardly moves the weights, so that each step's gradient is that of the same model in all runs, and keeps
+every step's momentum."""
+
+ROUNDING = 2e-5
+"""Sums of fp32 in another order, relative to the whole gradient (2e-6 was measured)."""
+
+
+def train_command(data: Path, run: Path, overrides: dict[str, object]) -> list[str]:
+    """The quick start's config on the tiny data set."""
+    settings = {**TINY, "data.root": data, "run.directory": run, **overrides}
+    return ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
+
+
+def mpirun(command: Sequence[str], *, ranks: int) -> list[str]:
+    """The argument list that `bigbatch launch mpirun` would run."""
+    job = JobSpec(tuple(command), ranks, oversubscribe=ranks > 1)
+    beside = Path(sys.executable).with_name("mpirun")
+    return mpirun_argv(job, mpirun=str(beside) if beside.exists() else "mpirun", is_root=os.geteuid() == 0)
+
+
+def alone(command: Sequence[str]) -> list[str]:
+    """One process, no launcher."""
+    return [sys.executable, "-m", "bigbatch", *command]
+
+
+def run(argv: Sequence[str], *, expect: int | None = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end; the test fails with the job's output when the exit code is another one."""
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env={**os.environ, **environ}, check=False
+    )
+    if expect is not None:
+        assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def start(argv: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Run in the background, output to log, in a process group of its own."""
+    return subprocess.Popen(argv, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def wait_until(condition: Callable[[], bool], *, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Poll until the condition holds; fail with the log when the process ends or time runs out before."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert process.poll() is None, f"the job ended before it was disturbed:\n{log.read_text()}"
+        assert time.monotonic() < deadline, f"nothing happened for {TIMEOUT_SECONDS} s:\n{log.read_text()}"
+        time.sleep(0.02)
+
+
+def rank_pids(parent: int) -> list[int]:
+    """Processes below parent that run bigbatch, oldest first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found, queue = [], [parent]
+    while queue:
+        for child in sorted(children.get(queue.pop(), [])):
+            queue.append(child)
+            command = (Path("/proc") / str(child) / "cmdline").read_bytes().split(b"\0")
+            if b"bigbatch" in command and b"mpirun" not in command[0]:
+                found.append(child)
+    return sorted(found)
+
+
+def kill_rank(parent: int) -> None:
+    """SIGKILL the youngest rank of a job."""
+    os.kill(rank_pids(parent)[-1], signal.SIGKILL)
+
+
+def newest_step(run: Path) -> int:
+    """Step of the newest checkpoint; 0 without one."""
+    found = list_checkpoints(run / "checkpoints")
+    return found[-1].step if found else 0
+
+
+def final_state(run: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint, weights and optimizer state, by name."""
+    state = load_checkpoint(list_checkpoints(run / "checkpoints")[-1].path)
+    tensors = {f"model/{name}": value for name, value in state["model"].items()}
+    for index, values in state["optimizer"]["state"].items():
+        tensors.update({f"optimizer/{index}/{k}": v for k, v in values.items() if isinstance(v, Tensor)})
+    return tensors
+
+
+def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """The same names and the same bits."""
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"{len(different)} of {len(ours)} tensors differ, first {different[0]}"
+
+
+def step_gradients(run: Path) -> list[Tensor]:
+    """The summed gradient of every step, out of the momentum of each checkpoint: g = v - momentum * previous v."""
+    gradients, previous = [], torch.zeros(())
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        states = load_checkpoint(checkpoint.path)["optimizer"]["state"]
+        momentum_N = torch.cat([states[i]["momentum_buffer"].flatten() for i in sorted(states)])
+        gradients.append(momentum_N - MOMENTUM * previous)
+        previous = momentum_N
+    return gradients
+
+
+def gradient_distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Distance of two runs' gradients as a share of their length: the median over steps.
+
+    The median, because at some steps rounding decides a tie in a max-pool and moves one element's gradient.
+    """
+    pairs = zip(ours, theirs, strict=True)
+    return statistics.median(float((one - other).norm() / other.norm()) for one, other in pairs)
+
+
+def statistics_distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Distance of all batch-norm statistics as a share of their length."""
+    names = sorted(name for name in theirs if "running_" in name)
+    one, other = (torch.cat([state[name].flatten() for name in names]) for state in (ours, theirs))
+    return float((one - other).norm() / other.norm())

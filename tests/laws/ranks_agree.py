@@ -1,0 +1,74 @@
+"""One rank of test_law4_ranks_agree.py: six steps on data of its own, weights compared after each."""
+
+import hashlib
+import os
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.reducer import GradientReducer
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.param_groups import param_groups
+from bigbatch.trainer.precision import Precision
+
+OVERFLOW_STEP, OVERFLOW_RANK = 3, 1
+
+
+def main(precision_name: str) -> None:
+    """Train; the process fails when the ranks disagree."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    communicator = connect(backend="gloo", algorithm="ring")
+    norm = partial(GhostBatchNorm2d, bn_span=8, ghosts_per_step=1)
+    model = build_model("resnet9", num_classes=4, norm=norm, width=4)
+    precision = Precision(model, name=precision_name, device=torch.device("cpu"))
+    statistics_N = flatten_running_statistics(model)
+    optimizer = LARS(param_groups(model, weight_decay=1e-4, substitute=precision.masters), lr=1.0)
+    reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=2000, buffer_bytes=8000)
+    generator = torch.Generator().manual_seed(communicator.rank)
+    for step in range(6):
+        before = fingerprint(precision)
+        images_BCHW = torch.randn(8, 3, 16, 16, generator=generator).to(precision.compute_dtype)
+        labels_B = torch.randint(0, 4, (8,), generator=generator)
+        reducer.zero_grad()
+        logits_BK = model(images_BCHW).float()
+        reducer.start_extra(statistics_N, label="statistics")
+        precision.backward(F.cross_entropy(logits_BK, labels_B) / communicator.world_size)
+        reducer.wait()
+        is_overflow = precision_name == "fp16" and step == OVERFLOW_STEP
+        if is_overflow:
+            overflow_on_one_rank(reducer, communicator)
+        statistics_N.div_(communicator.world_size)
+        precision.update_(optimizer)
+        after = fingerprint(precision)
+        communicator.agree("the weights", after + hashlib.sha256(statistics_N.numpy().tobytes()).hexdigest())
+        communicator.agree("the loss scale", str(precision.loss_scale()))
+        assert (after == before) == is_overflow, f"step {step} was skipped or not skipped wrongly"
+    print(f"rank {communicator.rank} agreed on 6 steps", flush=True)
+    communicator.close()
+
+
+def overflow_on_one_rank(reducer: GradientReducer, communicator: Communicator) -> None:
+    """An infinite gradient on one rank, before its buffer is summed once more."""
+    if communicator.rank == OVERFLOW_RANK:
+        reducer.buffers[0][0] = float("inf")
+    communicator.sum_(reducer.buffers[0], label="buffer with an overflow")
+
+
+def fingerprint(precision: Precision) -> str:
+    """Hash of all master weights, byte by byte."""
+    digest = hashlib.sha256()
+    for name in sorted(precision.masters):
+        digest.update(precision.masters[name].detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,98 @@
+"""Law 2: kill or stop a run at any moment; the resumed one ends with the bits of the uninterrupted one."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigbatch.trainer.rundir import RunDir, read_records
+
+from .jobs import (
+    ROUNDING,
+    SGD,
+    alone,
+    assert_identical,
+    final_state,
+    gradient_distance,
+    kill_rank,
+    mpirun,
+    newest_step,
+    run,
+    start,
+    statistics_distance,
+    step_gradients,
+    train_command,
+    wait_until,
+)
+
+EPOCHS = 12
+STEPS_PER_EPOCH = 5
+LONG = {"run.epochs": EPOCHS, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 4}
+
+
+@pytest.mark.parametrize("loader", ["dali", "torchvision"])
+def test_killed_rank_changes_no_bit(loader: str, data: Path, tmp_path: Path) -> None:
+    overrides = {**LONG, "data.loader": loader}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(mpirun(train_command(data, whole, overrides), ranks=2))
+
+    command = mpirun(train_command(data, broken, overrides), ranks=2)
+    log = tmp_path / "broken.log"
+    process = start(command, log)
+    wait_until(lambda: newest_step(broken) >= 7, process=process, log=log)
+    kill_rank(process.pid)
+    assert process.wait(timeout=60) != 0, "a job that lost a rank must fail"
+    resumed_after = newest_step(broken)
+    assert 7 <= resumed_after < EPOCHS * STEPS_PER_EPOCH, "the rank was killed too late to test anything"
+    assert "rank 1" in log.read_text() or ",1]" in log.read_text(), log.read_text()
+
+    done = run(command)
+    assert f"resumed after step {resumed_after}" in done.stdout
+    assert_identical(final_state(broken), final_state(whole))
+    assert _steps(broken) == _steps(whole), "each report stands once, in order"
+
+
+def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    """Stopped where no checkpoint was planned, in the middle of an epoch, by the launcher's Ctrl-C."""
+    overrides = {**LONG, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": EPOCHS}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(mpirun(train_command(data, whole, overrides), ranks=2))
+
+    command = train_command(data, stopped, overrides)
+    launch = [sys.executable, "-m", "bigbatch", "launch", "mpirun", "--ranks", "2", "--", *command]
+    log = tmp_path / "stopped.log"
+    process = start(launch, log)
+    wait_until(lambda: len(_steps(stopped)) >= 4, process=process, log=log)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130, log.read_text()
+    assert 4 <= newest_step(stopped) < EPOCHS * STEPS_PER_EPOCH
+    assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
+    assert "the same command goes on" in log.read_text()
+
+    run(launch)
+    assert_identical(final_state(stopped), final_state(whole))
+
+
+def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: Path) -> None:
+    """Two ranks train the first half, one rank the rest: as one rank alone, up to rounding."""
+    constant = {
+        **SGD,
+        "schedule.name": "step",
+        "schedule.milestone_epochs": "[100]",
+        "schedule.gamma": 0.1,
+        "schedule.end_lr": "null",
+        "schedule.power": "null",
+    }
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    run(alone(train_command(data, whole, {**constant, "run.epochs": 2})))
+    run(mpirun(train_command(data, moved, {**constant, "run.epochs": 1}), ranks=2))
+    done = run(alone(train_command(data, moved, {**constant, "run.epochs": 2})))
+    assert f"resumed after step {STEPS_PER_EPOCH}" in done.stdout
+    assert gradient_distance(step_gradients(moved), step_gradients(whole)) < ROUNDING
+    assert statistics_distance(final_state(moved), final_state(whole)) < ROUNDING
+
+
+def _steps(run_folder: Path) -> list[int]:
+    return [r["step"] for r in read_records(RunDir(run_folder).metrics) if r["kind"] == "train"]

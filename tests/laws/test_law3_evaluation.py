@@ -1,0 +1,57 @@
+"""Law 3: evaluation counts every picture once, at any world size and batch size."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.transforms.v2 import functional as tv
+
+from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.models import build_model
+
+from .jobs import NUM_CLASSES, VAL_PER_CLASS, alone, mpirun, run, train_command
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    run(alone(train_command(data, folder, {"data.loader": "torchvision", "run.epochs": 4})))
+    return folder
+
+
+def count_by_hand(data: Path, trained: Path) -> tuple[int, int, float]:
+    """Correct answers, pictures and loss (nats) by a plain loop over the files, one picture at a time."""
+    state = load_checkpoint(list_checkpoints(trained / "checkpoints")[-1].path)["model"]
+    model = build_model("resnet9", num_classes=NUM_CLASSES, norm=partial(nn.BatchNorm2d), width=4)
+    model.load_state_dict(state)
+    model.eval()
+    correct, pictures, loss = 0, 0, 0.0
+    for label, folder in enumerate(sorted((data / "val").iterdir())):
+        for path in sorted(folder.iterdir()):
+            picture = Image.open(path).convert("RGB")
+            side = min(picture.size)
+            square = tv.center_crop(picture, [side, side])
+            pixels = tv.pil_to_tensor(tv.resize(square, [32, 32], antialias=True)).float() / 255
+            with torch.no_grad():
+                logits = model(((pixels - 0.5) / 0.25)[None])
+            correct += int(logits.argmax() == label)
+            loss += float(nn.functional.cross_entropy(logits, torch.tensor([label])))
+            pictures += 1
+    return correct, pictures, loss / pictures
+
+
+@pytest.mark.parametrize(("ranks", "microbatch_size"), [(1, 8), (1, 32), (2, 16), (3, 32)])
+def test_every_picture_counts_once(ranks: int, microbatch_size: int, data: Path, trained: Path) -> None:
+    sizes = [f"--batch.microbatch_size={microbatch_size}", f"--batch.global_batch_size={ranks * microbatch_size}"]
+    command = ["evaluate", str(trained), "--json", *sizes]
+    done = run(mpirun(command, ranks=ranks) if ranks > 1 else alone(command))
+    record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    correct, pictures, loss = count_by_hand(data, trained)
+    assert pictures == NUM_CLASSES * VAL_PER_CLASS
+    assert record["count"] == pictures
+    assert record["top1"] * pictures == pytest.approx(correct, abs=1e-9)
+    assert record["loss"] == pytest.approx(loss, rel=2e-2), "crops of odd sides are rounded by up to a pixel"

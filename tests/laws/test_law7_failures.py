@@ -1,0 +1,190 @@
+"""Law 7: failure is loud, bounded and lossless: one clear line, a non-zero exit, nothing lost."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
+
+from .jobs import alone, kill_rank, mpirun, newest_step, rank_pids, run, start, train_command, wait_until
+
+LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 400}
+
+
+def message(done: "subprocess.CompletedProcess[str]") -> str:
+    """The one line that bigbatch printed for the user."""
+    assert "Traceback" not in done.stderr + done.stdout, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def fails(argv: list[str], **environ: str) -> str:
+    """Run a command that must fail with exit code 1; its message."""
+    return message(run(argv, expect=1, **environ))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"run.epoch": 3}, ["run.epoch", "run.epochs"]),
+        ({"run.epochs": "many"}, ["run.epochs", "many"]),
+        ({"batch.bn_span": 3}, ["batch.bn_span=3", "batch.microbatch_size=8"]),
+        ({"batch.global_batch_size": 512}, ["batch.global_batch_size=512", "160"]),
+        ({"data.num_classes": 12}, ["data.num_classes=12", "10 classes"]),
+        ({"data.root": "nowhere/at/all"}, ["nowhere/at/all/train"]),
+        ({"run.resume": "nowhere/step-1"}, ["nowhere/step-1"]),
+        ({"comm.backend": "nccl"}, ["nccl", "comm.backend"]),
+        ({"schedule.base_lr": 1e30, "optimizer.momentum_form": "lr_outside"}, ["loss is", "schedule.base_lr"]),
+    ],
+)
+def test_bad_setting_is_one_line(overrides: dict[str, object], parts: list[str], data: Path, tmp_path: Path) -> None:
+    if "comm.backend" in overrides:
+        pytest.importorskip("torch")
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU, so nccl is no mistake")
+    line = fails(alone(train_command(data, tmp_path / "run", overrides)))
+    for part in parts:
+        assert part in line
+
+
+def test_ranks_that_do_not_divide_the_batch(data: Path, tmp_path: Path) -> None:
+    done = run(mpirun(train_command(data, tmp_path / "run", {}), ranks=3), expect=1)
+    assert "batch.global_batch_size=32 is not a multiple of 3 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def copy_of(data: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(data, tmp_path / "data"))
+
+
+def test_class_missing_in_validation(data: Path, tmp_path: Path) -> None:
+    broken = copy_of(data, tmp_path)
+    shutil.rmtree(broken / "val" / "ring")
+    assert "ring" in fails(alone(train_command(broken, tmp_path / "run", {})))
+
+
+@pytest.mark.parametrize("loader", ["dali", "torchvision"])
+@pytest.mark.parametrize("damage", ["text", "truncated", "empty"])
+def test_file_that_is_no_picture_is_named(loader: str, damage: str, data: Path, tmp_path: Path) -> None:
+    broken = copy_of(data, tmp_path)
+    victim = sorted((broken / "train" / "disk").iterdir())[0]
+    content = {"text": b"hello", "truncated": victim.read_bytes()[:600], "empty": b""}[damage]
+    victim.write_bytes(content)
+    assert str(victim) in fails(alone(train_command(broken, tmp_path / "run", {"data.loader": loader})))
+
+
+def test_missing_mpi_names_the_extra(data: Path, tmp_path: Path) -> None:
+    package = tmp_path / "hidden" / "mpi4py"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
+    command = mpirun(train_command(data, tmp_path / "run", {}), ranks=2)
+    done = run(command, expect=1, PYTHONPATH=str(package.parent))
+    assert "pip install 'bigbatch[mpi]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
+    port = str(20_000 + os.getpid() % 20_000)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            alone(train_command(data, tmp_path / "run", {"run.seed": rank})),
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, stderr = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in stderr
+
+
+def test_full_disk_keeps_the_older_checkpoints(data: Path, tmp_path: Path) -> None:
+    """The file-size limit stands in for a full disk: a write fails in the middle."""
+    folder = tmp_path / "run"
+    run(alone(train_command(data, folder, {"run.epochs": 1})))
+    before = list_checkpoints(folder / "checkpoints")
+    command = alone(train_command(data, folder, {"run.epochs": 3}))
+    limited = [sys.executable, "-c", LIMIT, *command]
+    assert "cannot write checkpoint" in fails(limited)
+    assert list_checkpoints(folder / "checkpoints") == before
+    load_checkpoint(before[-1].path)
+    assert not list((folder / "checkpoints").glob(".step*")), "the half-written checkpoint is gone"
+
+
+LIMIT = (
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def test_truncated_checkpoint_names_an_intact_one(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(alone(train_command(data, folder, {"run.checkpoint_every_steps": 5})))
+    older, newest = (c.path for c in list_checkpoints(folder / "checkpoints"))
+    state = newest / "state.pt"
+    state.write_bytes(state.read_bytes()[:-1000])
+    command = train_command(data, folder, {"run.epochs": 3})
+    line = fails(alone(command))
+    assert f"{newest} is truncated" in line
+    assert str(older) in line
+    assert "resumed after step 5" in run(alone([*command, f"--run.resume={older}"])).stdout
+
+
+def test_used_folder_is_not_overwritten(data: Path, tmp_path: Path) -> None:
+    run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
+    assert "holds a run already" in fails(alone(train_command(data, tmp_path, {"run.resume": "never"})))
+
+
+def test_finished_run_says_so_again(data: Path, tmp_path: Path) -> None:
+    first = run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
+    again = run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
+    top1 = next(line for line in first.stdout.splitlines() if line.startswith("top1"))
+    assert top1 in again.stdout, "nothing is trained, the accuracy is measured anew"
+
+
+def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path) -> None:
+    command = train_command(data, tmp_path / "run", LONG)
+    launch = [sys.executable, "-m", "bigbatch", "launch", "torchrun", "--ranks", "2", "--", *command]
+    log = tmp_path / "log"
+    process = start(launch, log)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=process, log=log)
+    killed = time.monotonic()
+    kill_rank(process.pid)
+    assert process.wait(timeout=60) != 0
+    assert time.monotonic() - killed < 60
+    text = log.read_text()
+    assert "exitcode  : -9" in text or "Signal 9" in text, text
+    assert "rank      : 1" in text, text
+
+
+def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
+    """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
+    command = mpirun(train_command(data, tmp_path / "run", {**LONG, "comm.timeout_seconds": 4}), ranks=2)
+    log = tmp_path / "log"
+    process = start(command, log)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=process, log=log)
+    stalled = rank_pids(process.pid)[-1]
+    os.kill(stalled, signal.SIGSTOP)
+    try:
+        assert process.wait(timeout=60) != 0
+    finally:
+        for pid in (stalled, process.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    text = log.read_text()
+    assert "no answer from rank 1" in text, text
+    assert "all-reduce of" in text or "sums" in text or "report" in text, text

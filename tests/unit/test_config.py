@@ -1,0 +1,430 @@
+"""The config's checks, that each remedy they name is legal, and that the recipes say what their sources say."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bigbatch.trainer
+from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.communicator import BACKENDS
+from bigbatch.trainer import build
+from bigbatch.trainer import config as config_module
+from bigbatch.trainer.config import Config, accumulation_steps, all_keys, largest_divisor, lookup
+from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.models import MODELS
+from bigbatch.trainer.optim.lars import MOMENTUM_FORMS
+from bigbatch.trainer.optim.schedule import SCHEDULES
+from bigbatch.trainer.precision import COMPUTE_DTYPES
+
+SECTIONS = get_type_hints(Config)
+BASE = {
+    "run.directory": "runs/test",
+    "run.seed": 0,
+    "run.epochs": 10,
+    "run.log_every_steps": 1,
+    "run.eval_every_epochs": 1,
+    "run.checkpoint_every_steps": 0,
+    "run.keep_checkpoints": 1,
+    "run.resume": "never",
+    "data.loader": "torchvision",
+    "data.root": "data/test",
+    "data.num_classes": 10,
+    "data.num_synthetic_samples": None,
+    "data.image_size": 32,
+    "data.crop": "resized",
+    "data.crop_area_min": 0.5,
+    "data.flip": True,
+    "data.eval_crop_fraction": 1.0,
+    "data.mean": (0.5, 0.5, 0.5),
+    "data.std": (0.25, 0.25, 0.25),
+    "data.num_threads": 1,
+    "data.prefetch_batches": 1,
+    "model.name": "resnet9",
+    "model.width": 8,
+    "batch.global_batch_size": 256,
+    "batch.microbatch_size": 64,
+    "batch.bn_span": 32,
+    "optimizer.name": "lars",
+    "optimizer.momentum": 0.9,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.trust_coefficient": 0.001,
+    "optimizer.eps": 0.0,
+    "optimizer.momentum_form": "lr_inside",
+    "optimizer.label_smoothing": 0.0,
+    "optimizer.precision": "fp32",
+    "schedule.name": "polynomial",
+    "schedule.base_lr": 1.0,
+    "schedule.warmup_epochs": 2.0,
+    "schedule.end_lr": 0.0,
+    "schedule.power": 2.0,
+    "schedule.milestone_epochs": None,
+    "schedule.gamma": None,
+    "comm.backend": "auto",
+    "comm.algorithm": "native",
+    "comm.group_size": None,
+    "comm.threshold_bytes": 1,
+    "comm.buffer_bytes": 1,
+    "comm.timeout_seconds": 1.0,
+}
+STEP = {
+    "schedule.name": "step",
+    "schedule.end_lr": None,
+    "schedule.power": None,
+    "schedule.gamma": 0.1,
+    "schedule.milestone_epochs": (4.0, 8.0),
+}
+RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": None}
+
+
+def make_config(changes: dict[str, object] | None = None) -> Config:
+    values = {**BASE, **(changes or {})}
+    sections: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return Config(**{name: SECTIONS[name](**given) for name, given in sections.items()})
+
+
+def refusal(changes: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_config(changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_all_keys_are_those_of_a_complete_config():
+    assert all_keys() == tuple(BASE)
+    config = make_config()
+    assert {key: lookup(config, key) for key in all_keys()} == BASE
+
+
+@pytest.mark.parametrize("changes", [STEP, RESIDENT, {"schedule.warmup_epochs": 10}, {"schedule.end_lr": 1.0}])
+def test_legal_at_the_edge(changes):
+    config = make_config(changes)
+    assert {key: lookup(config, key) for key in changes} == changes
+
+
+POSITIVE = [
+    ("run.epochs", 0),
+    ("run.log_every_steps", 0),
+    ("run.eval_every_epochs", -1),
+    ("run.keep_checkpoints", 0),
+    ("data.num_classes", 0),
+    ("data.image_size", 0),
+    ("data.std", (0.25, 0.0, 0.25)),
+    ("data.num_threads", 0),
+    ("data.prefetch_batches", 0),
+    ("model.width", 0),
+    ("batch.global_batch_size", 0),
+    ("batch.microbatch_size", 0),
+    ("batch.bn_span", 0),
+    ("optimizer.trust_coefficient", 0.0),
+    ("schedule.base_lr", 0.0),
+    ("schedule.base_lr", float("inf")),
+    ("schedule.base_lr", float("nan")),
+    ("schedule.power", 0.0),
+    ("comm.group_size", 0),
+    ("comm.threshold_bytes", 0),
+    ("comm.buffer_bytes", 0),
+    ("comm.timeout_seconds", float("inf")),
+]
+NOT_NEGATIVE = [
+    ("run.seed", -1),
+    ("run.checkpoint_every_steps", -1),
+    ("data.mean", (0.5, 0.5, -0.5)),
+    ("optimizer.weight_decay", -1e-4),
+    ("optimizer.weight_decay", float("nan")),
+    ("optimizer.eps", -1e-9),
+    ("schedule.warmup_epochs", -1.0),
+    ("schedule.end_lr", -1e-4),
+]
+SHARES = [
+    ("data.crop_area_min", 0.0, "above 0 and at most 1"),
+    ("data.crop_area_min", 1.5, "above 0 and at most 1"),
+    ("data.eval_crop_fraction", 0.0, "above 0 and at most 1"),
+    ("optimizer.momentum", 1.0, "at least 0 and below 1"),
+    ("optimizer.momentum", -0.1, "at least 0 and below 1"),
+    ("optimizer.label_smoothing", 1.0, "at least 0 and below 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "legal"),
+    [(*case, "positive and finite") for case in POSITIVE]
+    + [(*case, "0 or more, and finite") for case in NOT_NEGATIVE]
+    + SHARES,
+)
+def test_ranges(key, value, legal):
+    assert refusal({key: value}) == f"{key}={value} must be {legal}"
+
+
+def test_ranges_of_keys_that_base_leaves_out():
+    synthetic = {"data.loader": "synthetic", "data.num_synthetic_samples": 0}
+    assert refusal(synthetic) == "data.num_synthetic_samples=0 must be positive and finite"
+    assert refusal({**STEP, "schedule.gamma": 0.0}) == "schedule.gamma=0.0 must be positive and finite"
+    negative = {**STEP, "schedule.milestone_epochs": (-1.0, 4.0)}
+    assert refusal(negative) == "schedule.milestone_epochs=(-1.0, 4.0) must be 0 or more, and finite"
+
+
+def test_no_number_goes_unchecked():
+    """Every int or float of the config stands in one of the lists of ranges."""
+    checked = {
+        *config_module.POSITIVE,
+        *config_module.NOT_NEGATIVE,
+        *config_module.SHARE_WITH_ONE,
+        *config_module.SHARE_BELOW_ONE,
+    }
+    numbers = {
+        f"{section}.{key}"
+        for section, fields in SECTIONS.items()
+        for key, type_ in get_type_hints(fields).items()
+        if {int, float} & {type_, *get_args(type_), *(a for t in get_args(type_) for a in get_args(t))}
+    }
+    assert checked == numbers
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "decider"),
+    [
+        ({"data.loader": "synthetic"}, "data.num_synthetic_samples", "data.loader=synthetic"),
+        ({"data.crop_area_min": None}, "data.crop_area_min", "data.crop=resized"),
+        ({"model.width": None}, "model.width", "model.name=resnet9"),
+        ({"optimizer.trust_coefficient": None}, "optimizer.trust_coefficient", "optimizer.name=lars"),
+        ({"optimizer.eps": None}, "optimizer.eps", "optimizer.name=lars"),
+        ({"optimizer.momentum_form": None}, "optimizer.momentum_form", "optimizer.name=lars"),
+        ({"schedule.end_lr": None}, "schedule.end_lr", "schedule.name=polynomial"),
+        ({"schedule.name": "cosine", "schedule.end_lr": None}, "schedule.end_lr", "schedule.name=cosine"),
+        ({"schedule.power": None}, "schedule.power", "schedule.name=polynomial"),
+        ({**STEP, "schedule.milestone_epochs": None}, "schedule.milestone_epochs", "schedule.name=step"),
+        ({**STEP, "schedule.gamma": None}, "schedule.gamma", "schedule.name=step"),
+    ],
+)
+def test_a_key_that_the_choice_needs(changes, key, decider):
+    assert refusal(changes) == f"{key} is null, but {decider} needs it: give a value"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "decider"),
+    [
+        ({"data.num_synthetic_samples": 5}, "data.num_synthetic_samples=5", "data.loader=torchvision"),
+        ({**RESIDENT, "data.crop_area_min": 0.5}, "data.crop_area_min=0.5", "data.crop=padded"),
+        ({"model.name": "resnet50"}, "model.width=8", "model.name=resnet50"),
+        ({"optimizer.name": "sgd"}, "optimizer.trust_coefficient=0.001", "optimizer.name=sgd"),
+        ({"schedule.gamma": 0.5}, "schedule.gamma=0.5", "schedule.name=polynomial"),
+        ({"schedule.name": "one_cycle"}, "schedule.power=2.0", "schedule.name=one_cycle"),
+        ({**STEP, "schedule.end_lr": 0.1}, "schedule.end_lr=0.1", "schedule.name=step"),
+    ],
+)
+def test_a_key_that_the_choice_does_not_know(changes, key, decider):
+    assert refusal(changes) == f"{key} has no meaning with {decider}: set it to null"
+
+
+def test_loader_and_crop_go_together():
+    assert "data.crop=resized does not go with data.loader=resident" in refusal({"data.loader": "resident"})
+    padded = {"data.crop": "padded", "data.crop_area_min": None}
+    assert "data.crop=padded does not go with data.loader=torchvision" in refusal(padded)
+    message = refusal({**RESIDENT, "data.eval_crop_fraction": 0.875})
+    assert message.startswith("data.eval_crop_fraction=0.875 does not go with data.loader=resident")
+    assert message.endswith("set it to 1.0")
+
+
+def test_schedule_fits_the_run():
+    assert refusal({"schedule.warmup_epochs": 10.5}) == "schedule.warmup_epochs=10.5 is longer than run.epochs=10"
+    assert refusal({"schedule.end_lr": 1.5}) == ("schedule.end_lr=1.5 exceeds schedule.base_lr=1.0: give at most that")
+
+
+@pytest.mark.parametrize("milestones", [(8.0, 4.0), (4.0, 4.0), (1.0, 4.0)])
+def test_milestones_rise_and_the_ones_named_are_legal(milestones):
+    message = refusal({**STEP, "schedule.milestone_epochs": milestones})
+    assert message.startswith(f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs=2.0")
+    named = re.search(r"on: \[(.*)\] does", message)
+    make_config({**STEP, "schedule.milestone_epochs": tuple(float(m) for m in named.group(1).split(", "))})
+
+
+def test_bn_span_names_a_divisor():
+    assert refusal({"batch.bn_span": 7}) == "batch.bn_span=7 does not divide batch.microbatch_size=64: 4 does"
+    make_config({"batch.bn_span": 4})
+
+
+def test_global_batch_names_a_microbatch():
+    """96 is no multiple of 64, but of 32, the largest multiple of bn_span that divides it."""
+    assert refusal({"batch.global_batch_size": 96}) == (
+        "batch.global_batch_size=96 is not a multiple of batch.microbatch_size=64 x 1 rank(s): "
+        "set batch.microbatch_size to 32"
+    )
+    # 100 is no multiple of bn_span: no microbatch helps
+    assert refusal({"batch.global_batch_size": 100}).endswith("set batch.global_batch_size to 64")
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 4), (2, 2), (4, 1)])
+def test_accumulation_steps(world_size, expected):
+    assert accumulation_steps(make_config().batch, world_size=world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("world_size", "remedy"),
+    [
+        (8, "set batch.microbatch_size to 32"),  # 256 / 8
+        (16, "set batch.global_batch_size to 1024"),  # 16 samples a rank hold no ghost batch of 32; 16 x 64
+        (3, "set batch.global_batch_size to 192"),  # 3 x 64
+    ],
+)
+def test_ranks_that_do_not_fit_get_a_remedy(world_size, remedy):
+    with pytest.raises(ConfigError) as caught:
+        accumulation_steps(make_config().batch, world_size=world_size)
+    assert str(caught.value) == (
+        f"batch.global_batch_size=256 is not a multiple of batch.microbatch_size=64 x {world_size} rank(s): {remedy}"
+    )
+
+
+@given(
+    span=st.integers(1, 8),
+    ghosts=st.integers(1, 12),
+    global_batch_size=st.integers(1, 4000),
+    world_size=st.integers(1, 40),
+)
+def test_every_remedy_is_legal(span, ghosts, global_batch_size, world_size):
+    """Fed back, the remedy gives a config that both the constructor and the job accept."""
+    batch = {
+        "batch.global_batch_size": global_batch_size,
+        "batch.bn_span": span,
+        "batch.microbatch_size": span * ghosts,
+    }
+    for num_ranks in (1, world_size):  # the constructor sees one rank, the job all of them
+        try:
+            accumulation_steps(make_config(batch).batch, world_size=num_ranks)
+        except ConfigError as error:
+            key, value = re.search(r"set (batch\.\w+) to (\d+)$", str(error)).groups()
+            batch[key] = int(value)
+    config = make_config(batch)
+    steps = accumulation_steps(config.batch, world_size=world_size)
+    assert steps * world_size * batch["batch.microbatch_size"] == batch["batch.global_batch_size"]
+    assert batch["batch.bn_span"] == span
+
+
+@pytest.mark.parametrize(("number", "limit", "expected"), [(128, 7, 4), (12, 100, 12), (13, 12, 1), (100, 50, 50)])
+def test_largest_divisor(number, limit, expected):
+    assert largest_divisor(number, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "known"),
+    [
+        ("model", "name", MODELS),
+        ("optimizer", "momentum_form", MOMENTUM_FORMS),
+        ("optimizer", "precision", COMPUTE_DTYPES),
+        ("schedule", "name", SCHEDULES),
+        ("comm", "backend", BACKENDS),
+        ("comm", "algorithm", ALGORITHMS),
+    ],
+)
+def test_choices_are_those_that_the_code_knows(section, key, known):
+    type_ = get_type_hints(SECTIONS[section])[key]
+    literal = next((t for t in get_args(type_) if get_args(t)), type_)
+    assert set(get_args(literal)) == set(known)
+
+
+def test_every_key_has_its_docstring():
+    tree = ast.parse(inspect.getsource(config_module))
+    documented = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name != "Config":  # its fields are the sections
+            assert ast.get_docstring(node), node.name
+            for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(statement, ast.AnnAssign):
+                    is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                    assert is_text, f"{node.name}.{statement.target.id} has no docstring under it"
+                    documented.append(statement.target.id)
+    assert documented == [key.partition(".")[2] for key in BASE]
+
+
+def keys_read(tree: ast.AST) -> set[str]:
+    """section.key for each access x.section.key, and y.key where y is the section's name or stands for it."""
+    aliases = {name: name for name in SECTIONS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            for target, value in pairs:
+                if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and value.attr in SECTIONS:
+                    aliases[target.id] = value.attr
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            found.add(f"{aliases.get(name, name)}.{node.attr}")
+    return found
+
+
+def test_every_key_is_read_outside_of_the_config():
+    room = Path(bigbatch.trainer.__file__).parent
+    sources = [path for path in room.rglob("*.py") if path.name not in ("config.py", "config_file.py")]
+    found = set().union(*(keys_read(ast.parse(path.read_text())) for path in sources))
+    assert set(all_keys()) - found == set()
+
+
+# mlcommons/logging, rcps_resnet.json of training_4.0.0: batch, base lr, warm-up epochs, momentum, weight decay, span
+RCP = {
+    "imagenet/resnet50_8k": (8192, 17, 5, 0.9, 2e-4, 64),
+    "imagenet/resnet50_32k": (32768, 21.2, 16, 0.94, 2.5e-5, 128),
+    "imagenet/resnet50_64k": (65536, 24.699, 31, 0.951807, 1e-4, 128),
+}
+
+
+@pytest.mark.parametrize("name", RCP)
+def test_resnet50_recipes_state_the_reference_convergence_points(name):
+    config = load_config(["--config", name])
+    batch, optimizer, schedule = config.batch, config.optimizer, config.schedule
+    stated = (batch.global_batch_size, schedule.base_lr, schedule.warmup_epochs, optimizer.momentum)
+    assert (*stated, optimizer.weight_decay, batch.bn_span) == RCP[name]
+    # the rules fix these, and weight decay to 0.0001 * 2^N, momentum to 0.9 below 32k
+    assert (optimizer.name, optimizer.eps) == ("lars", 0)
+    assert (schedule.name, schedule.power, schedule.end_lr) == ("polynomial", 2, 1e-4)
+    assert optimizer.label_smoothing in (0, 0.1)
+    assert optimizer.weight_decay in [1e-4 * 2.0**n for n in range(-4, 5)]
+    assert optimizer.momentum == 0.9 or batch.global_batch_size >= 32000
+
+
+IMAGENET_TRAIN = 1_281_167
+
+
+@pytest.mark.parametrize(
+    # 156 x 44 and 156 x 5, and so on; RCP's decay steps where our reading of them gives the epochs
+    ("name", "steps_per_epoch", "num_steps", "num_warmup", "rcp_decay", "num_decay"),
+    [
+        ("imagenet/resnet50_8k", 156, 6864, 780, 6095, 6864 - 780),
+        ("imagenet/resnet50_32k", 39, 2262, 624, 2267, 2262),
+        ("imagenet/resnet50_64k", 19, 1691, 589, 1133, 1691 - 589),
+        ("imagenet/alexnet_bn_64k", 19, 1805, 589, None, None),
+    ],
+)
+def test_imagenet_recipes_in_steps(name, steps_per_epoch, num_steps, num_warmup, rcp_decay, num_decay):
+    config = load_config(["--config", name])
+    job = SimpleNamespace(communicator=SimpleNamespace(world_size=1))
+    plan = build.make_plan(config, job, num_samples=IMAGENET_TRAIN, first_step=0)
+    assert (plan.steps_per_epoch, plan.num_steps) == (steps_per_epoch, num_steps)
+    schedule = build._make_schedule(config, plan)
+    rates = [schedule(step) for step in range(num_steps)]
+    peak = rates.index(max(rates))
+    assert peak == num_warmup - 1
+    assert rates[peak] == config.schedule.base_lr
+    assert rates[0] == pytest.approx(config.schedule.base_lr / num_warmup)
+    assert rates[-1] == pytest.approx(1e-4)
+    if rcp_decay:
+        assert num_decay == pytest.approx(rcp_decay, rel=0.03)  # an epoch leaves out what fills no batch
+
+
+def test_configs_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_config().run.epochs = 3

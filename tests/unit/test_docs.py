@@ -1,0 +1,115 @@
+"""What README.md and CONTRIBUTING.md tell people to type works, and the files that they name exist."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from bigbatch.cli import main
+from bigbatch.trainer.config import accumulation_steps
+from bigbatch.trainer.config_file import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+RUN_ELSEWHERE = {  # command: (file that runs it, as)
+    "make train": (".ci/run", "make train"),
+    "make test": (".ci/run", "make test"),
+    ".ci/run": (".ci/run", "#!/usr/bin/env bash"),
+    "tests/container/run": (".ci/run", "tier container tests/container/run"),
+    "docker build -t bigbatch .": ("tests/container/run", "buildah bud"),
+    "source .venv/bin/activate": ("Makefile", "-m venv .venv"),
+    "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": (".ci/run", "export BIGBATCH_EXPECT_GPU=1"),
+}
+DRY_RUN = ("make check", "make format", "make clean")
+IN_ORDER = ("mkdir -p data/imagenette", "tar xf imagenette2-160.tgz --strip-components 1 -C data/imagenette")
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    """The fenced blocks of those languages."""
+    fence = rf"^```(?:{'|'.join(languages)})\n(.*?)^```$"
+    return re.findall(fence, (ROOT / page).read_text(), re.M | re.S)
+
+
+COMMANDS = sorted(
+    {
+        line
+        for page in PAGES
+        for block in blocks(page, "console", "sh")
+        for line in block.splitlines()
+        if line and not line.startswith("#")
+    }
+)
+BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bigbatch )bigbatch ", line)]
+
+
+def test_every_fence_has_a_known_language() -> None:
+    for page in PAGES:
+        opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
+        assert set(opening) <= {"console", "sh", "python"}, page
+
+
+def test_every_command_is_run_by_someone() -> None:
+    assert set(COMMANDS) - set(BIGBATCH) == {*RUN_ELSEWHERE, *DRY_RUN, *IN_ORDER}
+
+
+@pytest.mark.parametrize("command", RUN_ELSEWHERE)
+def test_the_named_file_runs_it(command: str) -> None:
+    path, text = RUN_ELSEWHERE[command]
+    assert text in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize("command", DRY_RUN)
+def test_make_targets_exist(command: str) -> None:
+    subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_imagenette_unpacks_into_place(tmp_path: Path) -> None:
+    picture = tmp_path / "imagenette2-160/train/n01440764/a.JPEG"
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(b"picture")
+    with tarfile.open(tmp_path / "imagenette2-160.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "imagenette2-160", "imagenette2-160")
+    for command in IN_ORDER:
+        subprocess.run(command.split(), cwd=tmp_path, check=True)
+    assert (tmp_path / "data/imagenette/train/n01440764/a.JPEG").read_bytes() == b"picture"
+
+
+@pytest.mark.parametrize("line", BIGBATCH)
+def test_bigbatch_commands(line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Launches are dry, trainings are parsed and checked for that number of ranks, the rest runs."""
+    words = shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
+    num_ranks = 1
+    if words[0] == "launch":
+        split = words.index("--")
+        assert main([*words[:split], "--dry-run", *words[split:]]) == 0
+        launched = shlex.split(capsys.readouterr().out)
+        if "-n" in launched:
+            num_ranks = int(launched[launched.index("-n") + 1])
+        words = words[split + 1 :]
+        assert launched[-len(words) :] == words
+    if "--help" in words:
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+    elif words[0] == "train":
+        assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
+    else:
+        assert words[:2] == ["data", "generate"]  # .ci/run and the container tier write it whole
+        with pytest.raises(SystemExit, match="0"):
+            main([*words, "--help"])
+
+
+@pytest.mark.parametrize("code", [code for page in PAGES for code in blocks(page, "python")])
+def test_python_blocks_run(code: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    text = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text(), flags=re.S)
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", text):
+        assert (ROOT / target).exists(), f"{page} links to {target}"

@@ -1,0 +1,237 @@
+"""Who may import whom: the walls of the house, read from the sources.
+
+The rules are those of the design: comm knows neither trainer nor launch, launch knows no torch, the parts of the
+trainer do not know each other, a heavy dependency has one door, and one file reads the environment.
+"""
+
+import ast
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PARTS = ("models", "data", "optim", "precision", "checkpoint", "metrics")
+FORBIDDEN = (
+    # (what imports, what it must not import)
+    ("bigbatch.comm", "bigbatch.trainer"),
+    ("bigbatch.comm", "bigbatch.launch"),
+    ("bigbatch.trainer", "bigbatch.launch"),
+    ("bigbatch.trainer.loop", "bigbatch.trainer.build"),
+    ("bigbatch.trainer.loop", "bigbatch.trainer.config"),
+    ("bigbatch.trainer.loop", "bigbatch.trainer.config_file"),
+    *((f"bigbatch.trainer.{a}", f"bigbatch.trainer.{b}") for a in PARTS for b in PARTS if a != b),
+)
+DOORS = {
+    # dependency: the files that may import it
+    "mpi4py": ("bigbatch.comm.backends.mpi",),
+    "nvidia.dali": ("bigbatch.trainer.data.dali",),
+    "horovod": ("bigbatch.comm.backends.horovod",),
+    "apex": (),
+}
+ENVIRONMENT_READERS = (
+    "bigbatch.comm.environ",
+    "bigbatch.launch.command",  # hands all of it to the job that it starts
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: of what, and whether it happens when the module itself is imported."""
+
+    name: str
+    at_import: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the rules look at in one source file."""
+
+    imports: tuple[Import, ...]
+    reads_environment: bool
+
+
+def read_module(source: str) -> Module:
+    """Parse one file. 'from a import b' counts as a.b, which may be a module or a name in one."""
+    tree = ast.parse(source)
+    imports = tuple(_imports(tree, at_import=True))
+    os_names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    reads = any(i.name in {f"os.{name}" for name in os_names} for i in imports) or any(
+        isinstance(node, ast.Attribute) and node.attr in os_names and _is_name(node.value, "os")
+        for node in ast.walk(tree)
+    )
+    return Module(imports, reads)
+
+
+def _imports(node: ast.AST, *, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, at_import) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute, from bigbatch"
+            yield from (Import(f"{child.module}.{alias.name}", at_import) for alias in child.names)
+        else:
+            is_late = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types(child)
+            yield from _imports(child, at_import=at_import and not is_late)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and _is_name(node.test, "TYPE_CHECKING")
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def read_house() -> dict[str, Module]:
+    """All modules of the package by name; the rooms are read where they lie, not through the links."""
+    modules = {}
+    files = [*(ROOT / "bigbatch").glob("*.py")]
+    files += [path for room in ("comm", "trainer", "launch") for path in (ROOT / room).rglob("*.py")]
+    for path in files:
+        words = path.relative_to(ROOT).with_suffix("").parts
+        words = words if words[0] == "bigbatch" else ("bigbatch", *words)
+        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        modules[name] = read_module(path.read_text())
+    return modules
+
+
+def is_within(name: str, room: str) -> bool:
+    """name is room or lies inside it."""
+    return name == room or name.startswith(f"{room}.")
+
+
+def broken_walls(modules: Mapping[str, Module]) -> list[str]:
+    """Every edge, door and reader that the design does not allow."""
+    found = []
+    for name, module in sorted(modules.items()):
+        for imported in sorted({each.name for each in module.imports}):
+            if any(is_within(name, a) and is_within(imported, b) for a, b in FORBIDDEN):
+                found.append(f"{name} imports {imported}")
+            for dependency, doors in DOORS.items():
+                if is_within(imported, dependency) and name not in doors:
+                    found.append(f"{name} imports {imported}")
+        if module.reads_environment and name not in ENVIRONMENT_READERS:
+            found.append(f"{name} reads the environment")
+    return found
+
+
+def imported_with(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
+    """All that importing start brings in, own and foreign, packages around a module too -> who asked for it."""
+    asked_by: dict[str, str] = {}
+    todo = [(start, "the test")]
+    while todo:
+        name, asker = todo.pop()
+        parts = name.split(".")
+        for prefix in (".".join(parts[:i]) for i in range(1, len(parts) + 1)):
+            if prefix not in asked_by:
+                asked_by[prefix] = asker
+                imports = modules[prefix].imports if prefix in modules else ()
+                todo += [(each.name, prefix) for each in imports if each.at_import]
+    return asked_by
+
+
+HOUSE = read_house()
+
+
+def test_the_whole_house_is_read() -> None:
+    assert {"bigbatch", "bigbatch.cli", "bigbatch.comm.environ", "bigbatch.trainer.data.dali"} <= HOUSE.keys()
+    assert any(each.name == "mpi4py.MPI" for each in HOUSE["bigbatch.comm.backends.mpi"].imports)
+    assert HOUSE["bigbatch.comm.environ"].reads_environment
+
+
+def test_no_wall_is_broken() -> None:
+    assert broken_walls(HOUSE) == []
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(HOUSE) if is_within(name, "bigbatch.launch")])
+def test_launch_brings_in_no_torch(name: str) -> None:
+    asked_by = imported_with(name, HOUSE)
+    assert "torch" not in asked_by, f"{asked_by['torch']} imports torch"
+
+
+@pytest.mark.parametrize("name", ["cli", "comm.environ", "comm.topology", "comm.fusion", "trainer.errors"])
+def test_what_launch_may_use_brings_in_no_torch(name: str) -> None:
+    assert "torch" not in imported_with(f"bigbatch.{name}", HOUSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaint"),
+    [
+        ("comm.ring", "from bigbatch.trainer.config import Config", "imports bigbatch.trainer.config.Config"),
+        ("comm.ring", "def f():\n    import bigbatch.launch.job", "imports bigbatch.launch.job"),
+        ("comm.ring", "from bigbatch import trainer", "imports bigbatch.trainer"),
+        ("trainer.loop", "from bigbatch.trainer import build", "imports bigbatch.trainer.build"),
+        ("trainer.loop", "from bigbatch.trainer.config import Config", "imports bigbatch.trainer.config.Config"),
+        ("trainer.models.resnet", "from bigbatch.trainer.data.loader import Batch", ".data.loader.Batch"),
+        ("trainer.optim.lars", "import bigbatch.trainer.models", "imports bigbatch.trainer.models"),
+        ("trainer.train", "import mpi4py", "imports mpi4py"),
+        ("trainer.data.folder", "from nvidia.dali import fn", "imports nvidia.dali.fn"),
+        ("trainer.precision", "def f():\n    from apex import amp", "imports apex.amp"),
+        ("comm.reducer", "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    pass", "horovod.torch"),
+        ("comm.fusion", "import os\nx = os.environ['RANK']", "reads the environment"),
+        ("comm.fusion", "import os\ndef f():\n    return os.getenv('RANK')", "reads the environment"),
+        ("comm.fusion", "from os import environ", "reads the environment"),
+    ],
+)
+def test_the_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -> None:
+    found = broken_walls({f"bigbatch.{name}": read_module(source)})
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("comm.ring", "from bigbatch.comm.topology import Topology\nimport torch"),
+        ("comm.trainers", "import bigbatch.trainers"),  # a longer name is another name
+        ("trainer.data.dali", "def f():\n    from nvidia.dali import fn"),
+        ("trainer.data.dali", "import nvidia.nvimgcodec"),
+        ("trainer.models.resnet", "from bigbatch.trainer.models.norm import NormFactory"),
+        ("trainer.build", "from bigbatch.trainer.data.dali import DaliLoader"),
+        ("comm.environ", "import os\nx = os.environ"),
+        ("comm.fusion", "import os\nx = os.cpu_count()"),
+    ],
+)
+def test_the_reader_lets_the_design_pass(name: str, source: str) -> None:
+    assert broken_walls({f"bigbatch.{name}": read_module(source)}) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "rooms", "brings_torch"),
+    [
+        ("from bigbatch.comm.fusion import plan_fusion", {}, False),
+        ("import torch", {}, True),
+        ("from torch import Tensor", {}, True),
+        ("from bigbatch.comm.fusion import plan_fusion", {"bigbatch.comm.fusion": "import torch.nn"}, True),
+        ("from bigbatch.comm.fusion import plan_fusion", {"bigbatch.comm": "import torch"}, True),  # its package
+        ("", {"bigbatch.launch": "import torch"}, True),
+        ("from bigbatch.comm.fusion import plan_fusion", {"bigbatch.comm": "def f():\n    import torch"}, False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", {}, False),
+    ],
+)
+def test_the_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str], brings_torch: bool) -> None:
+    sources = {"bigbatch": "", "bigbatch.comm": "", "bigbatch.comm.fusion": "", "bigbatch.launch.job": job} | rooms
+    modules = {name: read_module(source) for name, source in sources.items()}
+    assert ("torch" in imported_with("bigbatch.launch.job", modules)) is brings_torch
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["launch", "mpirun", "--dry-run", "--", "train"]])
+def test_the_command_answers_at_once_without_torch(arguments: list[str]) -> None:
+    script = f"""
+import atexit, sys
+from bigbatch.cli import main
+atexit.register(lambda: print("torch:", "torch" in sys.modules))
+sys.exit(main({arguments}))
+"""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout.endswith("torch: False\n"), done.stdout + done.stderr
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_seconds < 0.5
