@@ -74,7 +74,10 @@ def _run(command: Any, arguments: list[str]) -> int:
 def _is_worker() -> bool:
     """This process talked to other ranks: torch.distributed or MPI is loaded and the job has several."""
     environ = sys.modules.get("bigbatch.comm.environ")
-    return environ is not None and environ.read_process_env().world_size > 1
+    try:
+        return environ is not None and environ.read_process_env().world_size > 1
+    except UserError:  # the launcher's variables make no sense, and the user was told so
+        return False
 
 
 def _leave(code: int) -> None:

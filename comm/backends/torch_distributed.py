@@ -104,7 +104,10 @@ class TorchDistributedBackend:
             work.wait()
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Over the rendezvous store: rank 0 collects and publishes, so the cost is linear in ranks."""
+        """Over the rendezvous store: rank 0 collects and publishes, so the cost is linear in ranks.
+
+        Rank 0, which may hold the store, returns last: it can fail next without taking the answer with it.
+        """
         self._texts += 1
         key = f"bigbatch/text/{self._texts}"
         start = time.monotonic()
@@ -113,7 +116,11 @@ class TorchDistributedBackend:
             if self.rank == 0:
                 all_texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
                 self._store.set(key, "\0".join(all_texts))
-            return self._store.get(key).decode().split("\0")
+                self._store.wait([f"{key}/read/{rank}" for rank in range(1, self.world_size)])
+                return all_texts
+            all_texts = self._store.get(key).decode().split("\0")
+            self._store.set(f"{key}/read/{self.rank}", "1")
+            return all_texts
         except RuntimeError as error:
             raise self._explain("comparison of a text over all ranks", time.monotonic() - start, error) from error
 

@@ -273,7 +273,7 @@ def test_a_file_that_went_away_is_named(make, tmp_path):
 
 def test_dali_missing_names_the_extra(monkeypatch, index):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(ConfigError, match=r"pip install bigbatch\[dali\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'bigbatch\[dali\]'"):
         DaliLoader(index=index, device_id=None, **SETTINGS)
 
 

@@ -94,6 +94,8 @@ def open_picture(data: bytes, *, path: str) -> Image.Image:
         picture = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:
         raise DataError(f"{path}: is not a picture; {_ADVICE}") from error
+    except OSError as error:  # cut off within the header
+        raise DataError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
     if picture.format not in ("JPEG", "MPO", "PNG") or picture.mode.startswith("I"):
         raise DataError(f"{path}: is {picture.format} in mode {picture.mode}; save it as 8-bit JPEG or PNG")
     try:
