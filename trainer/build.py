@@ -1,6 +1,5 @@
 """From a config to the objects of a run: the only file that knows all parts."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from bigbatch.trainer.data.normalize import Normalize
 from bigbatch.trainer.data.resident import ResidentLoader
 from bigbatch.trainer.data.synthetic import SyntheticLoader
 from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.host import settle
 from bigbatch.trainer.loop import Parts, Plan
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
@@ -59,7 +59,7 @@ def join_job(config: Config, env: ProcessEnv) -> Job:
     """
     accumulation_steps(config.batch, world_size=env.world_size)
     device = choose_device(env, backend=config.comm.backend)
-    _settle_device(device, env)
+    settle(device, env)
     try:
         communicator = connect(
             backend=config.comm.backend,
@@ -73,16 +73,6 @@ def join_job(config: Config, env: ProcessEnv) -> Job:
         raise ConfigError(f"comm: {error}") from error
     communicator.agree("the config", dump_config(config))
     return Job(communicator, device)
-
-
-def _settle_device(device: torch.device, env: ProcessEnv) -> None:
-    """Share the cores of a host among its ranks; let cuDNN pick algorithms for our fixed shapes."""
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    is_bound = cores < (os.cpu_count() or 1)
-    torch.set_num_threads(max(1, cores if is_bound else cores // env.local_size))
 
 
 def make_splits(config: Config, job: Job) -> tuple[Split, Split]:

@@ -1,0 +1,118 @@
+"""Half-precision weights around fp32 masters, loss scaling, and what a checkpoint holds of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
+
+CPU = torch.device("cpu")
+HALVES = [name for name in COMPUTE_DTYPES if name != "fp32"]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def step(model: nn.Module, precision: Precision, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    precision.backward(model(images.to(precision.compute_dtype)).float().square().mean())
+    precision.update_(optimizer)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_weights_are_half_and_norm_stays_fp32(name: str) -> None:
+    model = small_model()
+    precision = Precision(model, name=name, device=CPU)
+    dtypes = {key: p.dtype for key, p in model.named_parameters()}
+    half = COMPUTE_DTYPES[name]
+    assert {k for k, d in dtypes.items() if d == half} == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert {k for k, d in dtypes.items() if d == torch.float32} == {"1.weight", "1.bias"}
+    assert all(master.dtype == torch.float32 for master in precision.masters.values())
+
+
+def test_masters_start_from_the_unrounded_weights() -> None:
+    precision = Precision(small_model(), name="bf16", device=CPU)
+    for key, parameter in small_model().named_parameters():
+        assert torch.equal(precision.masters[key], parameter)
+
+
+def test_fp32_masters_are_the_parameters() -> None:
+    model = small_model()
+    precision = Precision(model, name="fp32", device=CPU)
+    assert all(precision.masters[key] is p for key, p in model.named_parameters())
+
+
+def test_update_smaller_than_half_precision_is_kept() -> None:
+    """The reason for masters: 100 updates of 1e-5 each vanish in bf16 beside a weight of 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    precision = Precision(model, name="bf16", device=CPU)
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=1e-5)
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        precision.update_(optimizer)
+    assert precision.masters["weight"].item() == pytest.approx(1 - 1e-3, abs=6e-6), "100 roundings at most"
+    assert model.weight.item() == pytest.approx(1 - 1e-3, abs=2**-8), "the half weight follows its master"
+
+
+def test_fp16_update_equals_fp32_within_half_precision() -> None:
+    images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    results = {}
+    for name in COMPUTE_DTYPES:
+        model = small_model()
+        precision = Precision(model, name=name, device=CPU)
+        optimizer = LARS(list(precision.masters.values()), lr=1.0)
+        step(model, precision, optimizer, images)
+        results[name] = torch.cat([m.detach().flatten() for m in precision.masters.values()])
+    start = torch.cat([p.detach().flatten() for p in small_model().parameters()])
+    moved = (results["fp32"] - start).norm()
+    for name, eps in (("fp16", 2**-11), ("bf16", 2**-8)):
+        assert (results[name] - results["fp32"]).norm() < 20 * eps * moved, name
+
+
+def test_overflow_skips_the_update_and_halves_the_scale() -> None:
+    model = small_model()
+    precision = Precision(model, name="fp16", device=CPU)
+    optimizer = LARS(list(precision.masters.values()), lr=1.0)
+    before = {key: m.detach().clone() for key, m in precision.masters.items()}
+    scale = precision.loss_scale()
+    step(model, precision, optimizer, torch.full((8, 3, 8, 8), float("inf")))
+    assert all(torch.equal(before[key], m) for key, m in precision.masters.items())
+    assert precision.loss_scale() == scale / 2
+    step(model, precision, optimizer, torch.randn(8, 3, 8, 8))
+    assert not torch.equal(before["3.weight"], precision.masters["3.weight"])
+
+
+@pytest.mark.parametrize("name", COMPUTE_DTYPES)
+def test_state_goes_through_a_checkpoint(name: str) -> None:
+    model = small_model()
+    precision = Precision(model, name=name, device=CPU)
+    step(model, precision, torch.optim.SGD(precision.masters.values(), lr=0.1), torch.randn(4, 3, 8, 8))
+    state, scale = precision.model_state(), precision.state_dict()
+    assert state["0.weight"].dtype == torch.float32
+
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    restored = Precision(other, name=name, device=CPU)
+    restored.load_model_state(state)
+    restored.load_state_dict(scale)
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value), key
+    assert restored.loss_scale() == precision.loss_scale()
+
+
+def test_scale_of_another_precision_is_not_taken() -> None:
+    precision = Precision(small_model(), name="fp16", device=CPU)
+    precision.load_state_dict({})
+    Precision(small_model(), name="fp32", device=CPU).load_state_dict(precision.state_dict())
+    assert precision.loss_scale() == 65536.0
+
+
+def test_foreign_weights_are_refused() -> None:
+    precision = Precision(small_model(), name="fp32", device=CPU)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        precision.load_model_state({})

@@ -1,0 +1,203 @@
+"""What a run leaves behind and shows: records, plot, lines, bar; the command's own behaviour."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from bigbatch import cli
+from bigbatch.comm.environ import ProcessEnv
+from bigbatch.trainer.data.command import main as data_main
+from bigbatch.trainer.data.normalize import Normalize
+from bigbatch.trainer.host import num_threads
+from bigbatch.trainer.metrics import MetricsLog, plot_run
+from bigbatch.trainer.progress import Bar, Lines, Silent, make_reporter, show
+from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.seeding import seed_forward
+from bigbatch.trainer.signals import StopRequest
+
+TRAIN_RECORD = {
+    "step": 3,
+    "epoch": 0.5,
+    "loss": 1.25,
+    "top1": 0.5,
+    "lr": 0.1,
+    "images_per_second": 1234.5,
+    "input_wait_fraction": 0.01,
+    "exposed_communication_fraction": 0.02,
+}
+EVAL_RECORD = {"step": 3, "epoch": 0.5, "loss": 1.0, "top1": 0.25, "top5": 0.75, "count": 8, "seconds": 0.5}
+
+
+def test_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir, from_step=0)
+    for step in (1, 2, 3):
+        log.write("train", {**TRAIN_RECORD, "step": step})
+    log.close()
+    with rundir.metrics.open("a") as file:
+        file.write('{"step": 4, "cut sho')
+    log = MetricsLog(rundir, from_step=2)
+    log.write("eval", {**EVAL_RECORD, "step": 3})
+    log.close()
+    assert [(r["kind"], r["step"]) for r in read_records(rundir.metrics)] == [("train", 1), ("train", 2), ("eval", 3)]
+    assert list(rundir.tensorboard.glob("events.*"))
+
+
+def test_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    assert list(read_records(rundir.metrics)) == []
+    rundir.metrics.write_text(json.dumps({"kind": "train", **TRAIN_RECORD}) + "\n")
+    MetricsLog(rundir, from_step=0).close()
+    assert rundir.metrics.read_text() == ""
+
+
+def test_plot_is_a_picture_with_lines(tmp_path: Path) -> None:
+    records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
+    plot_run(records, tmp_path / "plot.png", title="a run")
+    plot_run([], tmp_path / "empty.png", title="a run")
+    picture, empty = (Image.open(tmp_path / name).convert("RGB") for name in ("plot.png", "empty.png"))
+    assert picture.width > 800
+    assert picture.tobytes() != empty.tobytes()
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    lines.advance(TRAIN_RECORD)
+    lines.evaluated(EVAL_RECORD)
+    lines.finish({"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015})
+    lines.close()
+    printed = capsys.readouterr().out
+    assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
+    assert "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 pictures in 0.5 s)" in printed
+    for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
+        assert line in printed
+    assert "\x1b" not in printed
+
+
+def test_bar_on_a_terminal() -> None:
+    screen = io.StringIO()
+    bar = Bar(Console(file=screen, force_terminal=True, width=200), first_step=0, num_steps=10)
+    bar.advance(TRAIN_RECORD)
+    bar.evaluated(EVAL_RECORD)
+    bar.finish({"top1": 0.5})
+    shown = screen.getvalue()
+    assert "3/10" in shown
+    assert "top-1 25.00%" in shown
+    assert "Summary" in shown
+    assert "50.00 %" in shown
+
+
+def test_who_shows_what() -> None:
+    common = {"first_step": 0, "num_steps": 1}
+    assert isinstance(make_reporter(is_first_rank=False, terminal_columns=80, **common), Silent)
+    assert isinstance(make_reporter(is_first_rank=True, terminal_columns=None, **common), Lines)
+    bar = make_reporter(is_first_rank=True, terminal_columns=80, **common)
+    bar.close()
+    assert isinstance(bar, Bar)
+
+
+def test_silent_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = Silent()
+    silent.say("x")
+    silent.advance(TRAIN_RECORD)
+    silent.evaluated(EVAL_RECORD)
+    silent.finish({})
+    silent.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_units() -> None:
+    assert show("seconds", 12.34) == "12.3 s"
+    assert show("global_batch_size", 512) == "512 images"
+    assert show("best_top1", 0.5) == "50.00 %"
+    assert show("device", "cpu") == "cpu"
+
+
+def test_normalize_is_the_formula() -> None:
+    images_BCHW = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8).to(memory_format=torch.channels_last)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    normalized = Normalize(mean=mean, std=std, device=torch.device("cpu"), dtype=torch.float32)(images_BCHW)
+    for c in range(3):
+        expected = (images_BCHW[:, c].double() / 255 - mean[c]) / std[c]
+        assert torch.allclose(normalized[:, c].double(), expected, atol=1e-6)
+    assert normalized.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    assert num_threads(ProcessEnv("openmpi", 0, 8, 0, 4, "h", None)) == 4
+    assert num_threads(ProcessEnv("openmpi", 0, 64, 0, 32, "h", None)) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    assert num_threads(ProcessEnv("openmpi", 0, 8, 0, 4, "h", None)) == 2, "bound by the launcher"
+
+
+def test_forward_draws_depend_on_the_position_alone() -> None:
+    def draw(**position: int) -> float:
+        seed_forward(3, **position)
+        return torch.rand(1).item()
+
+    first = draw(step=5, ghost=1)
+    assert draw(step=5, ghost=2) != first
+    assert draw(step=6, ghost=1) != first
+    assert draw(step=5, ghost=1) == first
+
+
+def test_second_ctrl_c_interrupts_at_once() -> None:
+    previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        stop = StopRequest()
+        assert not stop.is_set
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set
+        assert stop.signal_name == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def test_help_names_every_subcommand_in_half_a_second() -> None:
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "bigbatch", "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 0.5
+    for name in ("train", "evaluate", "launch", "data"):
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
+def test_exit_codes_of_the_command(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == code
+    output = capsys.readouterr()
+    assert "bigbatch" in output.out + output.err
+
+
+def test_defect_shows_its_traceback_and_a_user_error_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", "no/such/run"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.errors", ""))  # a module without main
+    with pytest.raises(AttributeError):
+        cli.main(["train"])
+
+
+def test_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    import bigbatch.trainer.data.generated as generated
+
+    calls = []
+    monkeypatch.setattr(generated, "write_dataset", lambda root, **kw: calls.append((root, kw["seed"])) or True)
+    assert data_main(["generate", str(tmp_path / "d"), "--seed", "4"]) == 0
+    assert calls == [(tmp_path / "d", 4)]
+    assert "written" in capsys.readouterr().out
