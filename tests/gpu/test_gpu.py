@@ -1,0 +1,111 @@
+"""What only a GPU can show. One command: BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigbatch.comm.environ import ProcessEnv
+from bigbatch.trainer import build
+from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.data.augment import random_resized_crop
+from bigbatch.trainer.data.dali import DaliLoader
+from bigbatch.trainer.data.folder import FolderLoader
+from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.data.imagenet import read_index, train_requests
+from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.loop import Window, train_step
+from bigbatch.trainer.train import main as train_main
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "shapes"
+    write_dataset(root, train_per_class=64, val_per_class=8)
+    return root
+
+
+def test_gpu_decoder_sees_the_same_pictures_as_pillow(data: Path) -> None:
+    pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI")
+    index = read_index(data, "train")
+    common = {
+        "index": index,
+        "crop": random_resized_crop(seed=0),
+        "image_size": 48,
+        "microbatch_size": 32,
+        "num_threads": 2,
+        "prefetch_batches": 2,
+    }
+    requests = list(
+        train_requests(
+            seed=0,
+            num_samples=len(index.paths),
+            global_batch_size=32,
+            microbatch_size=32,
+            rank=0,
+            world_size=1,
+            start_step=0,
+            end_step=12,
+        )
+    )
+    on_gpu, on_cpu = DaliLoader(**common, device_id=0), FolderLoader(**common)
+    for ours, theirs in zip(on_gpu.load(requests), on_cpu.load(requests), strict=True):
+        assert ours.images_BCHW.is_cuda
+        torch.cuda._sleep(10_000_000)  # a consumer that is late: the next batches must not overwrite this one
+        difference = (ours.images_BCHW.cpu().float() - theirs.images_BCHW.float()).abs().mean()
+        assert difference < 3, "grey levels of 255; decoders differ in chroma upsampling and rounding"
+        assert torch.equal(ours.labels_B.cpu(), theirs.labels_B)
+    on_gpu.close()
+    on_cpu.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["lars", "sgd"])
+def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_path: Path) -> None:
+    """Law 6: from the second step on, nothing in a step waits for the device."""
+    sgd = ["--optimizer.name=sgd", *(f"--optimizer.{k}=null" for k in ("trust_coefficient", "eps", "momentum_form"))]
+    config = load_config(
+        [
+            *("--config", "quickstart", f"--run.directory={tmp_path}", f"--data.root={data}"),
+            *(f"--optimizer.precision={precision}", "--batch.global_batch_size=256"),
+            *(sgd if optimizer == "sgd" else []),
+        ]
+    )
+    job = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
+    plan = build.make_plan(config, job, num_samples=640, first_step=0)
+    parts = build.make_parts(config, job, plan=plan)
+    parts.model.train()
+
+    def batches() -> Iterator[Batch]:
+        images = torch.zeros(128, 48, 48, 3, dtype=torch.uint8, device=job.device).permute(0, 3, 1, 2)
+        labels = torch.zeros(128, dtype=torch.int64, device=job.device)
+        while True:
+            yield Batch(images, labels, torch.ones(128, dtype=torch.bool))
+
+    stream, window = batches(), Window(job.device)
+    for step in range(2):
+        train_step(step, plan, parts, stream, window)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(2, plan, parts, stream, window)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_quickstart_learns_on_a_gpu(precision: str, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    write_dataset(root)
+    arguments = ["--config", "quickstart", f"--run.directory={tmp_path / 'run'}", f"--data.root={root}"]
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        arguments.append("--data.loader=torchvision")
+    assert train_main([*arguments, f"--optimizer.precision={precision}"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "cpu" not in summary["device"]
+    assert summary["top1"] >= 0.95
