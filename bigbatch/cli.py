@@ -5,7 +5,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from bigbatch import __version__
 from bigbatch.errors import UserError
@@ -30,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         print(f"bigbatch: {arguments[0]} is no subcommand; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = import_module(COMMANDS[arguments[0]][0])
-    code = _run(module.main, arguments[1:])
+    code = _run(COMMANDS[arguments[0]][0], arguments[1:])
     if _is_worker():
         _leave(code)
     return code
@@ -55,9 +53,9 @@ def usage() -> str:
     )
 
 
-def _run(command: Any, arguments: list[str]) -> int:
+def _run(module: str, arguments: list[str]) -> int:
     try:
-        return int(command(arguments))
+        return int(import_module(module).main(arguments))  # to import torch takes long enough for a Ctrl-C
     except KeyboardInterrupt:
         print("bigbatch: interrupted", file=sys.stderr)
         return 130

@@ -23,6 +23,8 @@ class Communicator:
     topology: Topology
     algorithm: str
     all_reduce_: AllReduce
+    device: torch.device
+    """Where the tensors to sum must be."""
 
     @property
     def rank(self) -> int:
@@ -111,6 +113,7 @@ def connect(
 
     backend "auto" is NCCL where every rank has a GPU and gloo otherwise; algorithm is one of
     bigbatch.comm.algorithms.ALGORITHMS; group_size cuts hosts into smaller node groups.
+    Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
     Raises: CommError where the ranks cannot meet; ValueError for an unknown or impossible choice.
     """
     env = env or read_process_env()
@@ -119,10 +122,14 @@ def connect(
     device = device or choose_device(env, backend=backend)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
+    if (backend == "nccl") != (device.type == "cuda"):
+        raise ValueError(
+            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and mpi for CPUs"
+        )
     env, transport = _connect(env, backend, device=device, timeout_seconds=timeout_seconds)
     topology = make_topology(transport.all_gather_text(env.host), rank=env.rank, group_size=group_size)
     all_reduce_ = make_allreduce(algorithm, backend=transport, topology=topology)
-    return Communicator(env, transport, topology, algorithm, all_reduce_)
+    return Communicator(env, transport, topology, algorithm, all_reduce_, device)
 
 
 def _connect(

@@ -27,6 +27,8 @@ LAUNCHER_VARIABLES = {
 Of Slurm's variables only those of the step count: an interactive shell of eight tasks is one process.
 """
 
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
 
@@ -52,6 +54,8 @@ class ProcessEnv:
     master: tuple[str, int] | None
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
+    attempt: int = 0
+    """How often the launcher has restarted all ranks (torchrun --max-restarts)."""
     terminal_columns: int | None = None
     """Width of the terminal that shows this job; None where there is none."""
 
@@ -87,6 +91,7 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         host=host,
         master=_master(variables, launcher, is_one_host=one_host),
         master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(variables, RESTART_VARIABLE, launcher) if RESTART_VARIABLE in variables else 0,
         terminal_columns=terminal_columns(variables),
     )
 

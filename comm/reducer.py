@@ -24,9 +24,10 @@ class GradientReducer:
         loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
-    All methods are to be called by all ranks alike.
-    Raises: ValueError for two parameters of one name; RuntimeError from a backward that adds to a gradient
-    already on its way.
+    All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
+    ready for the next one.
+    Raises: ValueError for two parameters of one name, or one on another device than the communicator's;
+    RuntimeError from a backward that adds to a gradient already on its way.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class GradientReducer:
     ) -> None:
         self._communicator = communicator
         self._parameters = _by_name(named_parameters)
+        _require_device(self._parameters, communicator.device)
         self.plan = self._make_plan(threshold_bytes, buffer_bytes)
         self.is_active = True
         self.exposed = ExposedTime()
@@ -97,18 +99,28 @@ class GradientReducer:
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
                 "microbatch of a step, and set is_active = False for the others"
             )
-        if parameter.grad is not self._views[name]:  # someone set gradients to None or replaced them
-            assert parameter.grad is not None
-            self._views[name].copy_(parameter.grad)
-            parameter.grad = self._views[name]
+        self._bring_home(name)
         if not self.is_active:
             return
         self._missing[index].discard(name)
         while len(self._waiting) < len(self.buffers) and not self._missing[len(self._waiting)]:
             self._start_next()
 
+    def _bring_home(self, name: str) -> None:
+        """Into its buffer with a gradient that someone replaced; one set to None counts as zero."""
+        parameter, view = self._parameters[name], self._views[name]
+        if parameter.grad is view:
+            return
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad.detach())
+        parameter.grad = view
+
     def _start_next(self) -> None:
         index = len(self._waiting)
+        for name in self._missing[index]:  # took no part in this backward
+            self._bring_home(name)
         label = f"all-reduce of buffer {index} ({self.plan.buffers[index]})"
         self._waiting.append(self._communicator.start(self.buffers[index], label=label))
 
@@ -121,9 +133,6 @@ class GradientReducer:
 
         Raises: PeerLostError naming the buffer and the missing ranks.
         """
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:  # took no part in this backward, while gradients were set to None
-                parameter.grad = self._views[name].zero_()
         while len(self._waiting) < len(self.buffers):
             self._start_next()
         with self.exposed.measure(self.buffers):
@@ -148,6 +157,15 @@ def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, 
         if parameters.setdefault(name, parameter) is not parameter:
             raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
     return {name: p for name, p in parameters.items() if p.requires_grad}
+
+
+def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+    for name, p in parameters.items():
+        if p.device != device:
+            raise ValueError(
+                f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
+                "model.to(communicator.device) before making the reducer"
+            )
 
 
 class ExposedTime:

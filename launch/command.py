@@ -51,4 +51,5 @@ def _mpirun(job: JobSpec) -> list[str]:
         mpirun=str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun",
         is_root=os.geteuid() == 0,
         terminal_columns=terminal_columns() or 0,
+        variables=os.environ,
     )

@@ -4,9 +4,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 
 from bigbatch.trainer.errors import ConfigError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
 
 
 def run_in_foreground(argv: list[str], *, environ: Mapping[str, str]) -> int:
@@ -14,6 +18,7 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str]) -> int:
 
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes SIGUSR1
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
+    Under nohup a closed terminal changes nothing.
     Raises: ConfigError when the launcher is not installed.
     """
     try:
@@ -28,10 +33,13 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str]) -> int:
         nonlocal asked
         asked += 1
         if asked == 1:
-            print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the terminal may be gone
+                print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
         process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+    previous = {number: signal.signal(number, pass_on) for number in heeded}
     try:
         code = process.wait()
     finally:

@@ -1,16 +1,28 @@
 """The argument list of Open MPI's mpirun (5.x)."""
 
 import sys
+from collections.abc import Iterable
 
 from bigbatch.comm.environ import TERMINAL_VARIABLE
 from bigbatch.launch.job import JobSpec
 
+FORWARDED = ("NCCL_", "GLOO_", "MASTER_", "OMP_")
+"""Variables so named reach the ranks on other hosts, too; mpirun passes on none by itself."""
 
-def mpirun_argv(job: JobSpec, *, mpirun: str = "mpirun", is_root: bool = False, terminal_columns: int = 0) -> list[str]:
+
+def mpirun_argv(
+    job: JobSpec,
+    *,
+    mpirun: str = "mpirun",
+    is_root: bool = False,
+    terminal_columns: int = 0,
+    variables: Iterable[str] = (),
+) -> list[str]:
     """mpirun with one process per rank; pure, so that --dry-run shows what would run.
 
     Ranks are not bound to cores (each would decode and compute on one), and those that wait yield theirs where
     ranks outnumber cores. mpirun passes SIGUSR1 on to all ranks, which then save a checkpoint and stop.
+    variables are the names of those that are set here.
     """
     argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", "--map-by", "slot"]
     if is_root:
@@ -19,5 +31,7 @@ def mpirun_argv(job: JobSpec, *, mpirun: str = "mpirun", is_root: bool = False, 
         argv += ["--host", ",".join(f"{host}:{count}" for host, count in job.hosts)]
     if job.oversubscribe:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    for name in sorted(name for name in variables if job.hosts and name.startswith(FORWARDED)):
+        argv += ["-x", name]
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
     return [*argv, sys.executable, "-m", "bigbatch", *job.command]

@@ -78,9 +78,20 @@ def join_job(config: Config, env: ProcessEnv) -> Job:
 def make_splits(config: Config, job: Job) -> tuple[Split, Split]:
     """Training and validation data. Collective. Raises: DataError; ConfigError."""
     if config.data.loader == "synthetic":
-        assert config.data.num_synthetic_samples is not None
-        train, val = (_synthetic_split(config, job) for _ in range(2))
-        return train, val
+        return _synthetic_split(config, job), _synthetic_split(config, job)
+    train_index, val_index = _read_indices(config, job)
+    return _picture_split(config, job, train_index, _train_crop(config)), _eval_split(config, job, val_index)
+
+
+def make_eval_split(config: Config, job: Job) -> Split:
+    """Validation data alone: no training picture is opened. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        return _synthetic_split(config, job)
+    _, val_index = _read_indices(config, job)
+    return _eval_split(config, job, val_index)
+
+
+def _read_indices(config: Config, job: Job) -> tuple[PictureIndex, PictureIndex]:
     root = Path(config.data.root)
     train_index = read_index(root, "train")
     val_index = read_index(root, "val", classes=train_index.classes)
@@ -92,14 +103,7 @@ def make_splits(config: Config, job: Job) -> tuple[Split, Split]:
         f"the pictures in {root}",
         f"{len(train_index.paths)} training pictures, {len(val_index.paths)} validation pictures",
     )
-    if len(train_index.paths) < config.batch.global_batch_size:
-        raise ConfigError(
-            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {len(train_index.paths)} training "
-            f"pictures in {root}"
-        )
-    train_crop = _train_crop(config)
-    val_crop = center_crop(fraction=config.data.eval_crop_fraction)
-    return _picture_split(config, job, train_index, train_crop), _picture_split(config, job, val_index, val_crop)
+    return train_index, val_index
 
 
 def _synthetic_split(config: Config, job: Job) -> Split:
@@ -120,6 +124,10 @@ def _train_crop(config: Config) -> Crop:
         return padded_crop(seed=config.run.seed, size=data.image_size, flip=data.flip)
     assert data.crop_area_min is not None
     return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
+
+
+def _eval_split(config: Config, job: Job, index: PictureIndex) -> Split:
+    return _picture_split(config, job, index, center_crop(fraction=config.data.eval_crop_fraction))
 
 
 def _picture_split(config: Config, job: Job, index: PictureIndex, crop: Crop) -> Split:
@@ -231,8 +239,17 @@ def _make_schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def make_plan(config: Config, job: Job, *, num_samples: int, first_step: int) -> Plan:
-    """The numbers of a run. An epoch leaves out what does not fill a global batch."""
+    """The numbers of a run. An epoch leaves out what does not fill a global batch. Raises: ConfigError."""
     steps_per_epoch = num_samples // config.batch.global_batch_size
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {num_samples} training pictures"
+        )
+    if first_step > steps_per_epoch * config.run.epochs:
+        raise ConfigError(
+            f"run.epochs={config.run.epochs} end at step {steps_per_epoch * config.run.epochs}, but the checkpoint is "
+            f"of step {first_step}: give at least {-(-first_step // steps_per_epoch)}, or choose another run.directory"
+        )
     return Plan(
         seed=config.run.seed,
         first_step=first_step,

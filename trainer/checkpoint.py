@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ class Checkpoint:
 
 
 def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: float | None, keep: int) -> Path:
-    """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best.
+    """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best, and what killed writes left.
 
     The folder appears by one rename, after its bytes are on disk; an interrupted or failed write leaves the
     older checkpoints as they were.
@@ -81,10 +83,20 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} is not readable: {reason}{_other(path)}") from error
 
 
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Around code that puts a loaded state into a model or optimizer. Raises: CheckpointError where it does not fit."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
+
+
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
     """All finished checkpoints, oldest first. Folders without a readable manifest are listed with step only."""
     found = []
-    for path in sorted(directory.glob("step-*")):
+    for path in (p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()):
         try:
             manifest = json.loads((path / MANIFEST_FILE).read_text())
             found.append(Checkpoint(path, int(manifest["step"]), manifest["top1"]))
@@ -132,6 +144,8 @@ def _drop_old(directory: Path, *, keep: int) -> None:
     for checkpoint in checkpoints:
         if checkpoint.path not in kept:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
+    for unfinished in directory.glob(".step-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _other(path: Path) -> str:

@@ -43,7 +43,7 @@ class DataConfig:
     num_classes: int
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: int | None
-    """Size of the generated training set; null for every other loader."""
+    """Size of the generated training set and of the validation set; null for every other loader."""
     image_size: int
     """Height and width of the pictures that the model sees, in pixels."""
     crop: Literal["resized", "padded"]
@@ -164,6 +164,7 @@ class Config:
         _check_batch(self.batch)
         _check_choices(self)
         _check_loader(self.data)
+        _check_image_size(self)
         _check_schedule(self.schedule, epochs=self.run.epochs)
 
 
@@ -218,6 +219,9 @@ ONLY_FOR = {
     "schedule.gamma": ("schedule.name", ("step",)),
 }
 
+SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
+"""Pixels a side that a model needs to reach its last pooling; the ResNets take any."""
+
 
 def lookup(config: Config, key: str) -> object:
     """The value of a dotted key."""
@@ -231,6 +235,7 @@ def _check_ranges(config: Config) -> None:
         (NOT_NEGATIVE, "0 or more, and finite", lambda v: 0 <= v < math.inf),
         (SHARE_WITH_ONE, "above 0 and at most 1", lambda v: 0 < v <= 1),
         (SHARE_BELOW_ONE, "at least 0 and below 1", lambda v: 0 <= v < 1),
+        (("run.seed",), "below 2**63", lambda v: v < 2**63),
     ):
         for key in keys:
             value = lookup(config, key)
@@ -258,6 +263,15 @@ def _check_loader(data: DataConfig) -> None:
         raise ConfigError(
             f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
             "not resize: set it to 1.0"
+        )
+
+
+def _check_image_size(config: Config) -> None:
+    smallest = SMALLEST_IMAGE.get(config.model.name, 1)
+    if config.data.image_size < smallest:
+        raise ConfigError(
+            f"data.image_size={config.data.image_size} is too small for model.name={config.model.name}: give at "
+            f"least {smallest}"
         )
 
 

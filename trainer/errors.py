@@ -15,5 +15,9 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be read, written or used here; the message names the path."""
 
 
+class RunFolderError(UserError, RuntimeError):
+    """The run folder cannot be written; the message names the path."""
+
+
 class TrainingDiverged(UserError, RuntimeError):
-    """The loss is no number any more; the message names the step."""
+    """The loss or a weight is no number any more; the message names the step."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bigbatch.comm.environ import read_process_env
 from bigbatch.trainer import build
-from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint
+from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint, restoring
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.errors import CheckpointError
 from bigbatch.trainer.evaluation import evaluate
@@ -21,6 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate the checkpoint that argv names; the exit code. Collective over the job's ranks."""
     arguments, overrides = _parser().parse_known_args(argv)
     rundir = RunDir(arguments.run)
+    if not rundir.config.is_file():
+        raise CheckpointError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
     config = load_config(["--config", str(rundir.config), *overrides], prog="bigbatch evaluate")
     path = arguments.checkpoint or _best_path(rundir)
     job = build.join_job(config, read_process_env())
@@ -28,8 +30,10 @@ def main(argv: Sequence[str]) -> int:
     model = build.make_model(config, job)
     precision = Precision(model, name=config.optimizer.precision, device=job.device)
     flatten_running_statistics(model)
-    precision.load_model_state(load_checkpoint(path)["model"])
-    _, split = build.make_splits(config, job)
+    state = load_checkpoint(path)
+    with restoring(path):
+        precision.load_model_state(state["model"])
+    split = build.make_eval_split(config, job)
     record = evaluate(
         model,
         build.eval_batches(config, job, split),

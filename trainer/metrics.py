@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.rundir import RunDir, read_records, writing
 
 
 class MetricsLog:
@@ -19,20 +19,25 @@ class MetricsLog:
 
         kept = [r for r in read_records(rundir.metrics) if r["step"] <= from_step] if from_step else []
         rundir.write_text(rundir.metrics, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = rundir.metrics.open("a")
-        self._tensorboard = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
+        self._path = rundir.metrics
+        with writing(self._path):
+            self._file = self._path.open("a")
+        with writing(rundir.tensorboard):
+            self._tensorboard = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Log one record; kind is train or eval, record holds at least step."""
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
-        self._file.flush()
+        """Log one record; kind is train or eval, record holds at least step. Raises: RunFolderError."""
+        with writing(self._path):
+            self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+            self._file.flush()
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
                 self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Flush both."""
-        self._file.close()
+        """Flush both. Raises: RunFolderError."""
+        with writing(self._path):
+            self._file.close()
         self._tensorboard.close()
 
 
@@ -44,7 +49,7 @@ def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     evals = [r for r in records if r["kind"] == "eval"]
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    for rows, style, label in ((train, "-", "training"), (evals, "o-", "evaluation")):
+    for rows, style, label in ((train, "-", "training, smoothed labels"), (evals, "o-", "evaluation")):
         loss_axes.plot([r["epoch"] for r in rows], [r["loss"] for r in rows], style, label=label)
     loss_axes.set(xlabel="epoch", ylabel="cross-entropy (nats)", title="Loss")
     for key, label in (("top1", "top-1"), ("top5", "top-5")):
@@ -52,6 +57,6 @@ def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     accuracy_axes.set(xlabel="epoch", ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 101))
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="upper right" if axes is loss_axes else "lower right")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

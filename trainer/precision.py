@@ -57,6 +57,10 @@ class Precision:
         """The current loss scale. Waits for the device."""
         return self.scaler.get_scale()
 
+    def is_finite(self) -> bool:
+        """Every weight is a number. Waits for the device."""
+        return all(bool(master.isfinite().all()) for master in self.masters.values())
+
     def model_state(self) -> dict[str, Tensor]:
         """The model's state_dict with fp32 masters in place of half-precision weights."""
         return {**self._model.state_dict(), **{key: m.detach() for key, m in self.masters.items()}}

@@ -80,12 +80,12 @@ class Bar:
     def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=None),
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
             console=console,
+            expand=True,
         )
         self._task = self._progress.add_task("starting", total=num_steps, completed=first_step)
         self._progress.start()
@@ -96,7 +96,7 @@ class Bar:
 
     def advance(self, record: dict[str, Any]) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=record["step"], description=describe(record))
+        self._progress.update(self._task, completed=record["step"], description=describe_briefly(record))
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """A line above the bar."""
@@ -124,7 +124,9 @@ UNITS = {
 
 
 def show(name: str, value: Any) -> str:
-    """A value of the summary with its unit; shares in percent."""
+    """A value of the summary with its unit; shares in percent; None where there was nothing to measure."""
+    if value is None:
+        return "not measured"
     if "top" in name or name.endswith("_fraction"):
         return f"{100 * value:.2f} %"
     text = f"{value:,.1f}" if isinstance(value, float) else str(value)
@@ -138,6 +140,15 @@ def describe(record: dict[str, Any]) -> str:
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
         f"input wait {100 * record['input_wait_fraction']:.1f}%  "
         f"exposed communication {100 * record['exposed_communication_fraction']:.1f}%"
+    )
+
+
+def describe_briefly(record: dict[str, Any]) -> str:
+    """One report in 50 columns, so that a bar fits beside it in 80."""
+    return (
+        f"loss {record['loss']:.3f}  {record['images_per_second']:,.0f} images/s  "
+        f"wait {100 * record['input_wait_fraction']:.1f}%  "
+        f"exposed {100 * record['exposed_communication_fraction']:.1f}%"
     )
 
 

@@ -3,9 +3,12 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bigbatch.trainer.errors import RunFolderError
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,24 @@ class RunDir:
         return self.path / "summary.json"
 
     def write_text(self, path: Path, text: str) -> None:
-        """Replace a file of the folder in one step."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Replace a file of the folder in one step. Raises: RunFolderError."""
         aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(text)
-        aside.replace(path)
+        with writing(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            aside.write_text(text)
+            aside.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around code that writes path. Raises: RunFolderError where the system refuses, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror}; free some disk or choose another run.directory, the run goes on "
+            "from its newest checkpoint"
+        ) from error
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,8 @@
 import torch
 
 _PRIME = 1_000_003
+_NUM_SEEDS = 2**63
+"""What torch takes on every device."""
 
 
 def seed_weights(seed: int) -> None:
@@ -16,4 +18,4 @@ def seed_forward(seed: int, *, step: int, ghost: int) -> None:
     So a resumed run draws what the uninterrupted one drew, and with one ghost batch per microbatch any
     world size draws the same.
     """
-    torch.manual_seed((seed * _PRIME + step) * _PRIME + ghost + 1)
+    torch.manual_seed(((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS)

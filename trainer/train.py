@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer import build
@@ -18,16 +19,18 @@ from bigbatch.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     require_free_disk,
+    restoring,
     save_checkpoint,
 )
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config, load_config
-from bigbatch.trainer.errors import CheckpointError
+from bigbatch.trainer.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer.evaluation import evaluate
 from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, train
 from bigbatch.trainer.metrics import MetricsLog, plot_run
+from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.progress import Reporter, make_reporter
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.rundir import RunDir, read_records, writing
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and saved a checkpoint."""
@@ -58,25 +61,27 @@ class _Run:
         job.communicator.agree("the checkpoint to resume from", str(resume_from))
         self.plan: Plan = build.make_plan(config, job, num_samples=self.train_split.num_samples, first_step=first_step)
         self.parts: Parts = build.make_parts(config, job, plan=self.plan)
-        if state:
-            _restore(self.parts, state, path=resume_from)
+        if state and resume_from:
+            with restoring(resume_from):
+                _restore(self.parts, state)
         self.say: Reporter = make_reporter(
             is_first_rank=self.is_first,
             terminal_columns=env.terminal_columns,
             first_step=first_step,
             num_steps=self.plan.num_steps,
         )
+        self.resumed_config: str | None = state["config"] if state else None
         self.log: MetricsLog | None = None
-        if self.is_first:
-            self._open_folder(state)
 
     def run(self) -> int:
         """Train to the end or to a stop signal; the exit code."""
-        self._introduce()
-        started = time.perf_counter()
         hooks = Hooks(on_report=self._report, evaluate=self._evaluate, save=self._save)
-        batches = build.train_batches(self.config, self.job, self.train_split, plan=self.plan)
         try:
+            if self.is_first:
+                self._open_folder()
+            self._introduce()
+            started = time.perf_counter()
+            batches = build.train_batches(self.config, self.job, self.train_split, plan=self.plan)
             totals = train(self.plan, self.parts, hooks, batches)
             if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
                 totals.last_evaluation = self._evaluate(self.plan.num_steps)
@@ -90,12 +95,12 @@ class _Run:
                 self.log.close()
         return INTERRUPTED if totals.stopped_by else 0
 
-    def _open_folder(self, state: dict[str, Any] | None) -> None:
-        """Everything that the first rank writes before the first step. Raises: CheckpointError."""
+    def _open_folder(self) -> None:
+        """Everything that the first rank writes before the first step. Raises: CheckpointError; RunFolderError."""
         masters = self.parts.precision.masters.values()
         one_checkpoint = 3 * sum(m.numel() * m.element_size() for m in masters)
         require_free_disk(self.rundir.checkpoints, num_bytes=one_checkpoint * 2)
-        if state and (changed := _changes(state["config"], dump_config(self.config))):
+        if self.resumed_config and (changed := _changes(self.resumed_config, dump_config(self.config))):
             self.say.say("resuming with a changed config: " + "; ".join(changed))
         self.rundir.write_text(self.rundir.config, dump_config(self.config))
         self.rundir.summary.unlink(missing_ok=True)
@@ -137,6 +142,11 @@ class _Run:
         return record
 
     def _save(self, done: int, top1: float | None) -> None:
+        if not self.parts.precision.is_finite():  # the same bits, so the same verdict, on all ranks
+            raise TrainingDiverged(
+                f"the update of step {done} left weights that are no numbers, which are not saved: lower "
+                "schedule.base_lr or lengthen schedule.warmup_epochs"
+            )
         if not self.is_first:
             return
         state = {
@@ -152,7 +162,8 @@ class _Run:
     def _finish(self, totals: Totals, *, seconds: float) -> None:
         """Plot, and summary or the way to go on."""
         title = f"{self.config.model.name}, global batch {self.config.batch.global_batch_size}"
-        plot_run(list(read_records(self.rundir.metrics)), self.rundir.plot, title=title)
+        with writing(self.rundir.plot):
+            plot_run(list(read_records(self.rundir.metrics)), self.rundir.plot, title=title)
         if totals.stopped_by:
             newest = list_checkpoints(self.rundir.checkpoints)[-1]
             self.say.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
@@ -163,9 +174,12 @@ class _Run:
         self.say.say(f"plot: {self.rundir.plot}")
 
     def _summary(self, totals: Totals, *, seconds: float) -> dict[str, Any]:
-        """seconds, rates and shares are of this process, from its first step on."""
+        """seconds, rates and shares are of this process, from its first step on; null if it had none to do."""
         images = totals.steps * self.config.batch.global_batch_size
-        busy = totals.step_seconds or float("nan")
+
+        def per_second(amount: float) -> float | None:
+            return amount / totals.step_seconds if totals.steps else None
+
         best = best_checkpoint(list_checkpoints(self.rundir.checkpoints))
         return {
             "top1": totals.last_evaluation["top1"],
@@ -176,9 +190,9 @@ class _Run:
             "resumed_after_step": self.plan.first_step,
             "global_batch_size": self.config.batch.global_batch_size,
             "world_size": self.job.communicator.world_size,
-            "images_per_second": images / busy,
-            "input_wait_fraction": totals.input_wait_seconds / busy,
-            "exposed_communication_fraction": totals.exposed_seconds / busy,
+            "images_per_second": per_second(images),
+            "input_wait_fraction": per_second(totals.input_wait_seconds),
+            "exposed_communication_fraction": per_second(totals.exposed_seconds),
             "seconds": seconds,
             "backend": self.job.communicator.backend.name,
             "algorithm": self.job.communicator.algorithm,
@@ -204,20 +218,24 @@ def _resume_path(config: Config, rundir: RunDir) -> Path | None:
     return found[-1].path if found else None
 
 
-def _restore(parts: Parts, state: dict[str, Any], *, path: Path | None) -> None:
-    try:
-        parts.precision.load_model_state(state["model"])
-        parts.optimizer.load_state_dict(state["optimizer"])
-        parts.precision.load_state_dict(state["precision"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
+def _restore(parts: Parts, state: dict[str, Any]) -> None:
+    parts.precision.load_model_state(state["model"])
+    load_optimizer_state(parts.optimizer, state["optimizer"])
+    parts.precision.load_state_dict(state["precision"])
 
 
 def _changes(old: str, new: str) -> list[str]:
-    """Lines of the new config that the old one does not have, leaving out where and how it is resumed."""
-    before = set(old.splitlines())
-    return [line.strip() for line in new.splitlines() if line not in before and "resume:" not in line]
+    """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
+    before, after = (
+        {f"{section}.{key}": value for section, values in yaml.safe_load(text).items() for key, value in values.items()}
+        for text in (old, new)
+    )
+    where_and_how = ("run.directory", "run.resume")
+    return [
+        f"{key}={value} (was {before.get(key)})"
+        for key, value in after.items()
+        if value != before.get(key) and key not in where_and_how
+    ]
 
 
 def device_name(device: torch.device) -> str:
@@ -229,8 +247,10 @@ def device_name(device: torch.device) -> str:
 
 def source_commit() -> str:
     """The commit of the checkout that this code runs from, '+' if it was changed; unknown in an installed wheel."""
-    git = partial(subprocess.run, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=True)
+    here = Path(__file__).resolve()
+    git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
     try:
+        git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in someone else's checkout
         commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
         return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
     except (OSError, subprocess.CalledProcessError):

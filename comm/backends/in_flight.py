@@ -29,12 +29,15 @@ class ThreadQueue:
         self._explain = explain
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
+        self.is_closed = False
         self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], str] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
         self._thread.start()
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
-        """Queue the operation; its failure is raised by wait()."""
+        """Queue the operation; its failure is raised by wait(). Raises: CommError after close()."""
+        if self.is_closed:
+            raise CommError(f"{label} comes too late: the communicator is closed")
         future: futures.Future[None] = futures.Future()
         self._jobs.put((future, operation, label))
         return _ThreadWork(future, label, self._while_waiting)
@@ -60,6 +63,7 @@ class ThreadQueue:
 
     def close(self) -> None:
         """Stop the thread, behind what is still queued."""
+        self.is_closed = True
         self._jobs.put(None)
         self._thread.join()
 
@@ -82,24 +86,27 @@ class StreamQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self.is_closed = False
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
         """Enqueue behind what the calling thread's current stream has produced so far."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream), torch.profiler.record_function(label):
             operation()
             event = torch.cuda.Event()
             event.record()
-        return _StreamWork(event)
+        return _StreamWork(event, self._stream.device)
 
     def close(self) -> None:
         """Wait for what is in flight."""
+        self.is_closed = True
         self._stream.synchronize()
 
 
 class _StreamWork:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -154,7 +154,9 @@ class MpiBackend:
         return self._queue.submit(operation, label=label)
 
     def close(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks; the second time, do nothing."""
+        if self._queue.is_closed:
+            return
         self.submit(self.world.handle.Barrier, label="the last barrier").wait()
         self._queue.close()
 

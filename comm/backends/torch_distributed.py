@@ -10,7 +10,7 @@ from ipaddress import ip_address
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bigbatch.comm.backends.base import CommError, Group, InFlight, PeerLostError
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
@@ -31,10 +31,12 @@ class TorchDistributedBackend:
     """A default process group over a rendezvous that listens no wider than the job needs.
 
     Collective: every rank constructs it. library is "nccl" or "gloo"; timeout_seconds bounds every wait.
-    Raises: CommError where the ranks cannot meet.
+    Raises: CommError where the ranks cannot meet, or this process has met them already.
     """
 
     def __init__(self, env: ProcessEnv, *, library: str, device: torch.device, timeout_seconds: float) -> None:
+        if dist.is_initialized():
+            raise CommError("this process is connected already: use the communicator that it has, or close it first")
         self.name = library
         self.rank = env.rank
         self.world_size = env.world_size
@@ -129,7 +131,12 @@ class TorchDistributedBackend:
         return self._queue.submit(operation, label=label)
 
     def close(self) -> None:
-        """Wait for all ranks, then tear down, so that no rank closes a connection another still uses."""
+        """Wait for all ranks, then tear down, so that no rank closes a connection another still uses.
+
+        The second time, do nothing.
+        """
+        if self._queue.is_closed:
+            return
         self._queue.close()
         start = time.monotonic()
         try:
@@ -187,7 +194,9 @@ def _rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
         )
     address, port = env.master
     try:
-        if env.rank != 0 or env.master_runs:
+        if env.master_runs:  # it outlives the ranks: those of a restart must not read what the last ones left
+            return PrefixStore(f"attempt/{env.attempt}", TCPStore(address, port, is_master=False, timeout=timeout))
+        if env.rank != 0:
             return TCPStore(address, port, is_master=False, timeout=timeout)
         listener = listen(address, port, is_one_host=env.is_one_host)
         return TCPStore(

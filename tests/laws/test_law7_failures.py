@@ -1,5 +1,6 @@
 """Law 7: failure is loud, bounded and lossless: one clear line, a non-zero exit, nothing lost."""
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import torch
 
 from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
 
-from .jobs import alone, kill_rank, mpirun, newest_step, rank_pids, run, start, train_command, wait_until
+from .jobs import SGD, alone, kill_rank, mpirun, newest_step, rank_pids, run, start, train_command, wait_until
 
 LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 400}
 
@@ -42,6 +43,11 @@ def fails(argv: list[str], **environ: str) -> str:
         ({"data.root": "nowhere/at/all"}, ["nowhere/at/all/train"]),
         ({"run.resume": "nowhere/step-1"}, ["nowhere/step-1"]),
         ({"comm.backend": "nccl"}, ["0 GPUs", "comm.backend"]),
+        ({"data.image_size": 4}, ["data.image_size=4", "model.name=resnet9", "8"]),
+        (
+            {"data.loader": "synthetic", "data.num_synthetic_samples": 31},
+            ["batch.global_batch_size=32", "31 training pictures"],
+        ),
         ({"schedule.base_lr": 1e30, "optimizer.momentum_form": "lr_outside"}, ["loss is", "schedule.base_lr"]),
     ],
 )
@@ -144,11 +150,44 @@ def test_used_folder_is_not_overwritten(data: Path, tmp_path: Path) -> None:
     assert "holds a run already" in fails(alone(train_command(data, tmp_path, {"run.resume": "never"})))
 
 
+def test_checkpoint_of_another_experiment_is_refused(data: Path, tmp_path: Path) -> None:
+    run(alone(train_command(data, tmp_path, {"run.epochs": 2})))
+    for overrides, words in (
+        ({"model.width": 8}, "is of another model or optimizer"),
+        ({**SGD, "run.epochs": 3}, "momentum_form is lr_inside there and None here"),
+        (
+            {"run.epochs": 1, "schedule.warmup_epochs": 0},
+            "run.epochs=1 end at step 5, but the checkpoint is of step 10",
+        ),
+    ):
+        assert words in fails(alone(train_command(data, tmp_path, overrides)))
+    assert "is of another model" in fails(alone(["evaluate", str(tmp_path), "--model.width=8"]))
+    assert "no run folder" in fails(alone(["evaluate", str(tmp_path / "nowhere")]))
+
+
+def test_changed_setting_takes_effect_and_is_said(data: Path, tmp_path: Path) -> None:
+    run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
+    done = run(alone(train_command(data, tmp_path, {"run.epochs": 2, "optimizer.momentum": 0.5})))
+    changed = "resuming with a changed config: run.epochs=2 (was 1); optimizer.momentum=0.5 (was 0.9)\n"
+    assert changed in done.stdout
+    state = load_checkpoint(list_checkpoints(tmp_path / "checkpoints")[-1].path)
+    assert {group["momentum"] for group in state["optimizer"]["param_groups"]} == {0.5}
+
+
+def test_weights_that_are_no_numbers_are_not_saved(data: Path, tmp_path: Path) -> None:
+    """The loss of a step is that before its update: the one report of this run sees nothing wrong."""
+    huge = {"schedule.base_lr": 1e300, "schedule.warmup_epochs": 0, "run.checkpoint_every_steps": 1, "run.epochs": 1}
+    assert "the update of step 1 left weights" in fails(alone(train_command(data, tmp_path, huge)))
+    assert not list_checkpoints(tmp_path / "checkpoints")
+
+
 def test_finished_run_says_so_again(data: Path, tmp_path: Path) -> None:
     first = run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
     again = run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
     top1 = next(line for line in first.stdout.splitlines() if line.startswith("top1"))
     assert top1 in again.stdout, "nothing is trained, the accuracy is measured anew"
+    assert "not measured" in again.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] is None
 
 
 def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def check_backends(*backends: str) -> int:
     check_listeners(connected[0])
     for communicator in connected[1:]:
         communicator.backend.close()
-    connected[0].close()  # last, since it may finalize MPI
+    for communicator in connected:  # the first one may finalize MPI; closing twice does no harm
+        communicator.close()
     print(f"rank {connected[0].rank}: all checks passed", flush=True)
     return 0
 

@@ -15,6 +15,7 @@ from bigbatch.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     require_free_disk,
+    restoring,
     save_checkpoint,
 )
 from bigbatch.trainer.errors import CheckpointError
@@ -139,10 +140,26 @@ def test_loading_executes_no_code(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-def test_unfinished_folders_are_not_listed(tmp_path: Path) -> None:
+def test_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.77")
+    for name in (".step-00000002.77", "step-00000002.bak", "step-old"):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+    (tmp_path / "step-old" / "manifest.json").unlink()
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
+
+
+def test_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    for leftover in (".step-00000002.77", ".step-00000002.replaced"):
+        (tmp_path / leftover).mkdir()
+    save(tmp_path, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size\nmismatch"), ValueError("names"), KeyError("model")])
+def test_state_that_does_not_fit_is_one_line(error: Exception) -> None:
+    words = r"^checkpoint a/b is of another model or optimizer: .*$"
+    with pytest.raises(CheckpointError, match=words), restoring(Path("a/b")):
+        raise error
 
 
 def test_disk_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_the_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_
 
 def test_a_world_of_one() -> None:
     alone = connect(env=ALONE, device=torch.device("cpu"))
-    assert (alone.rank, alone.world_size) == (0, 1)
+    assert (alone.rank, alone.world_size, alone.device) == (0, 1, torch.device("cpu"))
     assert str(alone) == "1 ranks in 1 node groups, started by none; backend single, all-reduce native"
     alone.agree("anything", "text")
     alone.close()
@@ -77,6 +78,18 @@ def test_unknown_choices_are_refused() -> None:
         connect(backend="nvlink", env=ALONE)
     with pytest.raises(ValueError, match="algorithm 'tree' is unknown; choose one of native, ring"):
         connect(algorithm="tree", env=ALONE, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda:0"), ("mpi", "cuda:0")])
+def test_a_backend_for_other_devices_is_refused(backend: str, device: str) -> None:
+    with pytest.raises(ValueError, match=f"backend '{backend}' does not sum tensors on {device}: nccl is for GPUs"):
+        connect(backend=backend, env=ALONE, device=torch.device(device))
+
+
+def test_a_second_connection_beside_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(CommError, match="connected already: use the communicator that it has, or close it first"):
+        connect(backend="gloo", env=rank_of_two(), device=torch.device("cpu"))
 
 
 def test_sharded_is_refused_on_uneven_nodes() -> None:
@@ -157,6 +170,15 @@ def test_who_can_reach_the_listener(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with listen(address, 0, is_one_host=is_one_host) as listener:
         assert listening_addresses()[listener.getsockname()[1]] == expected
+
+
+def test_ranks_that_torchrun_restarted_read_nothing_of_the_last_attempt() -> None:
+    served = _rendezvous(rank_of_two(), SECONDS)  # by torchrun, which lives on
+    env = replace(rank_of_two(port=served.port), master_runs=True)
+    first, restarted = (_rendezvous(replace(env, attempt=attempt), SECONDS) for attempt in (0, 1))
+    first.set("bigbatch/failed", "1")
+    assert first.check(["bigbatch/failed"])
+    assert not restarted.check(["bigbatch/failed"])
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -321,6 +343,8 @@ def test_a_queue_runs_in_order_beside_its_caller() -> None:
     works[-1].wait()
     assert done == [0, 1, 2, 3, 4]
     queue.close()
+    with pytest.raises(CommError, match="buffer 0 comes too late: the communicator is closed"):
+        queue.submit(lambda: None, label="buffer 0")
 
 
 def test_after_a_failure_nothing_more_is_tried() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -154,6 +155,7 @@ SHARES = [
     ("optimizer.momentum", 1.0, "at least 0 and below 1"),
     ("optimizer.momentum", -0.1, "at least 0 and below 1"),
     ("optimizer.label_smoothing", 1.0, "at least 0 and below 1"),
+    ("run.seed", 2**63, "below 2**63"),
 ]
 
 
@@ -248,6 +250,22 @@ def test_milestones_rise_and_the_ones_named_are_legal(milestones):
     assert message.startswith(f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs=2.0")
     named = re.search(r"on: \[(.*)\] does", message)
     make_config({**STEP, "schedule.milestone_epochs": tuple(float(m) for m in named.group(1).split(", "))})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_smallest_picture_is_the_smallest_that_the_model_takes(name):
+    width = {"model.width": 8 if name == "resnet9" else None}
+    smallest = config_module.SMALLEST_IMAGE.get(name, 1)
+    make_config({"model.name": name, "data.image_size": smallest, **width})
+    model = MODELS[name](num_classes=3).eval()
+    with torch.no_grad():
+        model(torch.zeros(1, 3, smallest, smallest))
+        if smallest == 1:
+            return
+        with pytest.raises(RuntimeError, match="too small"):
+            model(torch.zeros(1, 3, smallest - 1, smallest - 1))
+    too_small = refusal({"model.name": name, "data.image_size": smallest - 1, **width})
+    assert too_small.endswith(f"is too small for model.name={name}: give at least {smallest}")
 
 
 def test_bn_span_names_a_divisor():

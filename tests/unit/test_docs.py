@@ -26,6 +26,14 @@ RUN_ELSEWHERE = {  # command: (file that runs it, as)
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": (".ci/run", "export BIGBATCH_EXPECT_GPU=1"),
 }
 DRY_RUN = ("make check", "make format", "make clean")
+SMALLER = {  # benchmark: the same with sizes for a test
+    ".venv/bin/python benchmarks/training.py --quickstart --out benchmarks/results/training.json": (
+        "training.py --model resnet18 --image-size 32 --batch 4 --steps 4 --repeats 1 --precisions fp32 --out out.json"
+    ),
+    ".venv/bin/python benchmarks/lars_step.py --device cuda": (
+        "lars_step.py --device cpu --model resnet18 --repeats 1 --threads 1"
+    ),
+}
 IN_ORDER = ("mkdir -p data/imagenette", "tar xf imagenette2-160.tgz --strip-components 1 -C data/imagenette")
 
 
@@ -54,7 +62,7 @@ def test_every_fence_has_a_known_language() -> None:
 
 
 def test_every_command_is_run_by_someone() -> None:
-    assert set(COMMANDS) - set(BIGBATCH) == {*RUN_ELSEWHERE, *DRY_RUN, *IN_ORDER}
+    assert set(COMMANDS) - set(BIGBATCH) == {*RUN_ELSEWHERE, *DRY_RUN, *IN_ORDER, *SMALLER}
 
 
 @pytest.mark.parametrize("command", RUN_ELSEWHERE)
@@ -66,6 +74,18 @@ def test_the_named_file_runs_it(command: str) -> None:
 @pytest.mark.parametrize("command", DRY_RUN)
 def test_make_targets_exist(command: str) -> None:
     subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("command", SMALLER.values())
+def test_benchmarks_run(command: str, tmp_path: Path) -> None:
+    script, *options = command.split()
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *options],
+        cwd=tmp_path,
+        check=True,
+        timeout=100,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_imagenette_unpacks_into_place(tmp_path: Path) -> None:

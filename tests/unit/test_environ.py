@@ -199,6 +199,11 @@ def test_torchrun_may_serve_the_rendezvous_itself(word: str, runs: bool) -> None
     assert not read_process_env({**OPENMPI, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs
 
 
+def test_restarts_are_counted() -> None:
+    assert read_process_env(TORCHRUN).attempt == 0
+    assert read_process_env({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -35,6 +35,15 @@ def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
     ]
 
 
+def test_variables_of_the_transports_reach_other_hosts() -> None:
+    variables = ("PATH", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "HOME", "MASTER_ADDR")
+    argv = mpirun_argv(JobSpec(TRAIN, 2, hosts=(("n0", 1), ("n1", 1))), variables=variables)
+    first = argv.index("-x")
+    assert argv[first : first + 7 : 2] == ["-x"] * 4
+    assert argv[first + 1 : first + 6 : 2] == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"]
+    assert "NCCL_SOCKET_IFNAME" not in mpirun_argv(JobSpec(TRAIN, 2), variables=variables), "inherited on this host"
+
+
 def test_torchrun_on_this_host() -> None:
     assert torchrun_argv(JobSpec(TRAIN, 4)) == [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
@@ -117,6 +126,25 @@ print("ready", flush=True)
 while True:
     time.sleep(0.05)
 """
+
+
+@pytest.mark.parametrize(("disposition", "num_interrupts"), [(signal.SIG_DFL, 1), (signal.SIG_IGN, 2)])
+def test_a_closed_terminal_counts_as_a_ctrl_c_except_under_nohup(disposition: int, num_interrupts: int) -> None:
+    """What asks must not end the launcher, and the second that asks ends the job."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, disposition),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for number in (signal.SIGHUP, *[signal.SIGINT] * num_interrupts):
+        assert process.poll() is None
+        process.send_signal(number)
+        time.sleep(0.3)
+    assert process.wait(timeout=20) == 5
+    assert process.stdout.read() == "SIGUSR1\nSIGTERM\n"
 
 
 def test_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torchvision
 from torch import nn
 
 from bigbatch.trainer.optim.lars import LARS
-from bigbatch.trainer.optim.param_groups import decays, param_groups
+from bigbatch.trainer.optim.param_groups import decays, load_optimizer_state, param_groups
 
 torch.set_num_threads(1)
 
@@ -112,3 +112,33 @@ def test_drives_lars_and_sgd(optimizer_class):
         kept = 1 - 0.1 * 0.5 if name == "0.weight" else 1.0
         torch.testing.assert_close(parameter.detach(), kept * before[name])
     assert [group["adapt"] for group in optimizer.param_groups] == [True, False]
+
+
+def stepped(optimizer_class, model=None, **settings):
+    model = model or nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = optimizer_class(param_groups(model, weight_decay=0.1), lr=0.1, **settings)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("optimizer_class", [LARS, torch.optim.SGD])
+def test_state_brings_momentum_and_leaves_settings(optimizer_class):
+    saved = stepped(optimizer_class, momentum=0.9).state_dict()
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_class(param_groups(model, weight_decay=0.3), lr=0.1, momentum=0.5)
+    load_optimizer_state(optimizer, saved)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    for index, parameter in enumerate((model.weight, model.bias)):
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], saved["state"][index]["momentum_buffer"])
+
+
+def test_state_of_another_optimizer_is_refused():
+    lars = stepped(LARS)
+    for other in (stepped(torch.optim.SGD, momentum=0.9), stepped(LARS, momentum_form="lr_outside")):
+        with pytest.raises(ValueError, match=r"momentum_form is lr_inside there and \w+ here"):
+            load_optimizer_state(other, lars.state_dict())
+    with pytest.raises(ValueError, match="names is"):
+        load_optimizer_state(stepped(LARS, nn.Sequential(nn.Linear(2, 2))), lars.state_dict())

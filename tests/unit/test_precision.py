@@ -105,6 +105,15 @@ def test_state_goes_through_a_checkpoint(name: str) -> None:
     assert restored.loss_scale() == precision.loss_scale()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weight_that_is_no_number_is_seen(bad: float) -> None:
+    precision = Precision(small_model(), name="bf16", device=CPU)
+    assert precision.is_finite()
+    with torch.no_grad():
+        precision.masters["3.bias"][2] = bad
+    assert not precision.is_finite()
+
+
 def test_scale_of_another_precision_is_not_taken() -> None:
     precision = Precision(small_model(), name="fp16", device=CPU)
     precision.load_state_dict({})

@@ -37,7 +37,7 @@ class _Failing:
         raise self._failure
 
 
-def communicator(backend: SingleBackend, *, factor: int = 1) -> Communicator:
+def communicator(backend: SingleBackend, *, factor: int = 1, device: str = "cpu") -> Communicator:
     """One rank whose sum is factor times its own part, as if factor ranks held the same."""
     env = ProcessEnv("none", 0, 1, 0, 1, "here", None)
     topology = make_topology(["here"], rank=0)
@@ -45,7 +45,7 @@ def communicator(backend: SingleBackend, *, factor: int = 1) -> Communicator:
     def all_reduce_(tensor_N: Tensor) -> None:
         tensor_N.mul_(factor)
 
-    return Communicator(env, backend, topology, "native", all_reduce_)
+    return Communicator(env, backend, topology, "native", all_reduce_, torch.device(device))
 
 
 def make_model() -> nn.Sequential:
@@ -219,6 +219,55 @@ def test_gradients_set_to_none_or_replaced_come_home() -> None:
         reducer.zero_grad()
 
 
+def test_a_gradient_that_was_written_by_hand_is_summed() -> None:
+    model, backend = Branches(), SingleBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=2))
+    for parameter in model.late.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.use_late = False
+    loss_of(model, torch.ones(2, 3)).backward()
+    reducer.wait()
+    assert all(bool((p.grad == 2).all()) for p in model.late.parameters())
+    reducer.zero_grad()
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_gradients_with_a_graph_of_their_own_leave_none_in_the_buffers() -> None:
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    loss_of(model, make_images()).backward(create_graph=True)
+    reducer.wait()
+    assert not any(buffer_N.requires_grad for buffer_N in reducer.buffers)
+    assert_same(model, expected)
+
+
+def test_after_a_backward_that_failed_the_next_one_is_whole() -> None:
+    def fail(_: Tensor) -> None:
+        raise OverflowError
+
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    hook = model[0].weight.register_hook(fail)
+    with pytest.raises(OverflowError):
+        loss_of(model, make_images()).backward()
+    hook.remove()
+    reducer.wait()
+    reducer.zero_grad()
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    assert_same(model, expected)
+
+
+def test_a_parameter_on_another_device_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    expected = r"parameter 1\.weight is on meta, but ranks communicate on cpu: call model\.to\(communicator\.device\)"
+    with pytest.raises(ValueError, match=expected):
+        GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+
+
 def test_frozen_parameters_take_no_part() -> None:
     model = make_model()
     model[0].requires_grad_(False)
@@ -327,7 +376,7 @@ def test_exposed_seconds_on_a_gpu_are_read_late_and_pile_up_no_events() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_gradients_are_autograds_own_too() -> None:
     model = make_model().cuda()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), device="cuda:0"), **SMALL)
     torch.backends.cudnn.deterministic = True
     expected = plain_gradients(model, make_images().cuda())
     loss_of(model, make_images().cuda()).backward()

@@ -16,12 +16,14 @@ from rich.console import Console
 
 from bigbatch import cli
 from bigbatch.comm.environ import ProcessEnv
+from bigbatch.trainer import train as train_module
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
+from bigbatch.trainer.errors import RunFolderError
 from bigbatch.trainer.host import num_threads
 from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.progress import Bar, Lines, Silent, make_reporter, show
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
 
@@ -59,6 +61,26 @@ def test_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> 
     rundir.metrics.write_text(json.dumps({"kind": "train", **TRAIN_RECORD}) + "\n")
     MetricsLog(rundir, from_step=0).close()
     assert rundir.metrics.read_text() == ""
+
+
+def test_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir, from_step=0)
+    with Path("/dev/full").open("a") as full:
+        log._file = full
+        with pytest.raises(RunFolderError, match=r"cannot write .*metrics\.jsonl: No space left on device; free"):
+            log.write("train", TRAIN_RECORD)
+        with pytest.raises(RunFolderError, match=r"metrics\.jsonl"):
+            log.close()
+
+
+def test_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    rundir = RunDir(tmp_path / "file")
+    with pytest.raises(RunFolderError, match=r"cannot write .*file/config\.yaml"):
+        rundir.write_text(rundir.config, "")
+    with writing(tmp_path / "other"):
+        pass
 
 
 def test_plot_is_a_picture_with_lines(tmp_path: Path) -> None:
@@ -121,6 +143,7 @@ def test_units() -> None:
     assert show("global_batch_size", 512) == "512 images"
     assert show("best_top1", 0.5) == "50.00 %"
     assert show("device", "cpu") == "cpu"
+    assert show("input_wait_fraction", None) == "not measured"
 
 
 def test_normalize_is_the_formula() -> None:
@@ -151,6 +174,7 @@ def test_forward_draws_depend_on_the_position_alone() -> None:
     assert draw(step=5, ghost=2) != first
     assert draw(step=6, ghost=1) != first
     assert draw(step=5, ghost=1) == first
+    seed_forward(2**63 - 1, step=10**6, ghost=10**6)  # the largest seed of a config
 
 
 def test_second_ctrl_c_interrupts_at_once() -> None:
@@ -189,8 +213,36 @@ def test_defect_shows_its_traceback_and_a_user_error_does_not(
     assert cli.main(["evaluate", "no/such/run"]) == 1
     assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.errors", ""))  # a module without main
-    with pytest.raises(AttributeError):
-        cli.main(["train"])
+    assert cli.main(["train"]) == 1
+    assert "AttributeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_interruption_while_importing_is_no_defect(
+    error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(module: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["train"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel in a .venv lies inside the checkout of another project, whose commit says nothing."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    installed = tmp_path / "train.py"
+    installed.write_text("")
+    monkeypatch.setattr(train_module, "__file__", str(installed))
+    assert train_module.source_commit().startswith("unknown, Python")
+    for words in (["add", "train.py"], ["commit", "-q", "-m", "ours"]):
+        subprocess.run([*git, *words], check=True)
+    assert len(train_module.source_commit()) == 12
+    installed.write_text("changed")
+    assert train_module.source_commit().endswith("+")
 
 
 def test_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -46,3 +47,16 @@ def param_groups(
         }
 
     return [group(True), group(False)]
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load the momentum of a state_dict; the settings stay the optimizer's own (load_state_dict takes the saved ones).
+
+    Raises: ValueError if the parameters or the meaning of the momentum differ.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    for ours, theirs in zip(own, saved["param_groups"], strict=True):
+        for key in ("names", "momentum_form"):
+            if ours.get(key) != theirs.get(key):
+                raise ValueError(f"{key} is {theirs.get(key)} there and {ours.get(key)} here")
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
