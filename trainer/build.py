@@ -145,7 +145,8 @@ def _picture_split(config: Config, job: Job, index: PictureIndex, crop: Crop) ->
     elif data.loader == "dali":
         loader = DaliLoader(**common, prefetch_batches=data.prefetch_batches, device_id=job.device.index)
     else:
-        loader = FolderLoader(**common, prefetch_batches=data.prefetch_batches)
+        is_gpu = job.device.type == "cuda"
+        loader = FolderLoader(**common, prefetch_batches=data.prefetch_batches, pin_memory=is_gpu)
     return Split(len(index.paths), loader, index)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,6 +104,16 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
         except (OSError, ValueError, KeyError, TypeError):
             found.append(Checkpoint(path, int(path.name.removeprefix("step-")), None))
     return sorted(found, key=lambda c: c.step)
+
+
+def set_aside_after(directory: Path, *, step: int) -> list[Path]:
+    """Rename the checkpoints after a step, which a run that starts there will not go through; their new paths."""
+    aside = []
+    for checkpoint in list_checkpoints(directory):
+        if checkpoint.step > step:
+            aside.append(checkpoint.path.with_name(f"abandoned-{checkpoint.path.name}-{time.time_ns()}"))
+            checkpoint.path.rename(aside[-1])
+    return aside
 
 
 def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:

@@ -105,7 +105,8 @@ class OptimizerConfig:
     label_smoothing: float
     """Share of the target spread over all classes, in [0, 1)."""
     precision: Literal["fp32", "bf16", "fp16"]
-    """Weights, activations and gradients; master weights, update and batch norm are fp32 always."""
+    """Weights, activations and gradients; master weights, update and batch norm are fp32 always. On a GPU, fp32
+    convolutions use TF32, torch's default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bigbatch.comm.environ import read_process_env
@@ -25,7 +26,11 @@ def main(argv: Sequence[str]) -> int:
         raise CheckpointError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
     config = load_config(["--config", str(rundir.config), *overrides], prog="bigbatch evaluate")
     path = arguments.checkpoint or _best_path(rundir)
-    job = build.join_job(config, read_process_env())
+    env = read_process_env()
+    # evaluation has no global batch, so any number of ranks will do
+    batch = replace(config.batch, global_batch_size=config.batch.microbatch_size * env.world_size)
+    config = replace(config, batch=batch)
+    job = build.join_job(config, env)
     job.communicator.agree("the checkpoint to evaluate", str(path))
     model = build.make_model(config, job)
     precision = Precision(model, name=config.optimizer.precision, device=job.device)

@@ -49,7 +49,7 @@ def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> No
     evals = [r for r in records if r["kind"] == "eval"]
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    for rows, style, label in ((train, "-", "training, smoothed labels"), (evals, "o-", "evaluation")):
+    for rows, style, label in ((train, "-", "training"), (evals, "o-", "evaluation")):
         loss_axes.plot([r["epoch"] for r in rows], [r["loss"] for r in rows], style, label=label)
     loss_axes.set(xlabel="epoch", ylabel="cross-entropy (nats)", title="Loss")
     for key, label in (("top1", "top-1"), ("top5", "top-5")):

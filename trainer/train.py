@@ -21,6 +21,7 @@ from bigbatch.trainer.checkpoint import (
     require_free_disk,
     restoring,
     save_checkpoint,
+    set_aside_after,
 )
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config, load_config
@@ -57,6 +58,8 @@ class _Run:
         self.train_split, self.eval_split = build.make_splits(config, job)
         resume_from = _resume_path(config, self.rundir)
         state = load_checkpoint(resume_from) if resume_from else None
+        if state and config.run.resume == "auto":
+            _require_same_samples(state["config"], dump_config(config))
         first_step = int(state["step"]) if state else 0
         job.communicator.agree("the checkpoint to resume from", str(resume_from))
         self.plan: Plan = build.make_plan(config, job, num_samples=self.train_split.num_samples, first_step=first_step)
@@ -98,12 +101,16 @@ class _Run:
     def _open_folder(self) -> None:
         """Everything that the first rank writes before the first step. Raises: CheckpointError; RunFolderError."""
         masters = self.parts.precision.masters.values()
-        one_checkpoint = 3 * sum(m.numel() * m.element_size() for m in masters)
-        require_free_disk(self.rundir.checkpoints, num_bytes=one_checkpoint * 2)
+        one_checkpoint = 2 * sum(m.numel() * m.element_size() for m in masters)  # weights and momentum
+        num_kept = self.config.run.keep_checkpoints + 2  # the best, and the one that is being written
+        require_free_disk(self.rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         if self.resumed_config and (changed := _changes(self.resumed_config, dump_config(self.config))):
-            self.say.say("resuming with a changed config: " + "; ".join(changed))
+            self.say.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
         self.rundir.write_text(self.rundir.config, dump_config(self.config))
-        self.rundir.summary.unlink(missing_ok=True)
+        for path in set_aside_after(self.rundir.checkpoints, step=self.plan.first_step):
+            self.say.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
+        if self.plan.first_step < self.plan.num_steps:
+            self.rundir.summary.unlink(missing_ok=True)
         self.log = MetricsLog(self.rundir, from_step=self.plan.first_step)
 
     def _introduce(self) -> None:
@@ -168,8 +175,12 @@ class _Run:
             newest = list_checkpoints(self.rundir.checkpoints)[-1]
             self.say.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
             return
-        summary = self._summary(totals, seconds=seconds)
-        self.rundir.write_text(self.rundir.summary, json.dumps(summary, indent=1) + "\n")
+        if totals.steps == 0 and self.rundir.summary.exists():
+            self.say.say("this run was finished before; its summary:")
+            summary = json.loads(self.rundir.summary.read_text())
+        else:
+            summary = self._summary(totals, seconds=seconds)
+            self.rundir.write_text(self.rundir.summary, json.dumps(summary, indent=1) + "\n")
         self.say.finish(summary)
         self.say.say(f"plot: {self.rundir.plot}")
 
@@ -224,18 +235,28 @@ def _restore(parts: Parts, state: dict[str, Any]) -> None:
     parts.precision.load_state_dict(state["precision"])
 
 
-def _changes(old: str, new: str) -> list[str]:
+def _require_same_samples(old: str, new: str) -> None:
+    """Raise CheckpointError where the steps done are not steps of this config: samples would repeat or be missed."""
+    changed = _changes(old, new)
+    if odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]:
+        raise CheckpointError(
+            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
+            "name the checkpoint to start from with --run.resume"
+        )
+
+
+def _changes(old: str, new: str) -> dict[str, str]:
     """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
     before, after = (
         {f"{section}.{key}": value for section, values in yaml.safe_load(text).items() for key, value in values.items()}
         for text in (old, new)
     )
     where_and_how = ("run.directory", "run.resume")
-    return [
-        f"{key}={value} (was {before.get(key)})"
+    return {
+        key: f"{value} (was {before.get(key)})"
         for key, value in after.items()
         if value != before.get(key) and key not in where_and_how
-    ]
+    }
 
 
 def device_name(device: torch.device) -> str:

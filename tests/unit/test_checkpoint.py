@@ -17,6 +17,7 @@ from bigbatch.trainer.checkpoint import (
     require_free_disk,
     restoring,
     save_checkpoint,
+    set_aside_after,
 )
 from bigbatch.trainer.errors import CheckpointError
 
@@ -172,3 +173,11 @@ def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot create .*file/run"):
         require_free_disk(tmp_path / "file" / "run", num_bytes=1)
+
+
+def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    aside = set_aside_after(tmp_path, step=1)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [1]
+    assert [load_checkpoint(path)["step"] for path in aside] == [2, 3]

@@ -76,7 +76,10 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     rows_BS = tops_lefts_B2[:, :1] + steps_S
     columns_BS = tops_lefts_B2[:, 1:] + np.where(flips_B[:, None], steps_S[::-1], steps_S)
     tables = np.stack([np.broadcast_to(indices_B[:, None], rows_BS.shape), rows_BS, columns_BS])
-    indices_BS, rows_BS, columns_BS = torch.from_numpy(tables).to(images_NHWC.device, non_blocking=True)
+    tables_3BS = torch.from_numpy(tables)
+    if images_NHWC.is_cuda:  # from pageable memory the copy would wait for the device
+        tables_3BS = tables_3BS.pin_memory()
+    indices_BS, rows_BS, columns_BS = tables_3BS.to(images_NHWC.device, non_blocking=True)
     rows_BS1, columns_B1S = rows_BS[:, :, None], columns_BS[:, None, :]
     inside_BSS = (rows_BS1 >= 0) & (rows_BS1 < size) & (columns_B1S >= 0) & (columns_B1S < size)
     last = size - 1
