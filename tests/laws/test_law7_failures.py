@@ -1,6 +1,5 @@
 """Law 7: failure is loud, bounded and lossless: one clear line, a non-zero exit, nothing lost."""
 
-import json
 import os
 import shutil
 import signal
@@ -191,7 +190,6 @@ def test_finished_run_says_so_again(data: Path, tmp_path: Path) -> None:
     rate = next(line for line in first.stdout.splitlines() if line.startswith("images_per_second"))
     assert top1 in again.stdout
     assert rate in again.stdout, "the summary is the one of the run that trained"
-    assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] is None
 
 
 def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path) -> None:
