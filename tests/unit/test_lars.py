@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,7 @@ torch.set_num_threads(1)
 
 FORMS = ("lr_inside", "lr_outside")
 SHAPES = ((4, 3, 3, 3), (5, 7), (6,), ())
-NO_GPU = not torch.cuda.is_available() and os.environ.get("BIGBATCH_EXPECT_GPU") != "1"
-DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NO_GPU, reason="no GPU")]))
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 class Oracle:
