@@ -59,7 +59,6 @@ def join_job(config: Config, env: ProcessEnv) -> Job:
     """
     accumulation_steps(config.batch, world_size=env.world_size)
     device = choose_device(env, backend=config.comm.backend)
-    settle(device, env)
     try:
         communicator = connect(
             backend=config.comm.backend,
@@ -72,6 +71,7 @@ def join_job(config: Config, env: ProcessEnv) -> Job:
     except ValueError as error:
         raise ConfigError(f"comm: {error}") from error
     communicator.agree("the config", dump_config(config))
+    settle(communicator)
     return Job(communicator, device)
 
 

@@ -5,26 +5,32 @@ import os
 
 import torch
 
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.communicator import Communicator
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
 
 
-def settle(device: torch.device, env: ProcessEnv) -> None:
-    """Once, before training: cuDNN's search on a GPU; cores and memory on a CPU."""
-    if device.type == "cuda":
+def settle(communicator: Communicator) -> None:
+    """Once, before training: cuDNN's search on a GPU; cores and memory on a CPU. Collective."""
+    if communicator.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # our shapes are fixed, so a search pays
         return
-    torch.set_num_threads(num_threads(env))
+    cores = usable_cores()
+    mine = f"{communicator.env.host} {cores}"
+    num_sharing = communicator.backend.all_gather_text(mine).count(mine)
+    torch.set_num_threads(max(1, len(cores) // num_sharing))
     keep_freed_memory()
 
 
-def num_threads(env: ProcessEnv) -> int:
-    """This rank's share of the host's cores; all it is bound to, where the launcher bound it to some."""
-    total = os.cpu_count() or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    return max(1, cores if cores < total else cores // env.local_size)
+def usable_cores() -> list[int]:
+    """The cores that this process may use: a launcher, Slurm or a container can leave it some of the host's only.
+
+    Ranks that may use the same ones share them; ranks that were bound to different ones have them to themselves.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def keep_freed_memory() -> None:

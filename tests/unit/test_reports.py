@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,11 @@ from PIL import Image
 from rich.console import Console
 
 from bigbatch import cli
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.trainer import host
 from bigbatch.trainer import train as train_module
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
 from bigbatch.trainer.errors import RunFolderError
-from bigbatch.trainer.host import num_threads
 from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.progress import Bar, Lines, Silent, make_reporter, show
 from bigbatch.trainer.rundir import RunDir, read_records, writing
@@ -156,13 +156,27 @@ def test_normalize_is_the_formula() -> None:
     assert normalized.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
-    assert num_threads(ProcessEnv("openmpi", 0, 8, 0, 4, "h", None)) == 4
-    assert num_threads(ProcessEnv("openmpi", 0, 64, 0, 32, "h", None)) == 1
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    assert num_threads(ProcessEnv("openmpi", 0, 8, 0, 4, "h", None)) == 2, "bound by the launcher"
+@pytest.mark.parametrize(
+    ("others", "threads"),
+    [
+        ([], 4),  # alone on four cores
+        (["here [0, 1, 2, 3]"], 2),  # one more rank on the same cores
+        (["here [0, 1, 2, 3]"] * 7, 1),  # more ranks than cores
+        (["here [4, 5, 6, 7]"], 4),  # bound to other cores
+        (["there [0, 1, 2, 3]"] * 3, 4),  # on other hosts
+    ],
+)
+def test_ranks_share_the_cores_that_they_have_in_common(
+    others: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
+    backend = SimpleNamespace(all_gather_text=lambda text: [text, *others])
+    env = SimpleNamespace(host="here")
+    host.settle(SimpleNamespace(device=torch.device("cpu"), backend=backend, env=env))
+    assert chosen == [threads]
 
 
 def test_forward_draws_depend_on_the_position_alone() -> None:
