@@ -36,14 +36,6 @@ from bigbatch.trainer.signals import StopRequest
 
 
 @dataclass(frozen=True)
-class Job:
-    """This process among the others, and the device it computes on."""
-
-    communicator: Communicator
-    device: torch.device
-
-
-@dataclass(frozen=True)
 class Split:
     """One part of the data: how many samples, and a loader for them (index is None for generated ones)."""
 
@@ -52,7 +44,7 @@ class Split:
     index: PictureIndex | None
 
 
-def join_job(config: Config, env: ProcessEnv) -> Job:
+def join_job(config: Config, env: ProcessEnv) -> Communicator:
     """Meet the other ranks, and make sure that all run the same experiment. Collective.
 
     Raises: ConfigError; CommError.
@@ -72,26 +64,27 @@ def join_job(config: Config, env: ProcessEnv) -> Job:
         raise ConfigError(f"comm: {error}") from error
     communicator.agree("the config", dump_config(config))
     settle(communicator)
-    return Job(communicator, device)
+    return communicator
 
 
-def make_splits(config: Config, job: Job) -> tuple[Split, Split]:
+def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
     """Training and validation data. Collective. Raises: DataError; ConfigError."""
     if config.data.loader == "synthetic":
-        return _synthetic_split(config, job), _synthetic_split(config, job)
-    train_index, val_index = _read_indices(config, job)
-    return _picture_split(config, job, train_index, _train_crop(config)), _eval_split(config, job, val_index)
+        return _synthetic_split(config, communicator), _synthetic_split(config, communicator)
+    train_index, val_index = _read_indices(config, communicator)
+    train = _picture_split(config, communicator, train_index, _train_crop(config))
+    return train, _eval_split(config, communicator, val_index)
 
 
-def make_eval_split(config: Config, job: Job) -> Split:
+def make_eval_split(config: Config, communicator: Communicator) -> Split:
     """Validation data alone: no training picture is opened. Collective. Raises: DataError; ConfigError."""
     if config.data.loader == "synthetic":
-        return _synthetic_split(config, job)
-    _, val_index = _read_indices(config, job)
-    return _eval_split(config, job, val_index)
+        return _synthetic_split(config, communicator)
+    _, val_index = _read_indices(config, communicator)
+    return _eval_split(config, communicator, val_index)
 
 
-def _read_indices(config: Config, job: Job) -> tuple[PictureIndex, PictureIndex]:
+def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureIndex, PictureIndex]:
     root = Path(config.data.root)
     train_index = read_index(root, "train")
     val_index = read_index(root, "val", classes=train_index.classes)
@@ -99,19 +92,19 @@ def _read_indices(config: Config, job: Job) -> tuple[PictureIndex, PictureIndex]
         raise ConfigError(
             f"data.num_classes={config.data.num_classes}, but {root} holds {len(train_index.classes)} classes"
         )
-    job.communicator.agree(
+    communicator.agree(
         f"the pictures in {root}",
         f"{len(train_index.paths)} training pictures, {len(val_index.paths)} validation pictures",
     )
     return train_index, val_index
 
 
-def _synthetic_split(config: Config, job: Job) -> Split:
+def _synthetic_split(config: Config, communicator: Communicator) -> Split:
     loader = SyntheticLoader(
         num_classes=config.data.num_classes,
         image_size=config.data.image_size,
         microbatch_size=config.batch.microbatch_size,
-        device=job.device,
+        device=communicator.device,
         seed=config.run.seed,
     )
     assert config.data.num_synthetic_samples is not None
@@ -126,11 +119,11 @@ def _train_crop(config: Config) -> Crop:
     return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
 
 
-def _eval_split(config: Config, job: Job, index: PictureIndex) -> Split:
-    return _picture_split(config, job, index, center_crop(fraction=config.data.eval_crop_fraction))
+def _eval_split(config: Config, communicator: Communicator, index: PictureIndex) -> Split:
+    return _picture_split(config, communicator, index, center_crop(fraction=config.data.eval_crop_fraction))
 
 
-def _picture_split(config: Config, job: Job, index: PictureIndex, crop: Crop) -> Split:
+def _picture_split(config: Config, communicator: Communicator, index: PictureIndex, crop: Crop) -> Split:
     data = config.data
     common: dict[str, Any] = {
         "index": index,
@@ -141,19 +134,19 @@ def _picture_split(config: Config, job: Job, index: PictureIndex, crop: Crop) ->
     }
     loader: Loader
     if data.loader == "resident":
-        loader = ResidentLoader(**common, device=job.device)
+        loader = ResidentLoader(**common, device=communicator.device)
     elif data.loader == "dali":
-        loader = DaliLoader(**common, prefetch_batches=data.prefetch_batches, device_id=job.device.index)
+        loader = DaliLoader(**common, prefetch_batches=data.prefetch_batches, device_id=communicator.device.index)
     else:
-        is_gpu = job.device.type == "cuda"
+        is_gpu = communicator.device.type == "cuda"
         loader = FolderLoader(**common, prefetch_batches=data.prefetch_batches, pin_memory=is_gpu)
     return Split(len(index.paths), loader, index)
 
 
-def make_model(config: Config, job: Job) -> nn.Module:
+def make_model(config: Config, communicator: Communicator) -> nn.Module:
     """The classifier in fp32, on the device, the same weights on every rank. Raises: ConfigError."""
     seed_weights(config.run.seed)
-    accumulation = accumulation_steps(config.batch, world_size=job.communicator.world_size)
+    accumulation = accumulation_steps(config.batch, world_size=communicator.world_size)
     norm = partial(
         GhostBatchNorm2d,
         bn_span=config.batch.bn_span,
@@ -161,23 +154,23 @@ def make_model(config: Config, job: Job) -> nn.Module:
     )
     options = {} if config.model.width is None else {"width": config.model.width}
     model = build_model(config.model.name, num_classes=config.data.num_classes, norm=norm, **options)
-    return model.to(device=job.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(device=communicator.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def make_normalize(config: Config, job: Job) -> Normalize:
+def make_normalize(config: Config, communicator: Communicator) -> Normalize:
     """From the loader's bytes to the model's numbers."""
     return Normalize(
         mean=config.data.mean,
         std=config.data.std,
-        device=job.device,
+        device=communicator.device,
         dtype=COMPUTE_DTYPES[config.optimizer.precision],
     )
 
 
-def make_parts(config: Config, job: Job, *, plan: Plan) -> Parts:
+def make_parts(config: Config, communicator: Communicator, *, plan: Plan) -> Parts:
     """Everything that a step works with. Raises: ConfigError."""
-    model = make_model(config, job)
-    precision = Precision(model, name=config.optimizer.precision, device=job.device)
+    model = make_model(config, communicator)
+    precision = Precision(model, name=config.optimizer.precision, device=communicator.device)
     return Parts(
         model=model,
         statistics_N=flatten_running_statistics(model),
@@ -186,13 +179,12 @@ def make_parts(config: Config, job: Job, *, plan: Plan) -> Parts:
         schedule=_make_schedule(config, plan),
         reducer=GradientReducer(
             model.named_parameters(),
-            job.communicator,
+            communicator,
             threshold_bytes=config.comm.threshold_bytes,
             buffer_bytes=config.comm.buffer_bytes,
         ),
-        communicator=job.communicator,
-        normalize=make_normalize(config, job),
-        device=job.device,
+        communicator=communicator,
+        normalize=make_normalize(config, communicator),
         stop=StopRequest(),
     )
 
@@ -239,7 +231,7 @@ def _make_schedule(config: Config, plan: Plan) -> Schedule:
         raise ConfigError(f"schedule: {error}") from error
 
 
-def make_plan(config: Config, job: Job, *, num_samples: int, first_step: int) -> Plan:
+def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
     """The numbers of a run. An epoch leaves out what does not fill a global batch. Raises: ConfigError."""
     steps_per_epoch = num_samples // config.batch.global_batch_size
     if steps_per_epoch == 0:
@@ -256,7 +248,7 @@ def make_plan(config: Config, job: Job, *, num_samples: int, first_step: int) ->
         first_step=first_step,
         num_steps=steps_per_epoch * config.run.epochs,
         steps_per_epoch=steps_per_epoch,
-        accumulation_steps=accumulation_steps(config.batch, world_size=job.communicator.world_size),
+        accumulation_steps=accumulation_steps(config.batch, world_size=communicator.world_size),
         global_batch_size=config.batch.global_batch_size,
         ghosts_per_microbatch=_ghosts_per_microbatch(config.batch),
         label_smoothing=config.optimizer.label_smoothing,
@@ -270,7 +262,7 @@ def _ghosts_per_microbatch(batch: BatchConfig) -> int:
     return batch.microbatch_size // batch.bn_span
 
 
-def train_batches(config: Config, job: Job, split: Split, *, plan: Plan) -> Iterator[Batch]:
+def train_batches(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Batch]:
     """This rank's microbatches from first_step to the end of the run, across epochs without a pause."""
     return split.loader.load(
         train_requests(
@@ -278,21 +270,21 @@ def train_batches(config: Config, job: Job, split: Split, *, plan: Plan) -> Iter
             num_samples=split.num_samples,
             global_batch_size=config.batch.global_batch_size,
             microbatch_size=config.batch.microbatch_size,
-            rank=job.communicator.rank,
-            world_size=job.communicator.world_size,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
             start_step=plan.first_step,
             end_step=plan.num_steps,
         )
     )
 
 
-def eval_batches(config: Config, job: Job, split: Split) -> Iterator[Batch]:
+def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:
     """This rank's share of a split, in whole microbatches with padding marked."""
     return split.loader.load(
         eval_requests(
             num_samples=split.num_samples,
             microbatch_size=config.batch.microbatch_size,
-            rank=job.communicator.rank,
-            world_size=job.communicator.world_size,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
         )
     )

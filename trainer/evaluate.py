@@ -30,29 +30,28 @@ def main(argv: Sequence[str]) -> int:
     # evaluation has no global batch, so any number of ranks will do
     batch = replace(config.batch, global_batch_size=config.batch.microbatch_size * env.world_size)
     config = replace(config, batch=batch)
-    job = build.join_job(config, env)
-    job.communicator.agree("the checkpoint to evaluate", str(path))
-    model = build.make_model(config, job)
-    precision = Precision(model, name=config.optimizer.precision, device=job.device)
+    communicator = build.join_job(config, env)
+    communicator.agree("the checkpoint to evaluate", str(path))
+    model = build.make_model(config, communicator)
+    precision = Precision(model, name=config.optimizer.precision, device=communicator.device)
     flatten_running_statistics(model)
     state = load_checkpoint(path)
     with restoring(path):
         precision.load_model_state(state["model"])
-    split = build.make_eval_split(config, job)
+    split = build.make_eval_split(config, communicator)
     record = evaluate(
         model,
-        build.eval_batches(config, job, split),
-        normalize=build.make_normalize(config, job),
-        communicator=job.communicator,
-        device=job.device,
+        build.eval_batches(config, communicator, split),
+        normalize=build.make_normalize(config, communicator),
+        communicator=communicator,
         num_samples=split.num_samples,
     )
     split.loader.close()
-    if job.communicator.rank == 0:
+    if communicator.rank == 0:
         print(f"{path}: {describe_evaluation(record)}")
         if arguments.json:
             print(json.dumps({"checkpoint": str(path), **record}))
-    job.communicator.close()
+    communicator.close()
     return 0
 
 

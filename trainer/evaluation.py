@@ -20,7 +20,6 @@ def evaluate(
     *,
     normalize: Callable[[Tensor], Tensor],
     communicator: Communicator,
-    device: torch.device,
     num_samples: int,
 ) -> dict[str, Any]:
     """top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
@@ -29,6 +28,7 @@ def evaluate(
     Raises: DataError when the ranks together did not count num_samples pictures.
     """
     start = time.perf_counter()
+    device = communicator.device
     model.eval()
     sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:

@@ -47,7 +47,6 @@ class Parts:
     reducer: GradientReducer
     communicator: Communicator
     normalize: Callable[[Tensor], Tensor]
-    device: torch.device
     stop: StopRequest
 
 
@@ -95,7 +94,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
 
     Collective. Raises: TrainingDiverged; PeerLostError; DataError from the input.
     """
-    totals, window = Totals(), Window(parts.device)
+    totals, window = Totals(), Window(parts.communicator.device)
     parts.model.train()
     for step in range(plan.first_step, plan.num_steps):
         train_step(step, plan, parts, batches, window)
@@ -113,7 +112,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
             if any_stop and done < plan.num_steps:
                 totals.stopped_by = parts.stop.signal_name or "another rank's signal"
                 break
-            window = Window(parts.device)
+            window = Window(parts.communicator.device)
     return totals
 
 
@@ -128,7 +127,7 @@ def train_step(step: int, plan: Plan, parts: Parts, batches: Iterator[Batch], wi
         batch = next(batches)
         window.input_wait_seconds += time.perf_counter() - waiting
         images_BCHW = parts.normalize(batch.images_BCHW)
-        labels_B = batch.labels_B.to(parts.device, non_blocking=True)
+        labels_B = batch.labels_B.to(parts.communicator.device, non_blocking=True)
         microbatch = parts.communicator.rank * plan.accumulation_steps + k
         seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
         parts.reducer.is_active = is_last
@@ -150,7 +149,7 @@ def report(done: int, plan: Plan, parts: Parts, hooks: Hooks, window: Window, to
     sums_3 = window.sums_3.tolist()  # waits for the device, so that the seconds below are the window's own
     seconds = time.perf_counter() - window.start
     mine = [*sums_3, seconds, window.input_wait_seconds, exposed, float(parts.stop.is_set)]
-    all_7 = torch.tensor(mine, dtype=torch.float64, device=parts.device)
+    all_7 = torch.tensor(mine, dtype=torch.float64, device=parts.communicator.device)
     loss, correct, samples, seconds_P, wait_P, exposed_P, stops = parts.communicator.sum_(
         all_7, label=f"report of step {done}"
     ).tolist()

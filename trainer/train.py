@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer import build
 from bigbatch.trainer.checkpoint import (
@@ -41,29 +42,31 @@ def main(argv: Sequence[str]) -> int:
     """Train the experiment that argv describes; the exit code. Collective over the job's ranks."""
     config = load_config(argv)
     env = read_process_env()
-    job = build.join_job(config, env)
-    code = _Run(config, job, env).run()
-    job.communicator.close()
+    communicator = build.join_job(config, env)
+    code = _Run(config, communicator, env).run()
+    communicator.close()
     return code
 
 
 class _Run:
     """The life of one run: files on the first rank, collectives on all."""
 
-    def __init__(self, config: Config, job: build.Job, env: ProcessEnv) -> None:
+    def __init__(self, config: Config, communicator: Communicator, env: ProcessEnv) -> None:
         self.config = config
-        self.job = job
+        self.communicator = communicator
         self.rundir = RunDir(Path(config.run.directory))
-        self.is_first = job.communicator.rank == 0
-        self.train_split, self.eval_split = build.make_splits(config, job)
+        self.is_first = communicator.rank == 0
+        self.train_split, self.eval_split = build.make_splits(config, communicator)
         resume_from = _resume_path(config, self.rundir)
         state = load_checkpoint(resume_from) if resume_from else None
         if state and config.run.resume == "auto":
             _require_same_samples(state["config"], dump_config(config))
         first_step = int(state["step"]) if state else 0
-        job.communicator.agree("the checkpoint to resume from", str(resume_from))
-        self.plan: Plan = build.make_plan(config, job, num_samples=self.train_split.num_samples, first_step=first_step)
-        self.parts: Parts = build.make_parts(config, job, plan=self.plan)
+        communicator.agree("the checkpoint to resume from", str(resume_from))
+        self.plan: Plan = build.make_plan(
+            config, communicator, num_samples=self.train_split.num_samples, first_step=first_step
+        )
+        self.parts: Parts = build.make_parts(config, communicator, plan=self.plan)
         if state and resume_from:
             with restoring(resume_from):
                 _restore(self.parts, state)
@@ -84,7 +87,7 @@ class _Run:
                 self._open_folder()
             self._introduce()
             started = time.perf_counter()
-            batches = build.train_batches(self.config, self.job, self.train_split, plan=self.plan)
+            batches = build.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
             totals = train(self.plan, self.parts, hooks, batches)
             if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
                 totals.last_evaluation = self._evaluate(self.plan.num_steps)
@@ -116,10 +119,10 @@ class _Run:
     def _introduce(self) -> None:
         plan, batch = self.plan, self.config.batch
         for line in (
-            f"{self.job.communicator}; device {device_name(self.job.device)}, {self.config.optimizer.precision}",
+            f"{self.communicator}; device {device_name(self.communicator.device)}, {self.config.optimizer.precision}",
             f"{self.train_split.num_samples} training and {self.eval_split.num_samples} validation pictures; loader "
             f"{self.config.data.loader}",
-            f"global batch {batch.global_batch_size} = {self.job.communicator.world_size} ranks x "
+            f"global batch {batch.global_batch_size} = {self.communicator.world_size} ranks x "
             f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span {batch.bn_span}; "
             f"{plan.num_steps} steps in {self.config.run.epochs} epochs",
             *str(self.parts.reducer.plan).splitlines(),
@@ -136,10 +139,9 @@ class _Run:
     def _evaluate(self, done: int) -> dict[str, Any]:
         record = evaluate(
             self.parts.model,
-            build.eval_batches(self.config, self.job, self.eval_split),
+            build.eval_batches(self.config, self.communicator, self.eval_split),
             normalize=self.parts.normalize,
-            communicator=self.job.communicator,
-            device=self.job.device,
+            communicator=self.communicator,
             num_samples=self.eval_split.num_samples,
         )
         record = {"step": done, "epoch": done / self.plan.steps_per_epoch, **record}
@@ -200,16 +202,16 @@ class _Run:
             "steps": self.plan.num_steps,
             "resumed_after_step": self.plan.first_step,
             "global_batch_size": self.config.batch.global_batch_size,
-            "world_size": self.job.communicator.world_size,
+            "world_size": self.communicator.world_size,
             "images_per_second": per_second(images),
             "input_wait_fraction": per_second(totals.input_wait_seconds),
             "exposed_communication_fraction": per_second(totals.exposed_seconds),
             "seconds": seconds,
-            "backend": self.job.communicator.backend.name,
-            "algorithm": self.job.communicator.algorithm,
+            "backend": self.communicator.backend.name,
+            "algorithm": self.communicator.algorithm,
             "loader": self.config.data.loader,
             "precision": self.config.optimizer.precision,
-            "device": device_name(self.job.device),
+            "device": device_name(self.communicator.device),
             "torch": torch.__version__,
             "commit": source_commit(),
         }

@@ -75,18 +75,18 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
             *(sgd if optimizer == "sgd" else []),
         ]
     )
-    job = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
-    plan = build.make_plan(config, job, num_samples=640, first_step=0)
-    parts = build.make_parts(config, job, plan=plan)
+    communicator = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
+    plan = build.make_plan(config, communicator, num_samples=640, first_step=0)
+    parts = build.make_parts(config, communicator, plan=plan)
     parts.model.train()
 
     def batches() -> Iterator[Batch]:
-        images = torch.zeros(128, 48, 48, 3, dtype=torch.uint8, device=job.device).permute(0, 3, 1, 2)
-        labels = torch.zeros(128, dtype=torch.int64, device=job.device)
+        images = torch.zeros(128, 48, 48, 3, dtype=torch.uint8, device=communicator.device).permute(0, 3, 1, 2)
+        labels = torch.zeros(128, dtype=torch.int64, device=communicator.device)
         while True:
             yield Batch(images, labels, torch.ones(128, dtype=torch.bool))
 
-    stream, window = batches(), Window(job.device)
+    stream, window = batches(), Window(communicator.device)
     for step in range(2):
         train_step(step, plan, parts, stream, window)
     torch.cuda.set_sync_debug_mode("error")

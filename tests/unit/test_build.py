@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.communicator import Communicator, connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.trainer import build
 from bigbatch.trainer.config import Config
@@ -16,8 +15,8 @@ from bigbatch.trainer.errors import ConfigError, DataError
 ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 
 
-def make_job() -> build.Job:
-    return build.Job(connect(env=ALONE, backend="gloo"), torch.device("cpu"))
+def one_rank() -> Communicator:
+    return connect(env=ALONE, backend="gloo")
 
 
 def cifar10(root: Path) -> Config:
@@ -37,12 +36,12 @@ def write_pictures(root: Path) -> None:
 def test_evaluation_opens_no_training_picture(tmp_path: Path) -> None:
     write_pictures(tmp_path)
     (tmp_path / "train" / "a" / "0.png").write_text("no picture")
-    config, job = cifar10(tmp_path), make_job()
-    split = build.make_eval_split(config, job)
-    batches = list(build.eval_batches(config, job, split))
+    config, communicator = cifar10(tmp_path), one_rank()
+    split = build.make_eval_split(config, communicator)
+    batches = list(build.eval_batches(config, communicator, split))
     assert sum(int(batch.valid_B.sum()) for batch in batches) == split.num_samples == 6
     with pytest.raises(DataError, match=r"train/a/0\.png"):
-        build.make_splits(config, job)
+        build.make_splits(config, communicator)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +53,9 @@ def test_evaluation_opens_no_training_picture(tmp_path: Path) -> None:
 )
 def test_run_without_a_step_is_refused(num_samples: int, first_step: int, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        build.make_plan(cifar10(tmp_path), make_job(), num_samples=num_samples, first_step=first_step)
+        build.make_plan(cifar10(tmp_path), one_rank(), num_samples=num_samples, first_step=first_step)
 
 
 def test_run_that_is_at_its_end_is_none_too_many(tmp_path: Path) -> None:
-    plan = build.make_plan(cifar10(tmp_path), make_job(), num_samples=9, first_step=48)
+    plan = build.make_plan(cifar10(tmp_path), one_rank(), num_samples=9, first_step=48)
     assert (plan.first_step, plan.num_steps) == (48, 48)

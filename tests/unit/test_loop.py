@@ -59,7 +59,6 @@ def make_parts(*, stop: Any = None) -> Parts:
         reducer=GradientReducer(model.named_parameters(), communicator),
         communicator=communicator,
         normalize=lambda images_BCHW: images_BCHW.float() / 255,
-        device=CPU,
         stop=stop or SimpleNamespace(is_set=False, signal_name=None),
     )
 
@@ -208,6 +207,5 @@ def test_evaluation_that_misses_a_picture_is_an_error() -> None:
             iter(make_batches(2)),
             normalize=parts.normalize,
             communicator=parts.communicator,
-            device=CPU,
             num_samples=9,
         )
