@@ -429,8 +429,8 @@ IMAGENET_TRAIN = 1_281_167
 )
 def test_imagenet_recipes_in_steps(name, steps_per_epoch, num_steps, num_warmup, rcp_decay, num_decay):
     config = load_config(["--config", name])
-    job = SimpleNamespace(communicator=SimpleNamespace(world_size=1))
-    plan = build.make_plan(config, job, num_samples=IMAGENET_TRAIN, first_step=0)
+    communicator = SimpleNamespace(world_size=1)
+    plan = build.make_plan(config, communicator, num_samples=IMAGENET_TRAIN, first_step=0)
     assert (plan.steps_per_epoch, plan.num_steps) == (steps_per_epoch, num_steps)
     schedule = build._make_schedule(config, plan)
     rates = [schedule(step) for step in range(num_steps)]
