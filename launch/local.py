@@ -13,10 +13,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
 
 
-def run_in_foreground(argv: list[str], *, environ: Mapping[str, str]) -> int:
+def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> int:
     """Start argv and wait; its exit code, 128 + signal where one ended it.
 
-    The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes SIGUSR1
+    The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
     Under nohup a closed terminal changes nothing.
     Raises: ConfigError when the launcher is not installed.
@@ -35,7 +35,7 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str]) -> int:
         if asked == 1:
             with suppress(OSError):  # the terminal may be gone
                 print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
-        process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)
+        process.send_signal(asks_to_stop if asked == 1 else signal.SIGTERM)
 
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]

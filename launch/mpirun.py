@@ -1,10 +1,14 @@
 """The argument list of Open MPI's mpirun (5.x)."""
 
+import signal
 import sys
 from collections.abc import Iterable
 
 from bigbatch.comm.environ import TERMINAL_VARIABLE
 from bigbatch.launch.job import JobSpec
+
+ASKS_TO_STOP = signal.SIGUSR1
+"""What makes mpirun pass on a request to stop, without a deadline; after SIGTERM it kills within a second."""
 
 FORWARDED = ("NCCL_", "GLOO_", "MASTER_", "OMP_")
 """Variables so named reach the ranks on other hosts, too; mpirun passes on none by itself."""

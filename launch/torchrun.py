@@ -1,9 +1,13 @@
 """The argument list of torchrun, on one host."""
 
+import signal
 import sys
 
 from bigbatch.launch.job import JobSpec
 from bigbatch.trainer.errors import ConfigError
+
+ASKS_TO_STOP = signal.SIGTERM
+"""torchrun passes it on and waits 30 seconds for the ranks; SIGUSR1 would end torchrun and leave them behind."""
 
 
 def torchrun_argv(job: JobSpec) -> list[str]:

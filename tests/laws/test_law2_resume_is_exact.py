@@ -19,6 +19,7 @@ from .jobs import (
     kill_rank,
     mpirun,
     newest_step,
+    rank_pids,
     run,
     start,
     statistics_distance,
@@ -54,19 +55,22 @@ def test_killed_rank_changes_no_bit(loader: str, data: Path, tmp_path: Path) -> 
     assert _steps(broken) == _steps(whole), "each report stands once, in order"
 
 
-def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
+def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(launcher: str, code: int, data: Path, tmp_path: Path) -> None:
     """Stopped where no checkpoint was planned, in the middle of an epoch, by the launcher's Ctrl-C."""
     overrides = {**LONG, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": EPOCHS}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run(mpirun(train_command(data, whole, overrides), ranks=2))
 
     command = train_command(data, stopped, overrides)
-    launch = [sys.executable, "-m", "bigbatch", "launch", "mpirun", "--ranks", "2", "--", *command]
+    launch = [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", "--", *command]
     log = tmp_path / "stopped.log"
     process = start(launch, log)
     wait_until(lambda: len(_steps(stopped)) >= 4, process=process, log=log)
+    ranks = rank_pids(process.pid)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130, log.read_text()
+    assert process.wait(timeout=60) == code, log.read_text()
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "no rank is left behind"
     assert 4 <= newest_step(stopped) < EPOCHS * STEPS_PER_EPOCH
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
     assert "the same command goes on" in log.read_text()

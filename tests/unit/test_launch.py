@@ -97,22 +97,27 @@ def test_dry_run_prints_a_line_that_a_shell_takes_apart_again(capsys: pytest.Cap
     assert words.stdout.splitlines()[-1] == folder
 
 
+def in_foreground(argv: list[str]) -> int:
+    return run_in_foreground(argv, environ=os.environ, asks_to_stop=signal.SIGUSR1)
+
+
 def test_exit_codes_pass_through() -> None:
-    assert run_in_foreground([sys.executable, "-c", "raise SystemExit(3)"], environ=os.environ) == 3
+    assert in_foreground([sys.executable, "-c", "raise SystemExit(3)"]) == 3
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert run_in_foreground([sys.executable, "-c", killed], environ=os.environ) == 128 + signal.SIGKILL
+    assert in_foreground([sys.executable, "-c", killed]) == 128 + signal.SIGKILL
 
 
 def test_missing_launcher_names_the_extra() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'bigbatch\[mpi\]'"):
-        run_in_foreground(["no-such-mpirun"], environ=os.environ)
+        in_foreground(["no-such-mpirun"])
 
 
 PARENT = """
+import signal
 import sys
 from bigbatch.launch.local import run_in_foreground
 import os
-sys.exit(run_in_foreground([sys.executable, "-c", sys.argv[1]], environ=os.environ))
+sys.exit(run_in_foreground([sys.executable, "-c", sys.argv[1]], environ=os.environ, asks_to_stop=signal.SIGUSR1))
 """
 CHILD = """
 import signal, sys, time
