@@ -119,6 +119,16 @@ def kill_rank(parent: int) -> None:
     os.kill(rank_pids(parent)[-1], signal.SIGKILL)
 
 
+def have_ended(pids: Sequence[int], *, within_seconds: float = 10) -> bool:
+    """All of the processes are gone; a launcher can end a moment before its ranks do."""
+    deadline = time.monotonic() + within_seconds
+    while any((Path("/proc") / str(pid)).exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def newest_step(run: Path) -> int:
     """Step of the newest checkpoint; 0 without one."""
     found = list_checkpoints(run / "checkpoints")

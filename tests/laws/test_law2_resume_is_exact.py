@@ -16,6 +16,7 @@ from .jobs import (
     assert_identical,
     final_state,
     gradient_distance,
+    have_ended,
     kill_rank,
     mpirun,
     newest_step,
@@ -58,7 +59,8 @@ def test_killed_rank_changes_no_bit(loader: str, data: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
 def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(launcher: str, code: int, data: Path, tmp_path: Path) -> None:
     """Stopped where no checkpoint was planned, in the middle of an epoch, by the launcher's Ctrl-C."""
-    overrides = {**LONG, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": EPOCHS}
+    epochs = 3 * EPOCHS  # a signal takes its time to reach the ranks
+    overrides = {"run.epochs": epochs, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": epochs}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run(mpirun(train_command(data, whole, overrides), ranks=2))
 
@@ -70,8 +72,8 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(launcher: str, code: int, 
     ranks = rank_pids(process.pid)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == code, log.read_text()
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "no rank is left behind"
-    assert 4 <= newest_step(stopped) < EPOCHS * STEPS_PER_EPOCH
+    assert have_ended(ranks), "a rank was left behind"
+    assert 4 <= newest_step(stopped) < epochs * STEPS_PER_EPOCH
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
     assert "the same command goes on" in log.read_text()
 
