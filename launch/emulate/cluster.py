@@ -1,0 +1,181 @@
+"""Build, find, change and remove emulated clusters."""
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bigbatch.launch.emulate import namespaces
+from bigbatch.launch.emulate.commands import port, shape_commands
+from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.launch.emulate.plan import ClusterPlan
+from bigbatch.launch.emulate.state import Cluster, is_alive, load, save
+
+SYSTEM_PATH = "/usr/sbin:/sbin"
+"""Where Debian keeps ip and tc, and not on the PATH of plain users."""
+
+END_SECONDS = 10
+
+WHY_NOT = (
+    "needs root or unprivileged user namespaces: in a container, start it with --privileged; else allow them by sysctl "
+    "(user.max_user_namespaces; Debian: kernel.unprivileged_userns_clone=1; Ubuntu: "
+    "kernel.apparmor_restrict_unprivileged_userns=0)"
+)
+
+
+def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str]) -> Cluster:
+    """Build a cluster and leave it running.
+
+    Raises: EmulationError when one of that name runs, a tool is missing or the kernel does not let this user.
+    """
+    path = _require_tools(environ)
+    folder = root / plan.name
+    found = load(folder)
+    if found and is_alive(found):
+        raise EmulationError(f"{plan.name} is up: bigbatch launch emulate down --name {plan.name}, or another --name")
+    if found:
+        shutil.rmtree(folder)  # its keeper is gone, after a crash or a reboot
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        raise EmulationError(
+            f"{plan.name} is being started, or its start was cut short: bigbatch launch emulate down --name {plan.name}"
+        ) from None
+    try:
+        said = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path})
+        cluster = load(folder)
+        if said != "ok" or cluster is None:
+            raise EmulationError(f"this machine lets us emulate no cluster ({said}); it {WHY_NOT}")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # `down` may have been faster
+        raise
+    return cluster
+
+
+def _start_keeper(plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str]) -> str:
+    argv = [sys.executable, "-m", "bigbatch.launch.emulate.keeper", str(folder), json.dumps(asdict(plan))]
+    keeper = subprocess.Popen(
+        argv,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert keeper.stdout is not None
+    said = ""
+    try:
+        said = keeper.stdout.read().strip()
+    finally:
+        if said != "ok":
+            with suppress(ProcessLookupError):
+                os.killpg(keeper.pid, signal.SIGKILL)
+        keeper.wait()
+    return said.splitlines()[-1] if said else "no answer"
+
+
+def _require_tools(environ: Mapping[str, str]) -> str:
+    if sys.platform != "linux":
+        raise EmulationError(f"emulate needs Linux, and this is {sys.platform}: run it in a Linux container or machine")
+    path = f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool, path=path) is None:
+            raise EmulationError(f"{tool} is not installed: apt-get install iproute2")
+    return path
+
+
+def find(name: str, *, root: Path) -> Cluster:
+    """The running cluster of that name. Raises: EmulationError when there is none."""
+    cluster = load(root / name)
+    if cluster is None or not is_alive(cluster):
+        raise EmulationError(
+            f"no cluster {name} is up: bigbatch launch emulate up --nodes 4 --ranks-per-node 2 --link 200mbit"
+        )
+    return cluster
+
+
+def names(root: Path) -> list[str]:
+    """All clusters that were started and not removed, running or not."""
+    return sorted(folder.name for folder in root.iterdir())
+
+
+def down(name: str, *, root: Path) -> bool:
+    """Remove a cluster and all that runs in it; False where there was none.
+
+    Raises: EmulationError when the kernel does not end it within END_SECONDS.
+    """
+    folder = root / name
+    cluster = load(folder)
+    if cluster and is_alive(cluster):
+        _end(cluster)
+    if not folder.exists():
+        return False
+    shutil.rmtree(folder)
+    return True
+
+
+def _end(cluster: Cluster) -> None:
+    with suppress(ProcessLookupError):
+        keeper = os.pidfd_open(cluster.keeper)
+        try:
+            if is_alive(cluster):  # the number still means our process, and from here on can mean no other
+                signal.pidfd_send_signal(keeper, signal.SIGKILL)
+            if not select.select([keeper], (), (), END_SECONDS)[0]:
+                raise EmulationError(
+                    f"{cluster.plan.name} does not end: a stopped process waits outside; kill -9 what `bigbatch "
+                    f"launch emulate run` runs, and say down again"
+                )
+        finally:
+            os.close(keeper)
+
+
+def shape(cluster: Cluster, *, rate: int | None, root: Path, environ: Mapping[str, str]) -> Cluster:
+    """Give all links another rate, at once, also under a running job. Raises: EmulationError."""
+    path = _require_tools(environ)
+    for node in range(cluster.plan.num_nodes):
+        for device, where in (("eth0", node), (port(node), None)):
+            for argv in shape_commands(device, rate):
+                _run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
+    changed = replace(cluster, plan=replace(cluster.plan, rate=rate))
+    save(root / cluster.plan.name, changed)
+    return changed
+
+
+def _run_inside(cluster: Cluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
+    """Run a tool in a node's network, or in the switch's."""
+
+    def enter() -> None:
+        namespaces.enter_cluster(cluster.keeper)
+        fd = f"fd/{namespaces.node_fd(node, 'net')}" if node is not None else "ns/net"
+        namespaces.enter(f"/proc/{cluster.keeper}/{fd}")
+
+    done = subprocess.run(argv, preexec_fn=enter, env=environ, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise EmulationError(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def only_job(cluster: Cluster, *, root: Path) -> Iterator[None]:
+    """One job at a time: two would share the links, and neither figure would mean anything.
+
+    Raises: EmulationError when another job runs.
+    """
+    fd = os.open(root / cluster.plan.name, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise EmulationError(f"a job is running in {cluster.plan.name}: wait for it, or use another --name") from None
+    try:
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,83 @@
+"""Argument lists of ip and tc that build the network; pure, so that --dry-run and tests can read them."""
+
+from bigbatch.launch.emulate.plan import ClusterPlan, address, mac
+
+MIN_BURST_BYTES = 16_384
+BURST_SECONDS = 1e-3
+"""How late a timer of a busy machine may be without costing throughput: measured, see docs/emulate.md."""
+
+QUEUE_MS = 20
+"""How long a packet may wait in a full link before it is dropped."""
+
+MAX_GSO_BYTES = 65_536
+
+BRIDGE = "sw0"
+"""Not `br`: ip takes a short name for an abbreviation of `broadcast`."""
+
+
+def port(node: int) -> str:
+    """The switch's end of a node's link."""
+    return f"p{node}"
+
+
+def burst_bytes(rate: int) -> int:
+    """What a link that has rested lets through at once; the price of timers, so no larger than they need."""
+    return max(MIN_BURST_BYTES, round(rate * BURST_SECONDS / 8))
+
+
+def gso_bytes(rate: int | None) -> int:
+    """Largest packet that TCP hands to the link: half a burst, as larger ones stall a small bucket."""
+    return MAX_GSO_BYTES if rate is None else min(MAX_GSO_BYTES, burst_bytes(rate) // 2)
+
+
+def node_commands(node: int) -> list[list[str]]:
+    """In the node's namespace: loopback, and eth0, whose other end goes to the switch: process 1's namespace."""
+    link = ["ip", "link", "set", "dev"]
+    peer = ["peer", "name", port(node), "netns", "1"]
+    return [
+        [*link, "lo", "up"],
+        ["ip", "link", "add", "name", "eth0", "address", mac(node), "type", "veth", *peer],
+        [*link, "eth0", "addrgenmode", "none"],  # no IPv6 chatter among the counted bytes
+        ["ip", "address", "add", f"{address(node)}/24", "dev", "eth0"],
+        [*link, "eth0", "up"],
+    ]
+
+
+def bridge_commands() -> list[list[str]]:
+    """In the switch's namespace, before there are ports."""
+    link = ["ip", "link", "set", "dev", BRIDGE]
+    return [
+        ["ip", "link", "add", "name", BRIDGE, "type", "bridge", "mcast_snooping", "0"],
+        [*link, "addrgenmode", "none"],
+        [*link, "up"],
+    ]
+
+
+def port_commands(node: int, *, bridged: bool) -> list[list[str]]:
+    """In the switch's namespace. Without a bridge a program carries the packets from port to port."""
+    link = ["ip", "link", "set", "dev", port(node)]
+    return [
+        [*link, "addrgenmode", "none"],
+        *([[*link, "master", BRIDGE]] if bridged else []),
+        [*link, "up"],
+    ]
+
+
+def shape_commands(device: str, rate: int | None) -> list[list[str]]:
+    """Limit what leaves a device. Both ends of a link are shaped, which makes it full duplex as a real one."""
+    gso = ["ip", "link", "set", "dev", device, "gso_max_size", str(gso_bytes(rate))]
+    if rate is None:
+        return [gso, ["tc", "qdisc", "replace", "dev", device, "root", "noqueue"]]
+    bucket = ["tbf", "rate", f"{rate}bit", "burst", f"{burst_bytes(rate)}b", "latency", f"{QUEUE_MS}ms"]
+    return [gso, ["tc", "qdisc", "replace", "dev", device, "root", *bucket]]
+
+
+def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
+    """All of them with the place where they run, in order: a host name or 'switch'."""
+    bridged = plan.delay_us == 0
+    commands = [("switch", argv) for argv in (bridge_commands() if bridged else [])]
+    for node in range(plan.num_nodes):
+        inside = [*node_commands(node), *shape_commands("eth0", plan.rate)]
+        outside = [*port_commands(node, bridged=bridged), *shape_commands(port(node), plan.rate)]
+        commands += [(f"n{node}", argv) for argv in inside] + [("switch", argv) for argv in outside]
+    return commands

@@ -1,0 +1,57 @@
+"""Bytes on each node's link, counted by the kernel."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bigbatch.launch.emulate.commands import port
+from bigbatch.launch.emulate.plan import ClusterPlan, format_rate, host
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """What a node sent and received over its link, with Ethernet and IP headers of TCP's large packets."""
+
+    host: str
+    sent_bytes: int
+    received_bytes: int
+
+
+def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
+    """Read /proc/net/dev of the switch: what its port receives, the node has sent."""
+    rows = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in text.splitlines())}
+    ports = [rows[port(node)] for node in range(num_nodes)]
+    return tuple(LinkBytes(host(node), int(row[0]), int(row[8])) for node, row in enumerate(ports))
+
+
+def read_counters(keeper: int, *, num_nodes: int) -> tuple[LinkBytes, ...]:
+    """The counters now; keeper is the process that is in the switch's network."""
+    return parse_counters(Path(f"/proc/{keeper}/net/dev").read_text(), num_nodes=num_nodes)
+
+
+def difference(after: Sequence[LinkBytes], before: Sequence[LinkBytes]) -> tuple[LinkBytes, ...]:
+    """What was counted in between."""
+    return tuple(
+        LinkBytes(new.host, new.sent_bytes - old.sent_bytes, new.received_bytes - old.received_bytes)
+        for new, old in zip(after, before, strict=True)
+    )
+
+
+def format_table(counted: Sequence[LinkBytes]) -> str:
+    """Lines to read; MB is 1e6 bytes."""
+    rows = [f"{each.host:6}{each.sent_bytes / 1e6:15.3f}{each.received_bytes / 1e6:15.3f}" for each in counted]
+    return "\n".join([f"{'node':6}{'sent MB':>15}{'received MB':>15}", *rows])
+
+
+def format_json(counted: Sequence[LinkBytes], *, plan: ClusterPlan, seconds: float, exit_code: int) -> str:
+    """The same for programs, with the conditions."""
+    facts = {
+        "ranks_per_node": plan.ranks_per_node,
+        "link": format_rate(plan.rate),
+        "delay_us": plan.delay_us,
+        "seconds": seconds,
+        "exit_code": exit_code,
+        "nodes": [asdict(each) for each in counted],
+    }
+    return json.dumps(facts, indent=1) + "\n"

@@ -1,0 +1,99 @@
+"""The process that is the cluster: first of its process namespace, holder of the nodes' namespaces.
+
+When it ends, however that comes about, the kernel ends every process of the cluster and removes the network.
+`python -m bigbatch.launch.emulate.keeper FOLDER PLAN` prints one line when the cluster is up: ok, or what is wrong.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from bigbatch.launch.emulate import namespaces
+from bigbatch.launch.emulate.commands import build_commands, port
+from bigbatch.launch.emulate.plan import ClusterPlan, host, hosts_file
+from bigbatch.launch.emulate.state import Cluster, save, start_ticks
+from bigbatch.launch.emulate.switch import forward, open_port
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become the cluster; returns in the process that was only needed to start it."""
+    folder, facts = Path(argv[0]), json.loads(argv[1])
+    plan = ClusterPlan(**facts | {"ranks_per_node": tuple(facts["ranks_per_node"])})
+    try:
+        if os.geteuid() != 0:
+            namespaces.become_root()
+        namespaces.unshare(namespaces.NEWPID)
+        if os.fork() == 0:
+            _keep(plan, folder)
+    except OSError as error:
+        _report(f"{error.filename}: {error.strerror}")
+    except subprocess.CalledProcessError as error:
+        _report(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
+
+
+def _keep(plan: ClusterPlan, folder: Path) -> NoReturn:
+    pid = int(os.readlink("/proc/self"))  # as the rest of the machine numbers it: /proc is still theirs
+    namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # ours, so that we may come back
+    namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
+    namespaces.mount("proc", "/proc", kind="proc")
+    own = {kind: os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in namespaces.KINDS}
+    hosts = folder / "hosts"
+    hosts.write_text(hosts_file(plan))
+    for node in range(plan.num_nodes):
+        _make_node(node, hosts)
+        for fd in own.values():
+            namespaces.enter(f"/proc/self/fd/{fd}")
+    _build(plan)
+    ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are buried without a word
+    save(folder, Cluster(plan, pid, start_ticks("self") or 0))
+    _report("ok")  # fails, and ends the cluster, where no one waits for it any more
+    os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
+    if ports:
+        forward(ports, delay_us=plan.delay_us)
+    while True:
+        signal.pause()
+
+
+def _make_node(node: int, hosts: Path) -> None:
+    namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)
+    socket.sethostname(host(node))
+    namespaces.mount(str(hosts), "/etc/hosts", flags=namespaces.MS_BIND)
+    # /sys/class/net shows the network of whoever mounted it; a new /sys comes without the control groups.
+    # It is put together in /dev/shm, which is there and will be hidden by the node's own.
+    namespaces.mount("sysfs", "/dev/shm", kind="sysfs")
+    if os.path.ismount("/sys/fs/cgroup"):
+        both = namespaces.MS_BIND | namespaces.MS_REC
+        namespaces.mount("/sys/fs/cgroup", "/dev/shm/fs/cgroup", flags=both)
+        namespaces.mount("/dev/shm", "/sys", flags=both)
+    else:
+        namespaces.mount("/dev/shm", "/sys", flags=namespaces.MS_BIND)
+    namespaces.mount("shm", "/dev/shm", kind="tmpfs")
+    for kind in namespaces.KINDS:
+        fd = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
+        os.dup2(fd, namespaces.node_fd(node, kind), inheritable=False)
+        os.close(fd)
+
+
+def _build(plan: ClusterPlan) -> None:
+    """Run the commands, each in a process that goes where it belongs: this one stays in the switch's network."""
+    nodes = {host(node): namespaces.node_fd(node, "net") for node in range(plan.num_nodes)}
+    for place, argv in build_commands(plan):
+        enter = partial(namespaces.enter, f"/proc/1/fd/{nodes[place]}") if place in nodes else None
+        subprocess.run(argv, preexec_fn=enter, check=True, capture_output=True, text=True)
+
+
+def _report(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

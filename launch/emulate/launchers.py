@@ -1,0 +1,105 @@
+"""What is started in which node: mpirun, one torchrun per node, or the ranks themselves; pure."""
+
+import signal
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.comm.environ import TERMINAL_VARIABLE
+from bigbatch.launch import mpirun, torchrun
+from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
+from bigbatch.trainer.errors import ConfigError
+
+LAUNCHERS = ("mpirun", "torchrun", "plain")
+ORDERS = ("block", "cyclic")
+
+ASKS_TO_STOP = {"mpirun": mpirun.ASKS_TO_STOP, "torchrun": torchrun.ASKS_TO_STOP, "plain": signal.SIGTERM}
+
+AGENT = (sys.executable, "-m", "bigbatch.launch.emulate.agent")
+"""Stands in for ssh."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One process that we start in a node, with variables on top of the environment."""
+
+    node: int
+    argv: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks run: a bigbatch command, or a Python script or `-m module` with its arguments."""
+
+    command: tuple[str, ...]
+    is_python: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What comes behind the interpreter."""
+        return self.command if self.is_python else ("-m", "bigbatch", *self.command)
+
+
+def plain_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int) -> tuple[Start, ...]:
+    """The ranks themselves, with torchrun's variables."""
+    shared = {
+        "WORLD_SIZE": plan.world_size,
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": master_port,
+    }
+    starts = []
+    for rank, place in enumerate(place_ranks(plan.ranks_per_node, order=order)):
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": place.local_rank,
+            "LOCAL_WORLD_SIZE": plan.ranks_per_node[place.node],
+            "GROUP_RANK": place.node,
+        }
+        variables = tuple((name, str(value)) for name, value in (shared | own).items())
+        starts.append(Start(place.node, (sys.executable, *job.words), variables))
+    return tuple(starts)
+
+
+def torchrun_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int) -> tuple[Start, ...]:
+    """One torchrun per node. Raises: ConfigError for an order that it does not have."""
+    if order != "block":
+        raise ConfigError(f"--place {order}: torchrun numbers ranks node by node; use --launcher mpirun or plain")
+    return tuple(
+        Start(
+            node,
+            (
+                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
+                *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={master_port}"),
+                *job.words,
+            ),
+        )
+        for node, count in enumerate(plan.ranks_per_node)
+    )
+
+
+def mpirun_start(
+    job: Job,
+    plan: ClusterPlan,
+    *,
+    order: str,
+    mpirun_path: str,
+    folder: Path,
+    terminal_columns: int,
+    variables: Iterable[str],
+) -> Start:
+    """mpirun in the first node, which reaches the others by our agent instead of ssh.
+
+    Everyone is root inside. Ranks that wait yield their core: they share a few. What mpirun writes goes to the
+    cluster's folder: hosts of several clusters have the same names.
+    """
+    argv = [mpirun_path, "-n", str(plan.world_size), "--bind-to", "none", "--allow-run-as-root"]
+    argv += ["--map-by", "slot" if order == "block" else "node"]
+    argv += ["--host", ",".join(f"{host(node)}:{count}" for node, count in enumerate(plan.ranks_per_node))]
+    argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", " ".join(AGENT)]
+    argv += ["--prtemca", "prte_tmpdir_base", str(folder), "--mca", "mpi_yield_when_idle", "1"]
+    for name in sorted(name for name in variables if name.startswith(mpirun.FORWARDED)):
+        argv += ["-x", name]
+    argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
+    return Start(0, (*argv, sys.executable, *job.words))

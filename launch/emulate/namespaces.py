@@ -1,0 +1,83 @@
+"""Linux namespaces by their system calls (os.setns and os.unshare exist from Python 3.12 on only)."""
+
+import ctypes
+import os
+
+NEWNS = 0x00020000
+NEWUTS = 0x04000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+
+MS_BIND = 4096
+MS_REC = 16384
+MS_SLAVE = 1 << 19
+
+KINDS = ("net", "uts", "mnt")
+"""What a node has of its own. mnt comes last on entering: it changes what /proc shows."""
+
+FIRST_FD = 100
+
+
+def node_fd(node: int, kind: str) -> int:
+    """The file descriptor under which the keeper holds a node's namespace."""
+    return FIRST_FD + node * len(KINDS) + KINDS.index(kind)
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces for new ones. Raises: OSError."""
+    _call("unshare", ctypes.c_int(flags))
+
+
+def mount(source: str, target: str, *, kind: str | None = None, flags: int = 0) -> None:
+    """mount(2). Raises: OSError."""
+    _call("mount", _bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), None)
+
+
+def enter(path: str) -> None:
+    """Enter the namespace behind a file such as /proc/PID/ns/net. Raises: OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("setns", ctypes.c_int(fd), ctypes.c_int(0))
+    finally:
+        os.close(fd)
+
+
+def enter_node(keeper: int, node: int) -> None:
+    """Become a process of a node; keeper is the process that holds the cluster, as /proc numbers it here.
+
+    The working directory stays. Raises: OSError.
+    """
+    folder = os.getcwd()
+    for kind in KINDS:
+        enter(f"/proc/{keeper}/fd/{node_fd(node, kind)}")
+    os.chdir(folder)
+
+
+def enter_cluster(keeper: int) -> None:
+    """Let the children of this process be processes of the cluster, where no user but its owner has a say.
+
+    This process must have one thread, and can start none afterwards. Raises: OSError.
+    """
+    if os.stat(f"/proc/{keeper}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
+        enter(f"/proc/{keeper}/ns/user")
+    enter(f"/proc/{keeper}/ns/pid")
+
+
+def become_root() -> None:
+    """Enter a user namespace of our own, in which this user is root. Raises: OSError."""
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else os.fsencode(text)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)

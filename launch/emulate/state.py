@@ -1,0 +1,80 @@
+"""What is written down about running clusters: a folder for each, which only its user can read."""
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.launch.emulate.plan import ClusterPlan
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
+
+    plan: ClusterPlan
+    keeper: int
+    start_ticks: int
+    """When the keeper started: another process may get its number later."""
+
+
+def state_root(environ: Mapping[str, str]) -> Path:
+    """The folder of this user's clusters; made if needed.
+
+    Raises: EmulationError where it belongs to someone else or is open to others, who could then name processes to end.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and _owner(Path(runtime)) == os.geteuid():
+        root = Path(runtime) / "bigbatch-emulate"
+    else:
+        root = Path(tempfile.gettempdir()) / f"bigbatch-emulate-{os.geteuid()}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise EmulationError(f"{root} cannot be made a folder: {error.strerror}; move it away") from error
+    facts = root.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise EmulationError(f"{root} is not a folder of this user alone; move it away, or chmod 700 what is yours")
+    return root
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.lstat().st_uid
+    except OSError:
+        return None
+
+
+def save(folder: Path, cluster: Cluster) -> None:
+    """Write the cluster down, in one piece."""
+    aside = folder / "cluster.json.new"
+    aside.write_text(json.dumps(asdict(cluster)))
+    aside.rename(folder / "cluster.json")
+
+
+def load(folder: Path) -> Cluster | None:
+    """What was written down; None where nothing readable was."""
+    try:
+        facts = json.loads((folder / "cluster.json").read_text())
+        plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
+        return Cluster(ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def start_ticks(pid: int | str) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone or only waits to be buried."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_alive(cluster: Cluster) -> bool:
+    """The keeper runs."""
+    return start_ticks(cluster.keeper) == cluster.start_ticks

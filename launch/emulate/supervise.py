@@ -1,0 +1,103 @@
+"""Run the processes of a job together: one that fails ends all, Ctrl-C asks them to stop, nothing outlives them."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.local import STOP_SIGNALS
+from bigbatch.trainer.errors import ConfigError
+
+GRACE_SECONDS = 5.0
+"""How long the others may take to end by SIGTERM after one has failed."""
+
+
+def run_together(
+    starts: Sequence[Start],
+    *,
+    environ: Mapping[str, str],
+    enter: Callable[[int], None],
+    asks_to_stop: signal.Signals,
+) -> int:
+    """Start all and wait; 0 where all ended well, else the code of the first that failed, 128 + signal.
+
+    enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only
+    this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL.
+    Raises: ConfigError when a program is not installed.
+    """
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    asked = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            with suppress(OSError):  # the terminal may be gone
+                print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
+        _send(running, (asks_to_stop, signal.SIGTERM, signal.SIGKILL)[min(asked, 3) - 1])
+
+    with _handling(pass_on):
+        try:
+            for start in starts:
+                process = _start(start, environ=environ, enter=enter)
+                running[os.pidfd_open(process.pid)] = process
+            return _wait(running)
+        finally:
+            _send(running, signal.SIGKILL)
+            for pidfd, process in running.items():
+                process.wait()
+                os.close(pidfd)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+    previous = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def _start(start: Start, *, environ: Mapping[str, str], enter: Callable[[int], None]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            start.argv,
+            env=dict(environ) | dict(start.variables),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: enter(start.node),
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{start.argv[0]} is not installed: pip install 'bigbatch[mpi]', or use --launcher torchrun"
+        ) from error
+
+
+def _wait(running: dict[int, subprocess.Popen[bytes]]) -> int:
+    """Until all have ended; they leave running one by one, those that were told to end, too."""
+    failed: int | None = None
+    while running:
+        ended = select.select(list(running), (), (), GRACE_SECONDS if failed is not None else None)[0]
+        if not ended:
+            _send(running, signal.SIGKILL)
+        for pidfd in ended:
+            process = running.pop(pidfd)
+            os.close(pidfd)
+            code = process.wait()
+            if code != 0 and failed is None:
+                failed = code if code > 0 else 128 - code
+                _send(running, signal.SIGTERM)
+    return failed or 0
+
+
+def _send(running: Mapping[int, subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in tuple(running.values()):
+        process.send_signal(number)

@@ -1,0 +1,77 @@
+"""Emulated clusters for tests, with a state folder of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.launch.emulate.plan import make_plan
+from bigbatch.launch.emulate.state import Cluster, state_root
+
+PROBE = str(Path(__file__).with_name("probe.py"))
+Emulate = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_folder() -> Iterator[Path]:
+    """Where these tests keep their clusters; a short path, as sockets will lie in it. Skips where none can be built."""
+    folder = Path(tempfile.mkdtemp(prefix="bb"))
+    os.environ["XDG_RUNTIME_DIR"] = str(folder)
+    root = state_root(os.environ)
+    try:
+        clusters.up(
+            make_plan(name="can-we", nodes=2, ranks_per_node="1", link="1mbit", delay="0"),
+            root=root,
+            environ=os.environ,
+        )
+    except EmulationError as error:
+        shutil.rmtree(folder)
+        pytest.skip(str(error))
+    clusters.down("can-we", root=root)
+    yield folder
+    for name in clusters.names(root):
+        clusters.down(name, root=root)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def emulate() -> Emulate:
+    """`bigbatch launch emulate`, as typed."""
+
+    def run(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        argv = [sys.executable, "-m", "bigbatch", "launch", "emulate", *words]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=os.environ | variables)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def uneven(runtime_folder: Path) -> Iterator[Cluster]:
+    """Nodes with 3, 2, 2 and 1 ranks at 200 Mbit/s."""
+    yield from _built("uneven", "3,2,2,1", "200mbit", "0")
+
+
+@pytest.fixture(scope="module")
+def even(runtime_folder: Path) -> Iterator[Cluster]:
+    """Four nodes with two ranks at 200 Mbit/s."""
+    yield from _built("even", "2,2,2,2", "200mbit", "0")
+
+
+@pytest.fixture(scope="module")
+def distant(runtime_folder: Path) -> Iterator[Cluster]:
+    """Three nodes with one rank at 200 Mbit/s, one millisecond from each other."""
+    yield from _built("distant", "1,1,1", "200mbit", "1ms")
+
+
+def _built(name: str, ranks: str, link: str, delay: str) -> Iterator[Cluster]:
+    root = state_root(os.environ)
+    plan = make_plan(name=name, nodes=None, ranks_per_node=ranks, link=link, delay=delay)
+    yield clusters.up(plan, root=root, environ=os.environ)
+    clusters.down(name, root=root)

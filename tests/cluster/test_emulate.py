@@ -1,0 +1,360 @@
+"""Emulated clusters as they really run here: names, rates, counters, launchers, ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bigbatch import __version__
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.launch.emulate.namespaces import node_fd
+from bigbatch.launch.emulate.plan import place_ranks
+from bigbatch.launch.emulate.state import Cluster, load, state_root
+from tests.cluster.conftest import PROBE, Emulate
+
+ROOT = Path(__file__).resolve().parents[2]
+GOODPUT = 1448 / 1514
+"""What TCP delivers of the rate of an Ethernet with packets of 1500 bytes: without headers."""
+
+NOBODY = 65534
+
+
+def probe(emulate: Emulate, name: str, *words: str, launcher: str = "plain", place: str = "block") -> list[dict]:
+    """Run the probe on all ranks of a cluster; what they said, by rank."""
+    options = ("--name", name, "--launcher", launcher, "--place", place, "--python")
+    last = len(load(state_root(os.environ) / name).plan.ranks_per_node) - 1
+    done = emulate("run", *options, "--", PROBE, *words, LAST_HOST=f"n{last}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda each: each["rank"])
+
+
+# --- nodes and launchers ---
+
+
+@pytest.mark.parametrize("launcher", ["plain", "mpirun", "torchrun"])
+@pytest.mark.parametrize("shape", ["even", "uneven"])
+def test_every_launcher_runs_every_rank_on_its_node(
+    launcher: str, shape: str, emulate: Emulate, request: pytest.FixtureRequest
+) -> None:
+    counts = request.getfixturevalue(shape).plan.ranks_per_node
+    said = probe(emulate, shape, "who", "a b", "$(id)", launcher=launcher)
+    assert [each["rank"] for each in said] == list(range(8))
+    for each, place in zip(said, place_ranks(counts, order="block"), strict=True):
+        assert each["world_size"] == 8
+        assert (each["host"], each["local_rank"]) == (f"n{place.node}", place.local_rank)
+        assert each["local_size"] == counts[place.node]
+        assert each["address"] == f"10.77.0.{place.node + 1}"
+        assert each["interfaces"] == ["eth0", "lo"]
+        assert each["arguments"] == ["a b", "$(id)"]
+
+
+@pytest.mark.parametrize("launcher", ["plain", "mpirun"])
+def test_ranks_are_dealt_out_to_uneven_nodes_in_turn(launcher: str, emulate: Emulate, uneven: Cluster) -> None:
+    said = probe(emulate, "uneven", "who", launcher=launcher, place="cyclic")
+    assert [each["host"] for each in said] == ["n0", "n1", "n2", "n3", "n0", "n1", "n2", "n0"]
+    assert [each["local_rank"] for each in said] == [0, 0, 0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("launcher", "expected"), [("plain", 7), ("mpirun", 7)])
+def test_a_failing_rank_ends_the_job_with_its_code(
+    launcher: str, expected: int, emulate: Emulate, even: Cluster
+) -> None:
+    start = time.monotonic()
+    options = ("--name", "even", "--launcher", launcher, "--python")
+    assert emulate("run", *options, "--", PROBE, "fail", "5", "7").returncode == expected
+    assert time.monotonic() - start < 30
+
+
+def test_a_bigbatch_command_runs_on_every_rank(emulate: Emulate, even: Cluster) -> None:
+    done = emulate("run", "--name", "even", "--launcher", "plain", "--", "--version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"bigbatch {__version__}") == 8
+
+
+# --- links ---
+
+
+def streamed(emulate: Emulate, name: str, num_bytes: int) -> tuple[float, int]:
+    """Mbit/s of one TCP stream from the first node to the last, and bytes that it sent."""
+    said = probe(emulate, name, "stream", str(num_bytes))[0]
+    return said["mbit_per_s"], said["sent_bytes"]
+
+
+@pytest.mark.parametrize("shape", ["even", "distant"])
+def test_a_stream_gets_what_the_link_can_carry(shape: str, emulate: Emulate, request: pytest.FixtureRequest) -> None:
+    """The best of three: other work on this machine may slow a stream down, nothing may make it faster."""
+    request.getfixturevalue(shape)
+    rates = [streamed(emulate, shape, 10_000_000)[0] for _ in range(3)]
+    assert 0.95 * GOODPUT * 200 < max(rates) < 1.01 * GOODPUT * 200, rates
+
+
+def test_links_can_be_given_another_rate(emulate: Emulate, uneven: Cluster) -> None:
+    try:
+        for link, bounds in (("50mbit", (0.9 * 50 * GOODPUT, 1.02 * 50 * GOODPUT)), ("none", (500.0, 1e6))):
+            assert emulate("shape", "--name", "uneven", "--link", link).returncode == 0
+            rate, _ = streamed(emulate, "uneven", 2_000_000 if link == "50mbit" else 50_000_000)
+            assert bounds[0] < rate < bounds[1], link
+    finally:
+        assert emulate("shape", "--name", "uneven", "--link", "200mbit").returncode == 0
+    assert "link 200mbit" in emulate("status").stdout
+
+
+def test_a_shaping_that_fails_is_told(even: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "tc").write_text("#!/bin/sh\necho no such bucket >&2; exit 2\n")
+    (tmp_path / "tc").chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with pytest.raises(EmulationError, match=r"^tc qdisc replace .*: no such bucket$"):
+        clusters.shape(even, rate=10**6, root=state_root(os.environ), environ=environ)
+
+
+def test_the_kernel_counts_the_bytes_of_a_stream(emulate: Emulate, even: Cluster, tmp_path: Path) -> None:
+    """Beside the payload there are headers: 66 bytes for each packet that TCP hands on, the other way only those."""
+    file = tmp_path / "counters.json"
+    options = ("--name", "even", "--launcher", "plain", "--counters", str(file), "--python")
+    done = emulate("run", *options, "--", PROBE, "stream", "8000000", LAST_HOST="n3")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(file.read_text())
+    sent = json.loads(done.stdout)["sent_bytes"]
+    nodes = {each["host"]: each for each in facts["nodes"]}
+    assert sent < nodes["n0"]["sent_bytes"] < sent * 1514 / 1448 * 1.01
+    assert nodes["n3"]["received_bytes"] == pytest.approx(nodes["n0"]["sent_bytes"], rel=0.02)
+    assert nodes["n0"]["received_bytes"] < 0.05 * sent
+    assert nodes["n1"]["sent_bytes"] + nodes["n2"]["sent_bytes"] < 10_000
+    assert (facts["link"], facts["exit_code"]) == ("200mbit", 0)
+    assert f"{nodes['n0']['sent_bytes'] / 1e6:.3f}" in done.stderr
+
+
+def test_a_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: Cluster, distant: Cluster) -> None:
+    near, far = (probe(emulate, name, "round_trips", "200")[0]["us"] for name in ("even", "distant"))
+    added = far[100] - near[100]
+    assert 1900 < added < 2600, (near[100], far[100])
+    assert far[0] > 2000, "nothing is faster than the delay"
+
+
+# --- ends ---
+
+
+def namespaces_of(cluster: Cluster) -> set[int]:
+    """The cluster's networks and its process namespace, as inodes."""
+    nodes = [f"fd/{node_fd(node, 'net')}" for node in range(cluster.plan.num_nodes)]
+    return {os.stat(f"/proc/{cluster.keeper}/{each}").st_ino for each in ("ns/net", "ns/pid", *nodes)}
+
+
+def processes_in(namespaces: set[int]) -> list[int]:
+    """Every process that lives in one of them."""
+    return [pid for pid, found in namespaces_of_all().items() if found & namespaces]
+
+
+def namespaces_of_all() -> dict[int, set[int]]:
+    """Network and process namespaces of every process that lives."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found[int(folder.name)] = {os.stat(folder / "ns" / kind).st_ino for kind in ("net", "pid")}
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def traces() -> dict[str, object]:
+    """What a cluster might leave on a machine, beside its processes, its namespaces and its state."""
+    return {
+        "mounts": sorted(line.split(" - ")[0].split()[4] for line in Path("/proc/self/mountinfo").open()),
+        "devices": sorted(os.listdir("/sys/class/net")),
+        "host": os.uname().nodename,
+        "hosts": Path("/etc/hosts").read_text(),
+    }
+
+
+def start_lingering(
+    name: str, folder: Path, *options: str, count: int, mode: str = "linger"
+) -> "subprocess.Popen[str]":
+    """A job whose ranks stay; returns once all of them are there."""
+    folder.mkdir()
+    argv = ["run", "--name", name, *options, "--python", "--", PROBE, mode, str(folder)]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "bigbatch", "launch", "emulate", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 30
+    while len(list(folder.iterdir())) < count:
+        assert time.monotonic() < deadline
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.02)
+    return job
+
+
+@pytest.mark.parametrize("launcher", ["plain", "mpirun"])
+@pytest.mark.parametrize("victim", ["launcher", "keeper"])
+def test_nothing_is_left_behind_after_kill_9(
+    launcher: str, victim: str, emulate: Emulate, runtime_folder: Path, tmp_path: Path
+) -> None:
+    before = traces()
+    root = state_root(os.environ)
+    assert emulate("up", "--name", "doomed", "--nodes", "3", "--ranks-per-node", "2", "--link", "1gbit").returncode == 0
+    cluster = load(root / "doomed")
+    assert cluster is not None
+    job = start_lingering("doomed", tmp_path / "here", "--launcher", launcher, count=6)
+    namespaces = namespaces_of(cluster)
+    inside = processes_in(namespaces)
+    assert len(inside) >= 1 + 6 * 2, "keeper, ranks and their children"
+    os.kill(job.pid if victim == "launcher" else cluster.keeper, signal.SIGKILL)
+    code = job.wait(timeout=20)
+    if victim == "keeper":
+        assert code == 1
+        assert job.stdout is not None
+        assert "doomed was taken down under the job" in job.stdout.read()
+    else:
+        assert code == -signal.SIGKILL
+        assert set(processes_in(namespaces)) >= set(inside) - {job.pid}, "the job goes on without its launcher"
+    assert emulate("down", "--name", "doomed").stdout == "doomed: removed\n"
+    assert processes_in(namespaces) == []
+    assert not namespaces & {each.stat().st_ino for each in Path("/run/netns").glob("*")}, "kept by a name"
+    assert not (root / "doomed").exists()
+    assert traces() == before
+    assert emulate("down", "--name", "doomed").stdout == "doomed: there is none\n"
+
+
+def test_a_daemon_does_not_outlive_its_job(emulate: Emulate, even: Cluster, tmp_path: Path) -> None:
+    job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
+    assert len(processes_in(namespaces_of(even))) == 1 + 8 * 2
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    assert processes_in(namespaces_of(even)) == [even.keeper]
+
+
+@pytest.mark.parametrize(("launcher", "asked_by"), [("plain", "SIGTERM"), ("mpirun", "SIGUSR1")])
+def test_ctrl_c_reaches_every_node_and_gives_time(
+    launcher: str, asked_by: str, emulate: Emulate, even: Cluster, tmp_path: Path
+) -> None:
+    job = start_lingering("even", tmp_path / "here", "--launcher", launcher, count=8, mode="heed")
+    job.send_signal(signal.SIGINT)
+    said = job.communicate(timeout=20)[0]
+    assert job.returncode == 0, said
+    assert said.count(f'"signal": "{asked_by}"') == 8
+
+
+def test_one_job_at_a_time(emulate: Emulate, even: Cluster, tmp_path: Path) -> None:
+    job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
+    done = emulate("run", "--name", "even", "--launcher", "plain", "--python", "--", PROBE, "who")
+    assert done.returncode == 1
+    assert "a job is running in even" in done.stderr
+    job.kill()
+    job.wait()
+    assert len(probe(emulate, "even", "who")) == 8, "what an abandoned job left is cleared away first"
+
+
+def test_a_process_that_does_not_end_is_told(runtime_folder: Path, tmp_path: Path, emulate: Emulate) -> None:
+    """The kernel keeps dead children of a stopped process, and with them their namespace."""
+    assert emulate("up", "--name", "held", "--nodes", "2").returncode == 0
+    job = start_lingering("held", tmp_path / "here", "--launcher", "plain", count=2)
+    job.send_signal(signal.SIGSTOP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clusters, "END_SECONDS", 0.5)
+        with pytest.raises(EmulationError, match="held does not end"):
+            clusters.down("held", root=state_root(os.environ))
+    job.kill()
+    job.wait()
+    assert emulate("down", "--name", "held").stdout == "held: removed\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_cluster_for_one_job_goes_with_it(number: signal.Signals, tmp_path: Path, emulate: Emulate) -> None:
+    size = ("--ranks-per-node", "1,2", "--link", "100mbit", "--launcher", "plain")
+    job = start_lingering("once", tmp_path / "here", *size, count=3)
+    assert "once: nodes 2, ranks 1,2, link 100mbit, delay 0us" in emulate("status").stdout
+    job.send_signal(number)
+    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    assert "once" not in emulate("status").stdout
+    done = emulate("run", *size, "--python", "--", PROBE, "fail", "2", "9")
+    assert done.returncode == 9
+    assert "run-" not in emulate("status").stdout
+
+
+def test_a_cluster_that_is_up_is_not_built_again(emulate: Emulate, even: Cluster) -> None:
+    for words in (("up",), ("run", "--python", "--", PROBE, "who")):
+        split = words.index("--") if "--" in words else len(words)
+        done = emulate(*words[:split], "--name", "even", "--nodes", "2", *words[split:])
+        assert done.returncode == 1
+        assert "even is up: bigbatch launch emulate down --name even" in done.stderr
+    assert "even: nodes 4" in emulate("status").stdout, "and is not removed by who could not have it"
+
+
+# --- who may ---
+
+
+def test_without_namespaces_one_line_says_what_is_needed(runtime_folder: Path) -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs util-linux's unshare")
+    line = 'echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"'
+    command = [sys.executable, "-m", "bigbatch", "launch", "emulate", "up", "--name", "denied", "--nodes", "2"]
+    done = subprocess.run(
+        [unshare, "--user", "--map-root-user", "sh", "-c", line, "sh", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "unshare: No space left on device" in done.stderr
+    assert "user.max_user_namespaces" in done.stderr
+    assert not (state_root(os.environ) / "denied").exists()
+
+
+@pytest.fixture
+def nobodys_python(tmp_path: Path) -> list[str]:
+    """A Python that an unprivileged user may run, with bigbatch in it."""
+    if os.geteuid() != 0:
+        pytest.skip("all of these tests run as an unprivileged user already")
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import bigbatch.launch.command"
+    for python in (sys.executable, "/usr/bin/python3"):
+        with suppress(OSError):
+            if subprocess.run([python, "-c", script], capture_output=True, cwd="/", **as_nobody()).returncode == 0:
+                return [python, "-m", "bigbatch"]
+    pytest.skip("no Python and bigbatch here that an unprivileged user may read")
+
+
+def as_nobody() -> dict[str, int | list[int]]:
+    return {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+
+
+def test_an_unprivileged_user_has_clusters_too(nobodys_python: list[str], runtime_folder: Path) -> None:
+    folder = runtime_folder.parent / f"{runtime_folder.name}-nobody"
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    environ = os.environ | {"XDG_RUNTIME_DIR": str(folder), "PYTHONPATH": str(ROOT), "HOME": str(folder)}
+
+    def run(*words: str) -> str:
+        argv = [*nobodys_python, "launch", "emulate", *words]
+        done = subprocess.run(
+            argv, capture_output=True, text=True, env=environ | {"LAST_HOST": "n1"}, cwd="/", timeout=60, **as_nobody()
+        )
+        if "user.max_user_namespaces" in done.stderr:
+            pytest.skip(f"as user {NOBODY}: {done.stderr}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    job = ("run", "--launcher", "plain", "--python", "--", PROBE)
+    try:
+        run("up", "--ranks-per-node", "2,1", "--link", "200mbit", "--delay", "1ms")
+        said = [json.loads(line) for line in run(*job, "who").splitlines()]
+        assert sorted(each["host"] for each in said) == ["n0", "n0", "n1"]
+        assert 0.8 < json.loads(run(*job, "stream", "10000000"))["mbit_per_s"] / (200 * GOODPUT) < 1.01
+        run("shape", "--link", "50mbit")
+        assert 0.8 < json.loads(run(*job, "stream", "2000000"))["mbit_per_s"] / (50 * GOODPUT) < 1.02
+        assert run("down") == "box: removed\n"
+        assert list(folder.rglob("*")) == [folder / "bigbatch-emulate"]
+    finally:
+        subprocess.run([*nobodys_python, "launch", "emulate", "down", "--all"], env=environ, cwd="/", **as_nobody())
+        shutil.rmtree(folder)
