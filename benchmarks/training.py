@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
+from bigbatch.comm.conditions import source_commit
 from bigbatch.trainer.rundir import RunDir, read_records
-from bigbatch.trainer.train import device_name, source_commit
+from bigbatch.trainer.train import device_name
 
 
 def main() -> None:
@@ -109,7 +110,7 @@ def conditions(options: argparse.Namespace) -> dict[str, object]:
     """What another person needs to repeat it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "commit": source_commit(),
+        "commit": source_commit() or "unknown",
         "device": device_name(device),
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
         "python": platform.python_version(),

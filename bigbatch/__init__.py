@@ -9,13 +9,17 @@ _HOMES = {
     "LARS": "bigbatch.trainer.optim.lars",
     "param_groups": "bigbatch.trainer.optim.param_groups",
     "GradientReducer": "bigbatch.comm.reducer",
+    "DistributedOptimizer": "bigbatch.comm.distributed_optimizer",
+    "ddp_comm_hook": "bigbatch.comm.ddp_hook",
     "connect": "bigbatch.comm.communicator",
 }
 
-__all__ = ["LARS", "GradientReducer", "connect", "param_groups"]
+__all__ = ["LARS", "DistributedOptimizer", "GradientReducer", "connect", "ddp_comm_hook", "param_groups"]
 
 if TYPE_CHECKING:
     from bigbatch.comm.communicator import connect
+    from bigbatch.comm.ddp_hook import ddp_comm_hook
+    from bigbatch.comm.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.reducer import GradientReducer
     from bigbatch.trainer.optim.lars import LARS
     from bigbatch.trainer.optim.param_groups import param_groups

@@ -12,7 +12,8 @@ from bigbatch.errors import UserError
 COMMANDS = {
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
     "evaluate": ("bigbatch.trainer.evaluate", "accuracy of a run's checkpoint on the validation pictures"),
-    "launch": ("bigbatch.launch.command", "start a command on several ranks: mpirun, torchrun"),
+    "launch": ("bigbatch.launch.command", "start a command on several ranks: mpirun, torchrun, emulated nodes"),
+    "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
     "data": ("bigbatch.trainer.data.command", "generate the embedded data set"),
 }
 

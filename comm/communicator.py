@@ -1,17 +1,29 @@
 """The ranks of a job, connected: transport, topology and the chosen all-reduce."""
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms import AllReduce, make_allreduce
+from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, CommError, InFlight
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.environ import ProcessEnv, read_process_env
+from bigbatch.comm.control import Control
+from bigbatch.comm.environ import MPI_LAUNCHERS, ProcessEnv, read_process_env
+from bigbatch.comm.host_staging import HostStaging
+from bigbatch.comm.hybrid import HybridTable
+from bigbatch.comm.node_memory import NodeMemory, process_space
+from bigbatch.comm.stall import StallInspector
+from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.comm.topology import Topology, make_topology
 
-BACKENDS = ("auto", "nccl", "gloo", "mpi")
+BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
+MOST_TRACED_RANKS = 64
+"""A trace of more ranks is too long to look at."""
+WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -19,46 +31,167 @@ class Communicator:
     """What one rank needs to sum tensors with the others."""
 
     env: ProcessEnv
+    control: Control
     backend: Backend
     topology: Topology
+    memory: NodeMemory | None
+    """What ranks of a node share, for transports of host tensors; None for those of GPU tensors."""
+    staging: HostStaging | None
+    """For GPU tensors over a transport of host tensors."""
     algorithm: str
     all_reduce_: AllReduce
+    wire: Wire
+    table: HybridTable | None
     device: torch.device
     """Where the tensors to sum must be."""
+    timeline: Timeline
+    inspector: StallInspector | None = None
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.backend.rank
+        return self.env.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.backend.world_size
+        return self.env.world_size
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """What can run here, but for hybrid, which needs a table."""
+        names = tuple(name for name in ALGORITHMS if name != "hybrid")
+        return names if self.backend.capabilities.has_messages else ("native",)
+
+    def with_algorithm(
+        self, algorithm: str, *, wire: Wire | None = None, table: HybridTable | None = None
+    ) -> "Communicator":
+        """The same ranks with another all-reduce, or another precision between them. Collective.
+
+        Raises: ValueError for one that cannot run here.
+        """
+        wire = wire or self.wire
+        if algorithm in ALGORITHMS and algorithm not in (*self.algorithms, "hybrid"):
+            raise ValueError(
+                f"algorithm {algorithm!r} is made of messages between ranks, which {self.backend.name} has not: "
+                f"use {' or '.join(self.algorithms)}, or another backend"
+            )
+        all_reduce_ = make_allreduce(
+            algorithm,
+            backend=self.backend,
+            topology=self.topology,
+            memory=self.memory,
+            wire=wire,
+            table=table or self.table,
+        )
+        return replace(self, algorithm=algorithm, wire=wire, table=table or self.table, all_reduce_=all_reduce_)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros that can be summed without copies. Collective."""
+        if self.memory is None or self.staging is not None:
+            return torch.zeros(num_elements, dtype=dtype, device=self.device)
+        return self.memory.allocate(num_elements, dtype)
+
+    def release(self, tensor_N: Tensor) -> None:
+        """Give back what allocate() gave, on all ranks alike; use it no more."""
+        if self.memory is not None and self.staging is None:
+            self.memory.release(tensor_N)
 
     def start(self, tensor_N: Tensor, *, label: str) -> InFlight:
-        """Start summing a flat tensor over all ranks, in place. Collective."""
-        return self.backend.submit(lambda: self.all_reduce_(tensor_N), label=label)
+        """Start summing a flat tensor over all ranks, in place. Collective.
+
+        A host tensor that is not from allocate() is copied there and back.
+        Raises: ValueError for a tensor on another device, not flat, or of a dtype that the backend cannot sum.
+        """
+        self._require_summable(tensor_N)
+        operation = self._sum_of(tensor_N)
+        if self.timeline.is_active:
+            operation = self._recorded(operation, tensor_N, label=label)
+        return self.backend.submit(operation, label=label)
+
+    def _recorded(self, operation: Callable[[], None], tensor_N: Tensor, *, label: str) -> Callable[[], None]:
+        self.timeline.mark(label, row="buffers ready")
+        wire = str(self.wire.of(tensor_N)).removeprefix("torch.")
+
+        def recorded() -> None:
+            facts = {"algorithm": self.algorithm_for(tensor_N), "bytes": tensor_N.nbytes, "wire": wire}
+            with self.timeline.span(label, row="all-reduce", **facts):
+                operation()
+
+        return recorded
+
+    def algorithm_for(self, tensor_N: Tensor) -> str:
+        """Which algorithm sums this tensor: hybrid's choice, else the one and only."""
+        return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
+
+    def _require_summable(self, tensor_N: Tensor) -> None:
+        if tensor_N.device != self.device:
+            raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {self.device}")
+        if tensor_N.dtype not in self.backend.capabilities.dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.backend.capabilities.dtypes)
+            raise ValueError(f"{self.backend.name} cannot sum {tensor_N.dtype}; it sums {names}")
+        if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
+            raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
+
+    def _sum_of(self, tensor_N: Tensor) -> Callable[[], None]:
+        if not tensor_N.numel():
+            return lambda: None
+        if self.memory is None or self.memory.views(tensor_N) is not None:
+            return lambda: self.all_reduce_(tensor_N)
+        scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype)
+        if self.staging is not None:
+            return self._by_way_of_host(tensor_N, scratch_N, self.staging)
+
+        def by_way_of_scratch() -> None:
+            scratch_N.copy_(tensor_N)
+            self.all_reduce_(scratch_N)
+            tensor_N.copy_(scratch_N)
+
+        return by_way_of_scratch
+
+    def _by_way_of_host(self, tensor_N: Tensor, scratch_N: Tensor, staging: HostStaging) -> Callable[[], None]:
+        staging.pin(scratch_N)
+        ready = torch.cuda.Event()
+        ready.record()
+
+        def by_way_of_host() -> None:
+            staging.fetch(scratch_N, tensor_N, ready=ready)
+            self.all_reduce_(scratch_N)
+            staging.bring_back(tensor_N, scratch_N)
+
+        return by_way_of_host
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
         """Sum a flat tensor over all ranks, in place, and wait for it. Collective."""
         self.start(tensor_N, label=label).wait()
         return tensor_N
 
+    def gather_text(self, text: str) -> list[str]:
+        """A short text of every rank, in rank order. Collective."""
+        return self.control.gather_text(text)
+
     def agree(self, what: str, text: str) -> None:
         """Make sure that all ranks hold the same text. Collective. Raises: CommError naming the odd rank."""
-        texts = self.backend.all_gather_text(text)
-        odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
+        digests = self.gather_text(hashlib.sha256(text.encode()).hexdigest())
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
+            texts = self.gather_text(text)
             raise CommError(
                 f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; "
                 "start all ranks from the same files with the same command"
             )
 
+    def gather_trace(self) -> str:
+        """What the timelines of the first ranks recorded since the last time, as one trace. Collective."""
+        mine = self.timeline.take(rank=self.rank, host=self.env.host)
+        return merge(self.gather_text(mine if self.rank < MOST_TRACED_RANKS else ""))
+
     def close(self) -> None:
         """End communication; after a run that went well. Collective."""
+        if self.inspector is not None:
+            self.inspector.close()
         self.backend.close()
-        uses_mpi = self.backend.name == "mpi" or self.env.master is None
+        uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
@@ -72,9 +205,6 @@ class Communicator:
         )
 
 
-MPI_LAUNCHERS = ("openmpi", "mpich")
-
-
 def first_difference(ours: str, theirs: str) -> str:
     """The first line in which two texts differ, side by side."""
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
@@ -82,12 +212,12 @@ def first_difference(ours: str, theirs: str) -> str:
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """This rank's GPU where the host has one for it, else the CPU. gloo and mpi keep to the CPU.
+    """This rank's GPU where the host has one for it, else the CPU. gloo and horovod keep to the CPU.
 
-    Raises: CommError for nccl without enough GPUs.
+    Raises: CommError for nccl without a GPU, and where a host has some, but fewer than ranks.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend in ("gloo", "mpi") or (backend == "auto" and num_gpus == 0):
+    if backend in ("gloo", "horovod") or (backend != "nccl" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus < env.local_size:
         raise CommError(
@@ -105,47 +235,103 @@ def connect(
     backend: str = "auto",
     algorithm: str = "native",
     group_size: int | None = None,
+    wire_dtype: str | None = None,
+    predivide: float = 1.0,
+    table: HybridTable | None = None,
+    interface: str | None = None,
     timeout_seconds: float = 60.0,
+    warn_seconds: float = 10.0,
     env: ProcessEnv | None = None,
     device: torch.device | None = None,
 ) -> Communicator:
     """Meet the other ranks of this job, whatever started them (mpirun, srun, torchrun, nothing). Collective.
 
-    backend "auto" is NCCL where every rank has a GPU and gloo otherwise; algorithm is one of
-    bigbatch.comm.algorithms.ALGORITHMS; group_size cuts hosts into smaller node groups.
+    backend "auto" is NCCL where every rank has a GPU and tcp otherwise; tcp and mpi sum the tensors of GPUs by way of
+    pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
+    bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table; group_size cuts hosts into smaller node groups;
+    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
+    interface names the network interface of hosts that have several. After warn_seconds in one sum late ranks are
+    named; after timeout_seconds the wait ends in an error.
     Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
     Raises: CommError where the ranks cannot meet; ValueError for an unknown or impossible choice.
     """
     env = env or read_process_env()
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    wire = make_wire(wire_dtype, predivide)
     device = device or choose_device(env, backend=backend)
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    if (backend == "nccl") != (device.type == "cuda"):
+        backend = "nccl" if device.type == "cuda" else "tcp"
+    if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"), ("horovod", "cuda")):
         raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and mpi for CPUs"
+            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and horovod for CPUs, "
+            "tcp and mpi for both"
         )
-    env, transport = _connect(env, backend, device=device, timeout_seconds=timeout_seconds)
-    topology = make_topology(transport.all_gather_text(env.host), rank=env.rank, group_size=group_size)
-    all_reduce_ = make_allreduce(algorithm, backend=transport, topology=topology)
-    return Communicator(env, transport, topology, algorithm, all_reduce_, device)
+    control = Control(env, timeout_seconds=timeout_seconds, interface=interface)
+    control.library = backend
+    hosts = control.gather_text(f"{env.host} {process_space()}", what="meeting of all ranks")
+    topology = make_topology(hosts, rank=env.rank, group_size=group_size)
+    transport = _connect(env, control, backend, device=device, interface=interface)
+    _require_wire(wire, transport)
+    is_native = device.type in transport.capabilities.device_types
+    is_of_host = not is_native or device.type == "cpu"
+    memory = NodeMemory(topology, control) if is_of_host and transport.capabilities.has_messages else None
+    inspector = (
+        StallInspector(control, transport.oldest, warn_seconds=warn_seconds, ends_job=backend == "nccl")
+        if env.world_size > 1
+        else None
+    )
+    met = Communicator(
+        env=env,
+        control=control,
+        backend=transport,
+        topology=topology,
+        memory=memory,
+        staging=None if is_native else HostStaging(device),
+        algorithm="",
+        all_reduce_=lambda tensor_N: None,
+        wire=wire,
+        table=table,
+        device=device,
+        timeline=Timeline(device),
+        inspector=inspector,
+    )
+    return met.with_algorithm(algorithm, table=table)
+
+
+def _require_wire(wire: Wire, transport: Backend) -> None:
+    if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
+        name = str(wire.dtype).removeprefix("torch.")
+        raise ValueError(f"{transport.name} cannot sum {name}: choose another wire_dtype, or another backend")
+
+
+def make_wire(wire_dtype: str | None, predivide: float = 1.0) -> Wire:
+    """The precision between ranks by name. Raises: ValueError for an unknown name, or a factor that is not positive."""
+    if wire_dtype not in WIRE_DTYPES:
+        known = ", ".join(str(name) for name in WIRE_DTYPES if name)
+        raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")
+    if not 0 < predivide < float("inf"):
+        raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
+    return Wire(WIRE_DTYPES[wire_dtype], predivide)
 
 
 def _connect(
-    env: ProcessEnv, backend: str, *, device: torch.device, timeout_seconds: float
-) -> tuple[ProcessEnv, Backend]:
+    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None
+) -> Backend:
     if env.world_size == 1:
-        return env, SingleBackend()
+        return SingleBackend()
+    if backend == "tcp":
+        from bigbatch.comm.backends.tcp import TcpBackend
+
+        return TcpBackend(env, control, interface=interface)
     if backend == "mpi":
         from bigbatch.comm.backends.mpi import MpiBackend
 
-        return env, MpiBackend(env, timeout_seconds=timeout_seconds)
+        return MpiBackend(env, control)
+    if backend == "horovod":
+        from bigbatch.comm.backends.horovod import HorovodBackend
+
+        return HorovodBackend(env, control, device=device)
     from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 
-    met = env
-    if env.master is None and env.launcher in MPI_LAUNCHERS:
-        from bigbatch.comm.backends.mpi import meet_by_mpi
-
-        met = replace(env, master=meet_by_mpi(env))
-    return env, TorchDistributedBackend(met, library=backend, device=device, timeout_seconds=timeout_seconds)
+    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface)

@@ -27,6 +27,9 @@ LAUNCHER_VARIABLES = {
 Of Slurm's variables only those of the step count: an interactive shell of eight tasks is one process.
 """
 
+MPI_LAUNCHERS = ("openmpi", "mpich")
+"""Those whose ranks can talk by MPI before anything else."""
+
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
@@ -110,12 +113,17 @@ def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
     return shutil.get_terminal_size().columns
 
 
-def prefer_loopback() -> None:
-    """Keep gloo on the loopback interface: for jobs on one host, where no one else needs to connect.
+def prefer_interface(name: str | None, *, is_one_host: bool) -> None:
+    """Tell gloo and NCCL which network interface to use; without a name, gloo on one host keeps to loopback.
 
-    A user's own GLOO_SOCKET_IFNAME wins. Also needed where the host's own name does not resolve.
+    A user's own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME wins. Loopback is also needed where the host's own name
+    does not resolve.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    elif is_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
 
 
 def _launcher(variables: Mapping[str, str]) -> str | None:

@@ -51,27 +51,54 @@ class FusionPlan:
         return "\n".join(f"buffer {i}: {buffer}" for i, buffer in enumerate(self.buffers))
 
 
-def plan_fusion(tensors: Sequence[TensorSpec], *, threshold_bytes: int, buffer_bytes: int) -> FusionPlan:
+def plan_fusion(
+    tensors: Sequence[TensorSpec], *, threshold_bytes: int, buffer_bytes: int, first_buffer_bytes: int | None = None
+) -> FusionPlan:
     """Group gradients, given in the order in which they become ready, into buffers.
 
     A gradient larger than threshold_bytes or buffer_bytes goes alone; the others share buffers of one dtype
-    and at most buffer_bytes. Buffers are ordered by the moment their last gradient is ready.
+    and at most buffer_bytes, the first shared one at most first_buffer_bytes (None: as large as the others): a
+    small first buffer lets communication start early. Buffers are ordered by the moment their last gradient is
+    ready.
     Raises: ValueError for a size that is not positive.
-    Source: Jia et al. 2018, tensor fusion with a size threshold.
+    Source: Jia et al. 2018, tensor fusion with a size threshold; a small first bucket: PyTorch's
+    DistributedDataParallel.
     """
-    for name, value in (("threshold_bytes", threshold_bytes), ("buffer_bytes", buffer_bytes)):
+    first_bytes = buffer_bytes if first_buffer_bytes is None else first_buffer_bytes
+    for name, value in (
+        ("threshold_bytes", threshold_bytes),
+        ("buffer_bytes", buffer_bytes),
+        ("first_buffer_bytes", first_bytes),
+    ):
         if value < 1:
             raise ValueError(f"{name}={value} must be a positive number of bytes")
-    done: list[tuple[int, list[TensorSpec]]] = []
-    filling: dict[str, tuple[int, list[TensorSpec]]] = {}
+    done: list[_Filling] = []
+    filling: dict[str, _Filling] = {}
+    limit_bytes = min(first_bytes, buffer_bytes)
     for position, tensor in enumerate(tensors):
         if tensor.num_bytes > threshold_bytes:
-            done.append((position, [tensor]))
+            done.append(_Filling(position, [tensor], tensor.num_bytes))
             continue
-        _, members = filling.get(tensor.dtype, (0, []))
-        if members and sum(t.num_bytes for t in members) + tensor.num_bytes > buffer_bytes:
-            done.append(filling[tensor.dtype])
-            members = []
-        filling[tensor.dtype] = (position, [*members, tensor])
+        buffer = filling.get(tensor.dtype)
+        if buffer and buffer.num_bytes + tensor.num_bytes > limit_bytes:
+            done.append(buffer)
+            buffer, limit_bytes = None, buffer_bytes
+        if buffer is None:
+            buffer = filling[tensor.dtype] = _Filling(position, [], 0)
+        buffer.add(position, tensor)
     done += filling.values()
-    return FusionPlan(tuple(BufferPlan(tuple(members)) for _, members in sorted(done, key=lambda d: d[0])))
+    return FusionPlan(tuple(BufferPlan(tuple(each.members)) for each in sorted(done, key=lambda d: d.position)))
+
+
+@dataclass
+class _Filling:
+    """A buffer in the making; position is that of its last gradient."""
+
+    position: int
+    members: list[TensorSpec]
+    num_bytes: int
+
+    def add(self, position: int, tensor: TensorSpec) -> None:
+        self.position = position
+        self.members.append(tensor)
+        self.num_bytes += tensor.num_bytes

@@ -2,8 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +26,15 @@ class GradientReducer:
         loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
+    threshold_bytes, buffer_bytes and first_buffer_bytes are plan_fusion's. The order in which gradients become ready
+    is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
+    whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does.
+    A parameter without a gradient counts as zero; unused="error" makes wait() refuse it.
     All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
     ready for the next one.
-    Raises: ValueError for two parameters of one name, or one on another device than the communicator's;
-    RuntimeError from a backward that adds to a gradient already on its way.
+    Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or nothing
+    to reduce; CommError where ranks have different parameters; RuntimeError from a backward that adds to a gradient
+    already on its way.
     """
 
     def __init__(
@@ -37,41 +44,61 @@ class GradientReducer:
         *,
         threshold_bytes: int = 4_000_000,
         buffer_bytes: int = 25_000_000,
+        first_buffer_bytes: int | None = None,
+        learn_order: bool = True,
+        unused: Literal["zero", "error"] = "zero",
     ) -> None:
         self._communicator = communicator
         self._parameters = _by_name(named_parameters)
         _require_device(self._parameters, communicator.device)
-        self.plan = self._make_plan(threshold_bytes, buffer_bytes)
+        self._plan_fusion = partial(
+            plan_fusion,
+            threshold_bytes=threshold_bytes,
+            buffer_bytes=buffer_bytes,
+            first_buffer_bytes=first_buffer_bytes,
+        )
+        self._unused = unused
+        communicator.agree("the parameters to reduce", describe(self._parameters))
         self.is_active = True
         self.exposed = ExposedTime()
-        self.buffers = [self._allocate(buffer) for buffer in self.plan.buffers]
-        self._views = {
-            name: view
-            for buffer, buffer_N in zip(self.plan.buffers, self.buffers, strict=True)
-            for name, view in self._gradient_views(buffer, buffer_N)
-        }
+        self._learned: list[str] | None = [] if learn_order else None
         self._waiting: list[InFlight] = []
         self._extra: list[InFlight] = []
         self._missing: list[set[str]] = []
-        self._point_gradients_at_buffers()
+        self.plan = self._make_plan(list(reversed(self._parameters)))  # backward finishes the last layer first
+        self.buffers: list[Tensor] = []
+        self._views: dict[str, Tensor] = {}
+        self._buffer_of: dict[str, int] = {}
+        self._lay_out(self.plan)
         self._start_over()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name, index))
-            for index, buffer in enumerate(self.plan.buffers)
-            for name, parameter in ((t.name, self._parameters[t.name]) for t in buffer.tensors)
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+            for name, parameter in self._parameters.items()
         ]
 
-    def _make_plan(self, threshold_bytes: int, buffer_bytes: int) -> FusionPlan:
-        specs = [
-            TensorSpec(name, p.numel(), p.element_size(), str(p.dtype).removeprefix("torch."))
-            for name, p in self._parameters.items()
-        ]
-        specs.reverse()  # backward finishes the last layer first
-        return plan_fusion(specs, threshold_bytes=threshold_bytes, buffer_bytes=buffer_bytes)
+    def _make_plan(self, order: Sequence[str]) -> FusionPlan:
+        return self._plan_fusion([tensor_spec(name, self._parameters[name]) for name in order])
+
+    def _lay_out(self, plan: FusionPlan) -> None:
+        """Give each gradient its place in the buffers of a plan, and its value with it."""
+        former = self.buffers
+        self.plan = plan
+        self.buffers = [self._allocate(buffer) for buffer in plan.buffers]
+        self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
+        self._views = {
+            name: view
+            for buffer, buffer_N in zip(plan.buffers, self.buffers, strict=True)
+            for name, view in self._gradient_views(buffer, buffer_N)
+        }
+        for name, parameter in self._parameters.items():
+            if former and parameter.grad is not None:
+                self._views[name].copy_(parameter.grad)
+            parameter.grad = self._views[name]
+        for buffer_N in former:
+            self._communicator.release(buffer_N)
 
     def _allocate(self, buffer: BufferPlan) -> Tensor:
-        first = self._parameters[buffer.tensors[0].name]
-        return torch.zeros(buffer.num_elements, dtype=first.dtype, device=first.device)
+        return self._communicator.allocate(buffer.num_elements, self._parameters[buffer.tensors[0].name].dtype)
 
     def _gradient_views(self, buffer: BufferPlan, buffer_N: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Each gradient as a view with its parameter's own strides (channels-last weights stay so).
@@ -84,16 +111,13 @@ class GradientReducer:
             yield tensor.name, buffer_N.as_strided(p.size(), torch.empty_like(p, device="meta").stride(), offset)
             offset += tensor.num_elements
 
-    def _point_gradients_at_buffers(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.grad = self._views[name]
-
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
         self._waiting = []
         self._extra = []
 
-    def _on_gradient(self, name: str, index: int, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        index = self._buffer_of[name]
         if index < len(self._waiting):
             raise RuntimeError(
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
@@ -102,6 +126,9 @@ class GradientReducer:
         self._bring_home(name)
         if not self.is_active:
             return
+        self._communicator.timeline.mark(name)
+        if self._learned is not None:
+            self._learned.append(name)
         self._missing[index].discard(name)
         while len(self._waiting) < len(self.buffers) and not self._missing[len(self._waiting)]:
             self._start_next()
@@ -131,14 +158,37 @@ class GradientReducer:
     def wait(self) -> None:
         """Return when every gradient is the sum over all ranks.
 
-        Raises: PeerLostError naming the buffer and the missing ranks.
+        Raises: PeerLostError naming the buffer and the missing ranks; RuntimeError for unused parameters that are
+        to be refused.
         """
+        if self._unused == "error":
+            self._refuse_unused()
         while len(self._waiting) < len(self.buffers):
             self._start_next()
         with self.exposed.measure(self.buffers):
             for work in (*self._extra, *self._waiting):
                 work.wait()
         self._start_over()
+        if self._learned is not None:
+            self._apply_order(self._learned)
+            self._learned = None
+
+    def _refuse_unused(self) -> None:
+        unused = [name for missing in self._missing[len(self._waiting) :] for name in missing]
+        if unused:
+            raise RuntimeError(
+                f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
+                'requires_grad_(False), or pass unused="zero" to count it as zero'
+            )
+
+    def _apply_order(self, learned: Sequence[str]) -> None:
+        """Lay the buffers out anew in the order in which rank 0's gradients became ready. Collective."""
+        unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
+        order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
+        plan = self._make_plan(order)
+        if plan != self.plan:
+            self._lay_out(plan)
+            self._start_over()
 
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer."""
@@ -151,12 +201,25 @@ class GradientReducer:
             hook.remove()
 
 
+def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
+    """What fusion needs to know of a gradient."""
+    return TensorSpec(name, parameter.numel(), parameter.element_size(), str(parameter.dtype).removeprefix("torch."))
+
+
+def describe(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Names, shapes and dtypes of parameters, a line each, in their order."""
+    return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+
+
 def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in named_parameters:
         if parameters.setdefault(name, parameter) is not parameter:
             raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
-    return {name: p for name, p in parameters.items() if p.requires_grad}
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not trained:
+        raise ValueError("there is no parameter to reduce: every one is frozen, or the iterator was used up")
+    return trained
 
 
 def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
@@ -178,9 +241,12 @@ class ExposedTime:
         self._seconds = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def measure(self, buffers: list[Tensor]) -> "_Measured":
+    def measure(self, buffers: list[Tensor]) -> AbstractContextManager[None]:
         """Time a block that waits for these buffers."""
-        return _Measured(self, on_gpu=bool(buffers) and buffers[0].is_cuda)
+        on_gpu = bool(buffers) and buffers[0].is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return nullcontext()  # a replay records no times
+        return _Measured(self, on_gpu=on_gpu)
 
     def add(self, seconds: float) -> None:
         """Count host seconds."""

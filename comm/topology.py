@@ -41,20 +41,9 @@ class Topology:
         return tuple(group[0] for group in self.groups)
 
     @property
-    def is_even(self) -> bool:
-        """Every node group has the same number of ranks."""
-        return len({len(group) for group in self.groups}) == 1
-
-    @property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks with equal place in their node group: the rings of the sharded form. Needs even groups."""
-        if not self.is_even:
-            sizes = ", ".join(str(len(group)) for group in self.groups)
-            raise ValueError(
-                f"node groups of {sizes} ranks have no equal columns; use algorithm 'hierarchical', or a "
-                "group_size that divides every node"
-            )
-        return tuple(zip(*self.groups, strict=True))
+    def smallest_node(self) -> int:
+        """Ranks in the smallest node group: how many shards the sharded form can have."""
+        return min(len(group) for group in self.groups)
 
     @property
     def ring(self) -> tuple[int, ...]:

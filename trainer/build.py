@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator, choose_device, connect
+from bigbatch.comm.conditions import gather_conditions
 from bigbatch.comm.environ import ProcessEnv
-from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.hybrid import HybridTable
+from bigbatch.comm.reducer import GradientReducer, tensor_spec
+from bigbatch.comm.tuned import read_tuned
+from bigbatch.errors import UserError
 from bigbatch.trainer.config import BatchConfig, Config, accumulation_steps
 from bigbatch.trainer.config_file import dump_config
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
@@ -54,17 +58,31 @@ def join_job(config: Config, env: ProcessEnv) -> Communicator:
     try:
         communicator = connect(
             backend=config.comm.backend,
-            algorithm=config.comm.algorithm,
             group_size=config.comm.group_size,
+            wire_dtype=config.comm.wire_dtype,
+            predivide=config.comm.predivide,
+            interface=config.comm.interface,
+            warn_seconds=config.comm.warn_seconds,
             timeout_seconds=config.comm.timeout_seconds,
             env=env,
             device=device,
         )
+        communicator.agree("the config", dump_config(config))
+        table = _read_table(config.comm.table, communicator) if config.comm.table else None
+        communicator = communicator.with_algorithm(config.comm.algorithm, table=table)
+    except UserError:
+        raise
     except ValueError as error:
         raise ConfigError(f"comm: {error}") from error
-    communicator.agree("the config", dump_config(config))
     settle(communicator)
     return communicator
+
+
+def _read_table(path: str, communicator: Communicator) -> HybridTable:
+    """The tuned choice by size, if it is of this cluster. Collective. Raises: TunedError."""
+    tuned = read_tuned(Path(path))
+    tuned.require_cluster(gather_conditions(communicator).cluster, path=Path(path))
+    return tuned.table
 
 
 def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
@@ -177,16 +195,23 @@ def make_parts(config: Config, communicator: Communicator, *, plan: Plan) -> Par
         precision=precision,
         optimizer=_make_optimizer(config, model, precision),
         schedule=_make_schedule(config, plan),
-        reducer=GradientReducer(
-            model.named_parameters(),
-            communicator,
-            threshold_bytes=config.comm.threshold_bytes,
-            buffer_bytes=config.comm.buffer_bytes,
-        ),
+        reducer=GradientReducer(model.named_parameters(), communicator, **_fusion_sizes(config, model, communicator)),
         communicator=communicator,
         normalize=make_normalize(config, communicator),
         stop=StopRequest(),
     )
+
+
+def _fusion_sizes(config: Config, model: nn.Module, communicator: Communicator) -> dict[str, Any]:
+    """The config's own sizes, and the tuned ones where it gives none. Raises: TunedError for another model's."""
+    comm = config.comm
+    sizes = {name: getattr(comm, name) for name in ("threshold_bytes", "buffer_bytes", "first_buffer_bytes")}
+    if comm.table is None:
+        return sizes
+    tuned = read_tuned(Path(comm.table))
+    tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    tuned.require(gather_conditions(communicator).cluster, tensors, path=Path(comm.table))
+    return {name: getattr(tuned.sizes, name) if size is None else size for name, size in sizes.items()}
 
 
 def _make_optimizer(config: Config, model: nn.Module, precision: Precision) -> torch.optim.Optimizer:

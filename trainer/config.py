@@ -133,19 +133,34 @@ class ScheduleConfig:
 class CommConfig:
     """Gradients over the wire."""
 
-    backend: Literal["auto", "nccl", "gloo", "mpi"]
-    """auto: NCCL where every rank has a GPU, else gloo."""
-    algorithm: Literal["native", "ring", "hierarchical", "sharded"]
+    backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"]
+    """auto: NCCL where every rank has a GPU, else tcp."""
+    interface: str | None
+    """Network interface between the nodes, such as eth0; null for the one that leads to rank 0."""
+    algorithm: Literal["native", "ring", "hierarchical", "sharded", "doubling", "hybrid"]
     """native: the backend's own; hierarchical: reduce to a leader per node, ring of leaders, broadcast;
-    sharded: reduce-scatter in the node, all-reduce across, all-gather in the node."""
+    sharded: reduce-scatter in the node, all-reduce across, all-gather in the node; doubling: leaders sum by recursive
+    doubling; hybrid: by the size of the buffer, as table says."""
+    table: str | None
+    """File that `bigbatch comm tune` made for this cluster and model; null for none."""
     group_size: int | None
     """Ranks per node group; null for one group per host."""
-    threshold_bytes: int
-    """Gradients larger than this travel alone."""
-    buffer_bytes: int
-    """Largest fusion buffer."""
+    wire_dtype: Literal["float16", "bfloat16"] | None
+    """Precision of fp32 gradients between ranks; null for their own."""
+    predivide: float
+    """Gradients are divided by this before a sum in wire_dtype and multiplied after, against overflow."""
+    threshold_bytes: int | None
+    """Gradients larger than this travel alone; null for what table says."""
+    buffer_bytes: int | None
+    """Largest fusion buffer; null for what table says."""
+    first_buffer_bytes: int | None
+    """Size of the first buffer; null for what table says, or the same as the others."""
+    warn_seconds: float
+    """Ranks that others have waited for so long are named."""
     timeout_seconds: float
     """A peer that does not answer for this long ends the job."""
+    timeline_steps: tuple[int, int] | None
+    """First and last step to record into timeline.json in the run's folder; null for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +182,7 @@ class Config:
         _check_loader(self.data)
         _check_image_size(self)
         _check_schedule(self.schedule, epochs=self.run.epochs)
+        _check_comm(self.comm)
 
 
 POSITIVE = (
@@ -191,6 +207,9 @@ POSITIVE = (
     "comm.group_size",
     "comm.threshold_bytes",
     "comm.buffer_bytes",
+    "comm.first_buffer_bytes",
+    "comm.predivide",
+    "comm.warn_seconds",
     "comm.timeout_seconds",
 )
 NOT_NEGATIVE = (
@@ -202,6 +221,7 @@ NOT_NEGATIVE = (
     "schedule.warmup_epochs",
     "schedule.end_lr",
     "schedule.milestone_epochs",
+    "comm.timeline_steps",
 )
 SHARE_WITH_ONE = ("data.crop_area_min", "data.eval_crop_fraction")
 SHARE_BELOW_ONE = ("optimizer.momentum", "optimizer.label_smoothing")
@@ -290,6 +310,24 @@ def _check_schedule(schedule: ScheduleConfig, *, epochs: int) -> None:
             f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs={warmup} on: "
             f"{list(rising)} does"
         )
+
+
+def _check_comm(comm: CommConfig) -> None:
+    if comm.table is None:
+        for key, value in (("threshold_bytes", comm.threshold_bytes), ("buffer_bytes", comm.buffer_bytes)):
+            if value is None:
+                raise ConfigError(f"comm.{key} is null, which means as comm.table says, and that is null, too")
+        if comm.algorithm == "hybrid":
+            raise ConfigError(
+                "comm.algorithm=hybrid chooses by comm.table, which is null: make one with bigbatch comm tune"
+            )
+    if comm.wire_dtype is None and comm.predivide != 1:
+        raise ConfigError(
+            f"comm.predivide={comm.predivide} has no meaning without comm.wire_dtype: set it to 1.0, or wire_dtype "
+            "to float16"
+        )
+    if comm.timeline_steps and comm.timeline_steps[0] > comm.timeline_steps[1]:
+        raise ConfigError(f"comm.timeline_steps={list(comm.timeline_steps)} must be the first and the last step")
 
 
 def _check_batch(batch: BatchConfig) -> None:

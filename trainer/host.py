@@ -18,7 +18,7 @@ def settle(communicator: Communicator) -> None:
         return
     cores = usable_cores()
     mine = f"{communicator.env.host} {cores}"
-    num_sharing = communicator.backend.all_gather_text(mine).count(mine)
+    num_sharing = communicator.gather_text(mine).count(mine)
     torch.set_num_threads(max(1, len(cores) // num_sharing))
     keep_freed_memory()
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class Hooks:
     """(steps done) -> record of the evaluation. Collective."""
     save: Callable[[int, float | None], None]
     """(steps done, top-1 or None)."""
+    before_step: Callable[[int], None] = lambda step: None
+    """(step). Collective."""
 
 
 @dataclass
@@ -97,6 +100,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
     totals, window = Totals(), Window(parts.communicator.device)
     parts.model.train()
     for step in range(plan.first_step, plan.num_steps):
+        hooks.before_step(step)
         train_step(step, plan, parts, batches, window)
         done = step + 1
         is_eval = done % plan.eval_every_steps == 0 or done == plan.num_steps
@@ -121,25 +125,31 @@ def train_step(step: int, plan: Plan, parts: Parts, batches: Iterator[Batch], wi
     for group in parts.optimizer.param_groups:
         group["lr"] = parts.schedule(step)
     parts.reducer.zero_grad()
+    span = partial(parts.communicator.timeline.span, row="step")
     for k in range(plan.accumulation_steps):
         is_last = k == plan.accumulation_steps - 1
         waiting = time.perf_counter()
-        batch = next(batches)
+        with span("input wait"):
+            batch = next(batches)
         window.input_wait_seconds += time.perf_counter() - waiting
         images_BCHW = parts.normalize(batch.images_BCHW)
         labels_B = batch.labels_B.to(parts.communicator.device, non_blocking=True)
         microbatch = parts.communicator.rank * plan.accumulation_steps + k
         seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
         parts.reducer.is_active = is_last
-        logits_BK = parts.model(images_BCHW).float()
+        with span("forward"):
+            logits_BK = parts.model(images_BCHW).float()
         if is_last:
             parts.reducer.start_extra(parts.statistics_N, label="all-reduce of batch-norm statistics")
         loss = F.cross_entropy(logits_BK, labels_B, label_smoothing=plan.label_smoothing, reduction="sum")
-        parts.precision.backward(loss / plan.global_batch_size)
+        with span("backward"):
+            parts.precision.backward(loss / plan.global_batch_size)
         window.count(loss, logits_BK, labels_B)
-    parts.reducer.wait()
-    parts.statistics_N.div_(parts.communicator.world_size)
-    parts.precision.update_(parts.optimizer)
+    with span("wait for the sums"):
+        parts.reducer.wait()
+    with span("update"):
+        parts.statistics_N.div_(parts.communicator.world_size)
+        parts.precision.update_(parts.optimizer)
     window.steps += 1
 
 

@@ -43,6 +43,11 @@ class RunDir:
         return self.path / "plot.png"
 
     @property
+    def timeline(self) -> Path:
+        """What each buffer did beside backward, for ui.perfetto.dev, where comm.timeline_steps asked for it."""
+        return self.path / "timeline.json"
+
+    @property
     def summary(self) -> Path:
         """What came out; written once, at the end of a finished run."""
         return self.path / "summary.json"

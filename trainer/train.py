@@ -1,11 +1,9 @@
 """One training run from the command line: `bigbatch train`."""
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import yaml
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.conditions import source_commit
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer import build
 from bigbatch.trainer.checkpoint import (
@@ -81,7 +80,7 @@ class _Run:
 
     def run(self) -> int:
         """Train to the end or to a stop signal; the exit code."""
-        hooks = Hooks(on_report=self._report, evaluate=self._evaluate, save=self._save)
+        hooks = Hooks(self._report, self._evaluate, self._save, before_step=self._record_timeline)
         try:
             if self.is_first:
                 self._open_folder()
@@ -89,6 +88,7 @@ class _Run:
             started = time.perf_counter()
             batches = build.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
             totals = train(self.plan, self.parts, hooks, batches)
+            self._record_timeline(sys.maxsize)
             if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
                 totals.last_evaluation = self._evaluate(self.plan.num_steps)
             if self.is_first:
@@ -100,6 +100,19 @@ class _Run:
             if self.log:
                 self.log.close()
         return INTERRUPTED if totals.stopped_by else 0
+
+    def _record_timeline(self, step: int) -> None:
+        """Record the steps that comm.timeline_steps names; after the last one rank 0 writes them. Collective."""
+        if self.config.comm.timeline_steps is None:
+            return
+        first, last = self.config.comm.timeline_steps
+        timeline = self.communicator.timeline
+        was_active, timeline.is_active = timeline.is_active, first <= step <= last
+        if was_active and not timeline.is_active:
+            trace = self.communicator.gather_trace()
+            if self.is_first:
+                self.rundir.write_text(self.rundir.timeline, trace)
+                self.say.say(f"timeline: open {self.rundir.timeline} in https://ui.perfetto.dev")
 
     def _open_folder(self) -> None:
         """Everything that the first rank writes before the first step. Raises: CheckpointError; RunFolderError."""
@@ -213,7 +226,7 @@ class _Run:
             "precision": self.config.optimizer.precision,
             "device": device_name(self.communicator.device),
             "torch": torch.__version__,
-            "commit": source_commit(),
+            "commit": source_commit() or "unknown",
         }
 
 
@@ -266,15 +279,3 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads a rank)"
-
-
-def source_commit() -> str:
-    """The commit of the checkout that this code runs from, '+' if it was changed; unknown in an installed wheel."""
-    here = Path(__file__).resolve()
-    git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
-    try:
-        git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in someone else's checkout
-        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-        return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
-    except (OSError, subprocess.CalledProcessError):
-        return f"unknown, Python {sys.version.split()[0]}"

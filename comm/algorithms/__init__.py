@@ -1,36 +1,110 @@
 """All-reduce algorithms by name: short functions over a backend and its groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
+from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_, sharded_allreduce_
-from bigbatch.comm.algorithms.ring import ring_allreduce_
+from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
+from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_
+from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.hybrid import HybridTable
+from bigbatch.comm.node_memory import NodeMemory
 from bigbatch.comm.topology import Topology
 
 AllReduce = Callable[[Tensor], None]
 """Sums a flat tensor over all ranks, in place. Collective; identical bits on all ranks."""
 
-ALGORITHMS = ("native", "ring", "hierarchical", "sharded")
+ALGORITHMS = ("native", "ring", "hierarchical", "sharded", "doubling", "hybrid")
+
+_ACROSS = {"ring": ring_allreduce_, "doubling": doubling_allreduce_}
 
 
-def make_allreduce(name: str, *, backend: Backend, topology: Topology) -> AllReduce:
+def make_allreduce(
+    name: str,
+    *,
+    backend: Backend,
+    topology: Topology,
+    memory: NodeMemory | None = None,
+    wire: Wire = Wire(),  # noqa: B008
+    table: HybridTable | None = None,
+) -> AllReduce:
     """The named algorithm over the whole job, with the groups it needs. Collective.
 
-    native is the backend's own; for the others see ring.py and hierarchical.py.
-    Raises: ValueError for an unknown name, or a topology on which the algorithm is not defined.
+    native: the backend's own. ring: over all ranks. hierarchical: a leader per node, a ring of leaders (the paper's).
+    sharded: every rank of a node carries a shard of its own across (2D torus). doubling: as hierarchical, but the
+    leaders sum by recursive doubling, for short tensors. hybrid: by the size of the tensor, as table says.
+    With memory (host tensors) hierarchical and sharded share it inside nodes; else the backend's collectives
+    work there.
+    Raises: ValueError for an unknown name, or hybrid without a table.
     """
     if name == "native":
-        return lambda buffer_N: backend.all_reduce_(buffer_N, backend.world)
+        return partial(_native, backend=backend, wire=wire, staging=Staging())
     if name == "ring":
-        return lambda buffer_N: ring_allreduce_(buffer_N, backend, topology.ring)
-    if name == "hierarchical":
+        across = _make_across("ring", topology.ring, backend=backend, wire=wire)
+        return lambda buffer_N: across(buffer_N, (), lambda part: None)
+    if name == "doubling":
         node = backend.new_group(topology.groups)
-        leaders = topology.leaders
-        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, leaders=leaders)
-    if name == "sharded":
-        columns = topology.columns
-        node, column = backend.new_group(topology.groups), backend.new_group(columns)
-        return lambda buffer_N: sharded_allreduce_(buffer_N, backend, node=node, column=column)
+        across = _make_across(name, topology.leaders, backend=backend, wire=wire)
+        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across)
+    if name in ("hierarchical", "sharded"):
+        return _make_hierarchical(name, backend=backend, topology=topology, memory=memory, wire=wire)
+    if name == "hybrid":
+        return _make_hybrid(table, backend=backend, topology=topology, memory=memory, wire=wire)
     raise ValueError(f"all-reduce algorithm {name!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
+
+
+def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:
+    """The backend's own all-reduce, in the precision of the wire; how it sums is the backend's affair."""
+    dtype = wire.of(buffer_N)
+    if dtype == buffer_N.dtype:
+        backend.all_reduce_(buffer_N, backend.world)
+        return
+    packed_N = staging.take("packed", buffer_N.numel(), buffer_N, dtype)
+    if wire.predivide != 1.0:
+        buffer_N.mul_(1.0 / wire.predivide)
+    packed_N.copy_(buffer_N)
+    backend.all_reduce_(packed_N, backend.world)
+    wire.unpack_(buffer_N, packed_N)
+
+
+def _make_across(name: str, ranks: Sequence[int], *, backend: Backend, wire: Wire) -> Across:
+    all_reduce_, staging = _ACROSS[name], Staging()
+
+    def across(own_N: Tensor, others: Sequence[Tensor], announce: Announce) -> None:
+        all_reduce_(own_N, backend, ranks, wire=wire, staging=staging, others=others, announce=announce)
+
+    return across
+
+
+def _make_hierarchical(
+    name: str, *, backend: Backend, topology: Topology, memory: NodeMemory | None, wire: Wire
+) -> AllReduce:
+    count = 1 if name == "hierarchical" else topology.smallest_node
+    place = topology.node.index(topology.rank)
+    column = tuple(group[place] for group in topology.groups) if place < count else (topology.rank,)
+    across = _make_across("ring", column, backend=backend, wire=wire)
+    if memory is not None:
+        owners = Owners(count, across, ring_order(topology.num_nodes, topology.node_rank))
+        return lambda buffer_N: shared_allreduce_(
+            buffer_N, backend=backend, memory=memory, node=topology.node, owners=owners
+        )
+    node = backend.new_group(topology.groups)
+    if count == 1:
+        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across)
+    return lambda buffer_N: sharded_allreduce_(buffer_N, backend, node=node, num_shards=count, across=across)
+
+
+def _make_hybrid(
+    table: HybridTable | None, *, backend: Backend, topology: Topology, memory: NodeMemory | None, wire: Wire
+) -> AllReduce:
+    if table is None:
+        raise ValueError("algorithm 'hybrid' chooses by a table of this cluster: make one with bigbatch comm tune")
+    made = {
+        name: make_allreduce(name, backend=backend, topology=topology, memory=memory, wire=wire)
+        for name in sorted(set(table.algorithms))
+    }
+    return lambda buffer_N: made[table.choose(buffer_N.nbytes)](buffer_N)

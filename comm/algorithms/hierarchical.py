@@ -1,39 +1,47 @@
-"""The two hierarchical all-reduces: few steps, and less traffic between nodes than a flat ring."""
+"""The hierarchical all-reduces out of a transport's own collectives: for GPUs, where memory is not shared."""
 
 from torch import Tensor
 
-from bigbatch.comm.algorithms.ring import ring_allreduce_
+from bigbatch.comm.algorithms.shared import Across
 from bigbatch.comm.backends.base import Backend, Group
 
 
-def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, leaders: tuple[int, ...]) -> None:
-    """Sum buffer_N over all ranks, in place: reduce to each node's leader, ring of leaders, broadcast.
+def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, across: Across) -> None:
+    """Sum buffer_N over all ranks, in place: reduce to each node's leader, sum over leaders, broadcast.
 
-    Collective. Between nodes each leader sends 2 * nbytes * (m - 1) / m for m nodes. For p ranks in nodes of
-    k this takes 4(k - 1) + 2(p / k - 1) steps of a ring's kind instead of 2(p - 1).
+    Collective. Between nodes each leader sends 2 * nbytes * (m - 1) / m for m nodes. With a ring across, p ranks in
+    nodes of k take 4(k - 1) + 2(p / k - 1) steps of a ring's kind instead of 2(p - 1).
     Source: Jia et al. 2018, section on hierarchical all-reduce.
     """
-    backend.reduce_(buffer_N, node)
-    if backend.rank == node.ranks[0]:
-        ring_allreduce_(buffer_N, backend, leaders)
-    backend.broadcast_(buffer_N, node)
+    leader = node.ranks[0]
+    backend.reduce_(buffer_N, node, root=leader)
+    if backend.rank == leader:
+        across(buffer_N, (), lambda part: None)
+    backend.broadcast_(buffer_N, node, root=leader)
 
 
-def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, column: Group) -> None:
-    """Sum buffer_N over all ranks, in place: reduce-scatter inside a node, all-reduce across, all-gather inside.
+def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, num_shards: int, across: Across) -> None:
+    """Sum buffer_N over all ranks, in place: reduce-scatter inside a node, sum across, all-gather inside.
 
-    Collective; needs node groups of equal size. Every rank takes part between nodes with 1 / k of the buffer,
-    the 2D-torus form (Mikami et al. 2018). What k does not divide (fewer than k elements) goes by the
-    backend's own all-reduce.
+    Collective. Rank i of each node sums the i-th of num_shards shards with its like in the other nodes, the 2D-torus
+    form (Mikami et al. 2018). num_shards is the size of the smallest node: where a node has more ranks, or the
+    shards are unequal, they are reduced and broadcast one by one.
     """
-    k = len(node.ranks)
-    even = buffer_N.numel() // k * k
-    if even:
-        body_N = buffer_N[:even]
-        shard_M = body_N.new_empty(even // k)
-        backend.reduce_scatter(shard_M, body_N, node)
-        if len(column.ranks) > 1:
-            backend.all_reduce_(shard_M, column)
-        backend.all_gather(body_N, shard_M, node)
-    if even < buffer_N.numel():
-        backend.all_reduce_(buffer_N[even:], backend.world)
+    place = node.ranks.index(backend.rank)
+    shards = buffer_N.tensor_split(num_shards)
+    if len(node.ranks) == num_shards and buffer_N.numel() % num_shards == 0:
+        if not buffer_N.numel():
+            return
+        shard_M = shards[place].clone()
+        backend.reduce_scatter(shard_M, buffer_N, node)
+        across(shard_M, (), lambda part: None)
+        backend.all_gather(buffer_N, shard_M, node)
+        return
+    for owner, shard_M in zip(node.ranks, shards, strict=False):
+        if shard_M.numel():
+            backend.reduce_(shard_M, node, root=owner)
+    if place < num_shards:
+        across(shards[place], (), lambda part: None)
+    for owner, shard_M in zip(node.ranks, shards, strict=False):
+        if shard_M.numel():
+            backend.broadcast_(shard_M, node, root=owner)

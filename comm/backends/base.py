@@ -4,9 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from bigbatch.errors import UserError
+
+HALF = (torch.float16, torch.bfloat16)
+ALL_DTYPES = (torch.float64, torch.float32, *HALF)
 
 
 class CommError(UserError, RuntimeError):
@@ -25,6 +29,25 @@ class Group:
     handle: Any = None
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do; connect() refuses the rest before any training."""
+
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
+    has_messages: bool = True
+    """Ranks can send to one another: what every algorithm but the transport's own is made of."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An operation that is under way: its number in order of submission, and since when (time.monotonic())."""
+
+    number: int
+    label: str
+    since: float
+
+
 class InFlight(Protocol):
     """An operation that was started."""
 
@@ -38,12 +61,14 @@ class Backend(Protocol):
 
     Collectives are called by every rank of the group, in the same order, and leave identical bits on all of
     them. They complete before they return, in the order of the device: on a GPU they are only enqueued.
+    Messages between two ranks arrive in the order in which they were started. Ranks are those of the world.
     """
 
     name: str
     rank: int
     world_size: int
     world: Group
+    capabilities: Capabilities
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Split the world into families and return this rank's own. Collective over the world."""
@@ -53,12 +78,12 @@ class Backend(Protocol):
         """Sum over the group, in place, by the transport's own algorithm."""
         ...
 
-    def reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Sum over the group into the group's first rank; the others' tensors are undefined after."""
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Sum over the group into rank root; the others' tensors are undefined after."""
         ...
 
-    def broadcast_(self, tensor_N: Tensor, group: Group) -> None:
-        """Copy the tensor of the group's first rank to all of the group."""
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Copy the tensor of rank root to all of the group."""
         ...
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
@@ -69,18 +94,45 @@ class Backend(Protocol):
         """Concatenate the group's shards, in the group's order, into tensor_N."""
         ...
 
-    def exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> None:
-        """One hop of a ring: send to one global rank while receiving from another."""
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """Start a message to another rank; tensor_N must not change until it is waited for."""
         ...
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """A short text of every rank, in rank order. Collective over the world."""
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """Start to receive a message of as many bytes from another rank."""
+        ...
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """One hop of a ring: start sending to one rank while receiving from another."""
         ...
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
-        """Start an operation made of collectives; submitted operations run one after another."""
+        """Start an operation made of collectives and messages; submitted operations run one after another."""
+        ...
+
+    def oldest(self) -> Pending | None:
+        """The submitted operation that has been under way longest, as far as is known; asked by another thread."""
         ...
 
     def close(self) -> None:
         """Release the transport after the last collective; collective itself."""
         ...
+
+
+class Done:
+    """An operation that was complete at once."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Several operations as one."""
+
+    works: tuple[InFlight, ...]
+
+    def wait(self) -> None:
+        """Wait for each of them."""
+        for work in self.works:
+            work.wait()

@@ -1,6 +1,7 @@
 """Operations in flight during backward: a thread for host tensors, a stream for GPU tensors."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from queue import SimpleQueue
@@ -8,9 +9,11 @@ from threading import Thread
 
 import torch
 
-from bigbatch.comm.backends.base import CommError, InFlight
+from bigbatch.comm.backends.base import CommError, InFlight, Pending
 
 POLL_SECONDS = 1.0
+UNHURRIED_SECONDS = 2.0
+"""Operations on a GPU that were enqueued less than this ago are taken to be under way without asking the device."""
 
 Explain = Callable[[str, float, Exception], CommError]
 """(label, seconds waited, cause) -> the error to raise."""
@@ -29,8 +32,10 @@ class ThreadQueue:
         self._explain = explain
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
+        self._number = 0
+        self._current: Pending | None = None
         self.is_closed = False
-        self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], str] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[futures.Future[None], Callable[[], None], str, int] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
         self._thread.start()
 
@@ -39,17 +44,24 @@ class ThreadQueue:
         if self.is_closed:
             raise CommError(f"{label} comes too late: the communicator is closed")
         future: futures.Future[None] = futures.Future()
-        self._jobs.put((future, operation, label))
+        self._number += 1
+        self._jobs.put((future, operation, label, self._number))
         return _ThreadWork(future, label, self._while_waiting)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, operation, label = job
+            future, operation, label, number = job
+            self._current = Pending(number, label, time.monotonic())
             try:
                 self._run(operation, label)
                 future.set_result(None)
             except Exception as error:  # raised again by wait()
                 future.set_exception(error)
+            self._current = None
+
+    def oldest(self) -> Pending | None:
+        """The operation that runs now."""
+        return self._current
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
         if self._failure:
@@ -86,6 +98,8 @@ class StreamQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._number = 0
+        self._enqueued: deque[tuple[Pending, torch.cuda.Event]] = deque()
         self.is_closed = False
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
@@ -95,7 +109,24 @@ class StreamQueue:
             operation()
             event = torch.cuda.Event()
             event.record()
+        self._number += 1
+        if not torch.cuda.is_current_stream_capturing():  # a replay is not watched
+            while self._enqueued and self._enqueued[0][1].query():
+                self._enqueued.popleft()
+            self._enqueued.append((Pending(self._number, label, time.monotonic()), event))
         return _StreamWork(event, self._stream.device)
+
+    def oldest(self) -> Pending | None:
+        """The first operation that the device has not finished.
+
+        Asks the device only about operations of long ago: a query would disturb the capture of a graph.
+        """
+        enqueued = self._enqueued.copy()
+        while enqueued:
+            pending, event = enqueued.popleft()
+            if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
+                return pending
+        return None
 
     def close(self) -> None:
         """Wait for what is in flight."""

@@ -1,17 +1,19 @@
 """MPI as a transport for host tensors, and as the meeting point of ranks that mpirun started."""
 
+import ctypes
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import CommError, Group, InFlight, PeerLostError
+from bigbatch.comm.addresses import own_address
+from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, CommError, Group, InFlight, Pending
 from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.control import Control
 from bigbatch.comm.environ import ProcessEnv
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def import_mpi() -> Any:
@@ -49,7 +51,7 @@ def mpi_world(env: ProcessEnv) -> Any:
     return world
 
 
-def meet_by_mpi(env: ProcessEnv) -> tuple[str, int]:
+def meet_by_mpi(env: ProcessEnv, *, interface: str | None = None) -> tuple[str, int]:
     """Address and free port on rank 0's host, the same on all ranks. Collective over MPI's world.
 
     Raises: CommError where rank 0's host name leads nowhere or only to itself.
@@ -57,7 +59,7 @@ def meet_by_mpi(env: ProcessEnv) -> tuple[str, int]:
     world = mpi_world(env)
     answer: tuple[str, int] | str | None = None
     if world.rank == 0:
-        answer = _meeting_point(is_one_host=env.is_one_host)
+        answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
     answer = world.bcast(answer, root=0)
     if isinstance(answer, str):
         raise CommError(answer)
@@ -65,16 +67,12 @@ def meet_by_mpi(env: ProcessEnv) -> tuple[str, int]:
     return answer
 
 
-def _meeting_point(*, is_one_host: bool) -> tuple[str, int] | str:
+def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int] | str:
     """Address and port, or what stands in the way: the other ranks must hear of it too."""
-    host = socket.gethostname()
-    remedy = "mend /etc/hosts, or set MASTER_ADDR and MASTER_PORT for all ranks"
     try:
-        address = "127.0.0.1" if is_one_host else socket.gethostbyname(host)
-    except OSError as error:
-        return f"host name {host} does not resolve ({error}): {remedy}"
-    if address.startswith("127.") and not is_one_host:
-        return f"host name {host} resolves to {address}, which other nodes cannot reach: {remedy}"
+        address = own_address(is_one_host=is_one_host, interface=interface)
+    except CommError as error:
+        return str(error)
     with socket.socket() as probe:
         probe.bind((address, 0))
         return address, probe.getsockname()[1]
@@ -88,22 +86,23 @@ def finalize_mpi() -> None:
 
 
 class MpiBackend:
-    """Blocking MPI collectives on host memory, in place, without copies (fp32, fp64).
+    """Blocking MPI collectives and messages, in place, without copies (fp32, fp64).
 
-    MPI knows no half-precision sum: reductions of fp16 and bf16 are carried in fp32, copies in their own bytes.
-    It knows no timeout either: wait() gives up after timeout_seconds, and cannot tell which rank is missing.
+    On host memory; a CUDA-aware MPI reads and writes that of GPUs, too. There is no half-precision sum in MPI:
+    reductions of fp16 and bf16 are carried in fp32, copies in their own bytes. It knows no timeout either: wait()
+    gives up after the control's.
     """
 
     name = "mpi"
 
-    def __init__(self, env: ProcessEnv, *, timeout_seconds: float) -> None:
+    def __init__(self, env: ProcessEnv, control: Control) -> None:
         self._MPI = import_mpi()
-        self._timeout_seconds = timeout_seconds
         communicator = mpi_world(env).Dup()
+        self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
         self.rank = communicator.rank
         self.world_size = communicator.size
         self.world = Group(tuple(range(self.world_size)), communicator)
-        self._queue = ThreadQueue(self._explain, while_waiting=self._give_up)
+        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Split the world by family, keeping the order within each."""
@@ -116,17 +115,18 @@ class MpiBackend:
         with _Summable(tensor_N) as buffer:
             group.handle.Allreduce(self._MPI.IN_PLACE, buffer)
 
-    def reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """MPI_Reduce into the first rank of the group."""
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """MPI_Reduce into one rank of the group."""
+        place = group.ranks.index(root)
         with _Summable(tensor_N) as buffer:
-            if group.handle.rank == 0:
-                group.handle.Reduce(self._MPI.IN_PLACE, buffer)
+            if group.handle.rank == place:
+                group.handle.Reduce(self._MPI.IN_PLACE, buffer, root=place)
             else:
-                group.handle.Reduce(buffer, None)
+                group.handle.Reduce(buffer, None, root=place)
 
-    def broadcast_(self, tensor_N: Tensor, group: Group) -> None:
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """MPI_Bcast of the bytes."""
-        group.handle.Bcast(_bytes(tensor_N))
+        group.handle.Bcast(_bytes(tensor_N), root=group.ranks.index(root))
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
         """MPI_Reduce_scatter_block."""
@@ -137,21 +137,37 @@ class MpiBackend:
         """MPI_Allgather of the bytes."""
         group.handle.Allgather(_bytes(shard_M), _bytes(tensor_N))
 
-    def exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> None:
-        """MPI_Sendrecv of the bytes."""
-        self.world.handle.Sendrecv(_bytes(send), to, recvbuf=_bytes(receive), source=source)
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """MPI_Isend of the bytes."""
+        data = _bytes(tensor_N)
+        return _Request(self.world.handle.Isend(data, to), data)
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """MPI_Allgather of strings."""
-        texts: list[str] = []
-        self.submit(
-            lambda: texts.extend(self.world.handle.allgather(text)), label="comparison of a text over all ranks"
-        ).wait()
-        return texts
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """MPI_Irecv of the bytes."""
+        data = _bytes(tensor_N)
+        return _Request(self.world.handle.Irecv(data, source), data)
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """MPI_Irecv and MPI_Isend."""
+        return AllOf((self.start_receive(receive, source=source), self.start_send(send, to=to)))
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
-        """Start the operation on a thread, beside backward."""
-        return self._queue.submit(operation, label=label)
+        """Start the operation on a thread, beside backward; behind what the GPU has been given so far."""
+        if not torch.cuda.is_initialized():
+            return self._queue.submit(operation, label=label)
+        ready = torch.cuda.Event()
+        ready.record()
+
+        def on_gpu() -> None:
+            ready.synchronize()  # MPI knows nothing of streams
+            operation()
+            torch.cuda.current_stream().synchronize()
+
+        return self._queue.submit(on_gpu, label=label)
+
+    def oldest(self) -> Pending | None:
+        """What the queue is at."""
+        return self._queue.oldest()
 
     def close(self) -> None:
         """Wait for all ranks; the second time, do nothing."""
@@ -160,28 +176,43 @@ class MpiBackend:
         self.submit(self.world.handle.Barrier, label="the last barrier").wait()
         self._queue.close()
 
-    def _give_up(self, label: str, seconds: float) -> None:
-        if seconds > self._timeout_seconds:
-            raise self._explain(label, seconds, TimeoutError("some rank has not come to it"))
 
-    def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
-        return PeerLostError(f"rank {self.rank}: {label} failed after {seconds:.1f} s (mpi: {error})")
+@dataclass(frozen=True)
+class _Request:
+    """A request, with the buffer that must live until it completes."""
+
+    request: Any
+    data: Any
+
+    def wait(self) -> None:
+        self.request.Wait()
 
 
 class _Summable:
-    """A NumPy view of a host tensor that MPI can sum; half precision goes through an fp32 copy."""
+    """A tensor as MPI can sum it; half precision goes through an fp32 copy."""
 
     def __init__(self, tensor_N: Tensor) -> None:
         self._tensor_N = tensor_N
         self._carrier_N = tensor_N.float() if tensor_N.dtype in HALF else tensor_N
 
     def __enter__(self) -> Any:
-        return self._carrier_N.numpy()
+        return _for_mpi(self._carrier_N)
 
     def __exit__(self, *_: object) -> None:
         if self._carrier_N is not self._tensor_N:
             self._tensor_N.copy_(self._carrier_N)
 
 
+def is_cuda_aware() -> bool:
+    """The MPI library takes pointers to GPU memory (Open MPI and MPICH answer this; others count as not aware)."""
+    library = ctypes.CDLL(import_mpi().__file__)
+    query = getattr(library, "MPIX_Query_cuda_support", None)
+    return bool(query and query())
+
+
+def _for_mpi(tensor_N: Tensor) -> Any:
+    return tensor_N if tensor_N.is_cuda else tensor_N.numpy()
+
+
 def _bytes(tensor_N: Tensor) -> Any:
-    return tensor_N.view(torch.uint8).numpy()
+    return _for_mpi(tensor_N.view(torch.uint8))

@@ -4,12 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Group
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
+from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight, Pending
 
 
 class SingleBackend:
@@ -19,6 +14,7 @@ class SingleBackend:
     rank = 0
     world_size = 1
     world = Group((0,))
+    capabilities = Capabilities(("cpu", "cuda"))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """The only family there can be."""
@@ -27,10 +23,10 @@ class SingleBackend:
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         """The sum over one rank."""
 
-    def reduce_(self, tensor_N: Tensor, group: Group) -> None:
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """The sum over one rank."""
 
-    def broadcast_(self, tensor_N: Tensor, group: Group) -> None:
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """Already where it must be."""
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
@@ -41,18 +37,27 @@ class SingleBackend:
         """The shard is the whole."""
         tensor_N.copy_(shard_M)
 
-    def exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> None:
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """Nobody to send to."""
+        raise ValueError("a world of one has no rank to send to: exchange with itself is a copy")
+
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """Nobody to receive from."""
+        raise ValueError("a world of one has no rank to receive from: exchange with itself is a copy")
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """A hop from this rank to itself."""
         receive.copy_(send)
+        return Done()
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """This rank's text."""
-        return [text]
-
-    def submit(self, operation: Callable[[], None], *, label: str) -> _Done:
+    def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
         """Run the operation at once."""
         operation()
-        return _Done()
+        return Done()
+
+    def oldest(self) -> Pending | None:
+        """Nothing is ever under way."""
+        return None
 
     def close(self) -> None:
         """Nothing to release."""

@@ -16,7 +16,9 @@ import pytest
 
 RANKS = Path(__file__).with_name("ranks.py")
 SURVIVED = 7
-NOTICED = re.compile(r"noticed after ([\d.]+) s: rank (\d): buffer \d of step [12] failed after [\d.]+ s; (.*) \(gloo")
+NOTICED = re.compile(
+    r"noticed after ([\d.]+) s: rank (\d): buffer \d of step [12] failed after [\d.]+ s; (.*) \((\w+): "
+)
 
 
 def free_port() -> int:
@@ -45,7 +47,9 @@ def start_ranks(num_ranks: int, arguments: list[str]) -> list["subprocess.Popen[
     ]
 
 
-def finish(ranks: list["subprocess.Popen[str]"], *, victim: int, timeout_seconds: float) -> list[tuple[int, str]]:
+def finish(
+    ranks: list["subprocess.Popen[str]"], *, timeout_seconds: float, victim: int | None = None
+) -> list[tuple[int, str]]:
     """Exit code and output of each rank; the victim is ended once all others are."""
     deadline = time.monotonic() + timeout_seconds
     results = {}
@@ -63,20 +67,27 @@ def finish(ranks: list["subprocess.Popen[str]"], *, victim: int, timeout_seconds
     return [results[rank] for rank in range(len(ranks))]
 
 
+HOLDER = "rank 0, which holds the rendezvous"
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "algorithm", "victim", "how", "timeout", "named"),
+    ("num_ranks", "backend", "algorithm", "victim", "how", "timeout", "named"),
     [
         # rank 3 has no connection to rank 1 in a ring: it must neither wait for its own timeout nor be taken for lost
-        pytest.param(4, "ring", 1, "kill", 60, "no answer from rank 1 on node0", marks=pytest.mark.slow),
-        (3, "native", 0, "kill", 60, "no answer from rank 0, which holds the rendezvous"),
+        pytest.param(4, "gloo", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.slow),
+        (3, "gloo", "native", 0, "kill", 60, HOLDER),
         # the stall is inside a group of its own, whose timeout must be the job's
-        pytest.param(3, "hierarchical", 1, "stop", 4, "no answer from rank 1 on node0", marks=pytest.mark.slow),
+        pytest.param(3, "gloo", "doubling", 1, "stop", 4, "rank 1 on node0", marks=pytest.mark.slow),
+        pytest.param(4, "tcp", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.slow),
+        pytest.param(3, "tcp", "hierarchical", 0, "kill", 60, HOLDER, marks=pytest.mark.slow),
+        # ranks 2 and 3 share no memory with rank 1, and rank 3 hears of nobody who waits for it
+        (4, "tcp", "sharded", 1, "stop", 4, "rank 1 on node0"),
     ],
 )
 def test_survivors_name_the_lost_rank(
-    num_ranks: int, algorithm: str, victim: int, how: str, timeout: int, named: str
+    num_ranks: int, backend: str, algorithm: str, victim: int, how: str, timeout: int, named: str
 ) -> None:
-    ranks = start_ranks(num_ranks, ["lose", algorithm, str(victim), how, str(timeout)])
+    ranks = start_ranks(num_ranks, ["lose", backend, algorithm, str(victim), how, str(timeout)])
     results = finish(ranks, victim=victim, timeout_seconds=60)
     assert results[victim][0] == -signal.SIGKILL, results[victim][1]
     for rank, (code, output) in enumerate(results):
@@ -85,8 +96,8 @@ def test_survivors_name_the_lost_rank(
         assert code == SURVIVED, f"rank {rank} ended with {code}:\n{output}"
         match = NOTICED.search(output)
         assert match, output
-        seconds, who, reason = float(match[1]), int(match[2]), match[3]
-        assert who == rank
-        assert reason == named, output
+        seconds, who, reason, library = float(match[1]), int(match[2]), match[3], match[4]
+        assert (who, library) == (rank, backend)
+        assert reason == f"no answer from {named}", output
         detection = timeout if how == "stop" else 0
         assert seconds < detection + 15, output  # roll call of 3 s, 2 s more on rank 0, and a slow machine

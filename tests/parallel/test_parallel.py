@@ -1,4 +1,4 @@
-"""The checks of ranks.py under a real mpirun and torchrun."""
+"""The checks of ranks.py: by hand over hosts that the ranks only play, and under a real mpirun and torchrun."""
 
 import importlib.util
 import os
@@ -79,24 +79,96 @@ def end(process: "subprocess.Popen[str]") -> str:
     return output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "num_ranks"),
-    [*(pytest.param("mpirun", n, marks=needs_mpi) for n in (2, 3, 4)), ("torchrun", 2), ("torchrun", 4)],
-)
-def test_all_checks_pass(launcher: str, num_ranks: int) -> None:
-    backends = ["gloo", "mpi"] if launcher == "mpirun" else ["gloo"]
-    argv = job_argv(launcher, num_ranks=num_ranks, arguments=["check", *backends])
-    code, output = run_job(argv, timeout_seconds=90)
+def run_forked(num_ranks: int, arguments: list[str]) -> str:
+    """The output of a job without a launcher, after it has ended well."""
+    return run_to_the_end([sys.executable, str(RANKS), "fork", str(num_ranks), *arguments])
+
+
+def run_launched(launcher: str, num_ranks: int, arguments: list[str]) -> str:
+    """The output of a job under its launcher, after it has ended well."""
+    return run_to_the_end(job_argv(launcher, num_ranks=num_ranks, arguments=arguments))
+
+
+def run_to_the_end(argv: list[str]) -> str:
+    """A job's output; the test fails where the job does."""
+    code, output = run_job(argv, timeout_seconds=150)
     if code != 0:
         pytest.fail(f"{' '.join(argv)} ended with {code}:\n{output}", pytrace=False)
+    return output
+
+
+def assert_all_passed(output: str, *, num_ranks: int) -> None:
+    """Every rank says so."""
     for rank in range(num_ranks):
         assert f"rank {rank}: all checks passed" in output
 
 
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("hosts", "group_size", "backends"),
+    [
+        ("a,a", 0, "tcp gloo gloo-flat"),
+        pytest.param("a,b,c", 0, "tcp gloo", marks=slow),
+        pytest.param("a,a,b,b", 0, "tcp gloo-flat", marks=slow),
+        pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=slow),
+        pytest.param("a,a,a,b,b", 2, "tcp", marks=slow),
+        pytest.param("a,a,a,b,b,c", 0, "tcp gloo-flat", marks=slow),
+        pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=slow),
+        pytest.param("a,a,a,b,b,c,c,d", 0, "tcp gloo-flat", marks=slow),
+    ],
+)
+def test_the_contract(hosts: str, group_size: int, backends: str) -> None:
+    num_ranks = len(hosts.split(","))
+    output = run_forked(num_ranks, ["check", hosts, str(group_size), *backends.split()])
+    assert_all_passed(output, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "hosts", "backends"),
+    [
+        pytest.param("mpirun", "a,a", "mpi tcp gloo", marks=needs_mpi),
+        pytest.param("mpirun", "a,b,a,b,a", "mpi", marks=(needs_mpi, slow)),
+        ("torchrun", "a,a", "tcp"),
+    ],
+)
+def test_the_contract_under_a_launcher(launcher: str, hosts: str, backends: str) -> None:
+    num_ranks = len(hosts.split(","))
+    output = run_launched(launcher, num_ranks, ["check", hosts, "0", *backends.split()])
+    assert_all_passed(output, num_ranks=num_ranks)
+
+
+def test_beside_a_process_group_of_the_scripts_own() -> None:
+    assert_all_passed(run_forked(3, ["beside", "gloo"]), num_ranks=3)
+
+
+def test_one_connection_after_another() -> None:
+    assert_all_passed(run_forked(2, ["reconnect", "tcp", "gloo", "tcp", "gloo"]), num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm", "expected"),
+    [
+        ("a,a", "hierarchical", r"rank 1 sums 40 bytes of torch.float32 at 0 in .* while rank 0 .* sums 80 bytes"),
+        ("a,b", "ring", r"rank [01] sent a message of \d+ bytes where \d+ were expected: all ranks must sum the same"),
+    ],
+)
+def test_ranks_that_sum_different_tensors(hosts: str, algorithm: str, expected: str) -> None:
+    output = run_forked(2, ["mismatch", hosts, "tcp", algorithm, "20", "10"])
+    pattern = r"rank (\d) failed: rank \1: buffer 0 failed after .*; all ranks still answer \(tcp: (.*)"
+    found = re.findall(pattern, output)
+    assert sorted(rank for rank, _ in found) == ["0", "1"], output
+    assert any(re.match(expected, reason) for _, reason in found), output
+
+
 @needs_mpi
-def test_a_stalled_rank_ends_an_mpi_job() -> None:
+def test_a_stalled_rank_ends_an_mpi_job_and_is_named() -> None:
     argv = job_argv("mpirun", num_ranks=2, arguments=["stall"])
     code, output = run_job(argv, timeout_seconds=60)
     assert code != 0
-    expected = r"PeerLostError: rank 0: buffer 0 failed after [23]\.\d s \(mpi: some rank has not come to it\)"
+    expected = (
+        r"PeerLostError: rank 0: buffer 0 failed after [23]\.\d s; no answer from rank 1 on \S+ "
+        r"\(mpi: some rank has not come to it\)"
+    )
     assert re.search(expected, output), output

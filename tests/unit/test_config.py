@@ -70,11 +70,18 @@ BASE = {
     "schedule.milestone_epochs": None,
     "schedule.gamma": None,
     "comm.backend": "auto",
+    "comm.interface": None,
     "comm.algorithm": "native",
+    "comm.table": None,
     "comm.group_size": None,
+    "comm.wire_dtype": None,
+    "comm.predivide": 1.0,
     "comm.threshold_bytes": 1,
     "comm.buffer_bytes": 1,
+    "comm.first_buffer_bytes": None,
+    "comm.warn_seconds": 1.0,
     "comm.timeout_seconds": 1.0,
+    "comm.timeline_steps": None,
 }
 STEP = {
     "schedule.name": "step",
@@ -83,6 +90,13 @@ STEP = {
     "schedule.gamma": 0.1,
     "schedule.milestone_epochs": (4.0, 8.0),
 }
+TUNED = {
+    "comm.table": "tuned.json",
+    "comm.threshold_bytes": None,
+    "comm.buffer_bytes": None,
+    "comm.algorithm": "hybrid",
+}
+HALF_WIRE = {"comm.wire_dtype": "float16", "comm.predivide": 8.0, "comm.timeline_steps": (3, 3)}
 RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": None}
 
 
@@ -108,7 +122,9 @@ def test_all_keys_are_those_of_a_complete_config():
     assert {key: lookup(config, key) for key in all_keys()} == BASE
 
 
-@pytest.mark.parametrize("changes", [STEP, RESIDENT, {"schedule.warmup_epochs": 10}, {"schedule.end_lr": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [STEP, RESIDENT, TUNED, HALF_WIRE, {"schedule.warmup_epochs": 10}, {"schedule.end_lr": 1.0}]
+)
 def test_legal_at_the_edge(changes):
     config = make_config(changes)
     assert {key: lookup(config, key) for key in changes} == changes
@@ -136,6 +152,9 @@ POSITIVE = [
     ("comm.group_size", 0),
     ("comm.threshold_bytes", 0),
     ("comm.buffer_bytes", 0),
+    ("comm.first_buffer_bytes", 0),
+    ("comm.predivide", 0.0),
+    ("comm.warn_seconds", 0.0),
     ("comm.timeout_seconds", float("inf")),
 ]
 NOT_NEGATIVE = [
@@ -147,6 +166,7 @@ NOT_NEGATIVE = [
     ("optimizer.eps", -1e-9),
     ("schedule.warmup_epochs", -1.0),
     ("schedule.end_lr", -1e-4),
+    ("comm.timeline_steps", (-1, 3)),
 ]
 SHARES = [
     ("data.crop_area_min", 0.0, "above 0 and at most 1"),
@@ -167,6 +187,14 @@ SHARES = [
 )
 def test_ranges(key, value, legal):
     assert refusal({key: value}) == f"{key}={value} must be {legal}"
+
+
+def test_comm_choices_that_contradict_each_other():
+    for key in ("comm.threshold_bytes", "comm.buffer_bytes"):
+        assert refusal({key: None}) == f"{key} is null, which means as comm.table says, and that is null, too"
+    assert refusal({"comm.algorithm": "hybrid"}).endswith("which is null: make one with bigbatch comm tune")
+    assert refusal({"comm.predivide": 8.0}).startswith("comm.predivide=8.0 has no meaning without comm.wire_dtype")
+    assert refusal({"comm.timeline_steps": (4, 3)}) == "comm.timeline_steps=[4, 3] must be the first and the last step"
 
 
 def test_ranges_of_keys_that_base_leaves_out():

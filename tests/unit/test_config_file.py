@@ -149,7 +149,7 @@ def test_numbers_that_yaml_1_1_reads_as_text(number, write):
     [
         ("run.epochs", "many", "many", "int"),
         ("run.epochs", "2.5", "2.5", "int"),
-        ("comm.threshold_bytes", "1e6", "1000000.0", "int"),
+        ("batch.microbatch_size", "1e6", "1000000.0", "int"),
         ("optimizer.weight_decay", "small", "small", "float"),
         ("data.flip", "maybe", "maybe", "bool"),
         ("model.width", "wide", "wide", "int or null"),

@@ -11,7 +11,7 @@ from bigbatch.comm.environ import (
     LaunchError,
     ProcessEnv,
     expand_hostlist,
-    prefer_loopback,
+    prefer_interface,
     read_process_env,
     terminal_columns,
 )
@@ -236,10 +236,35 @@ def test_the_real_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch
     assert place(read_process_env()) == ("torchrun", 5, 8, 1, 4)
 
 
-def test_a_users_own_interface_wins_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    prefer_loopback()
+@pytest.fixture
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither library has been told one; put back after the test."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_interface")
+@pytest.mark.parametrize(
+    ("interface", "is_one_host", "gloo", "nccl"),
+    [
+        (None, True, ("lo", "lo0"), (None,)),  # NCCL finds its own way inside a host
+        (None, False, (None,), (None,)),
+        ("ib0", True, ("ib0",), ("ib0",)),
+        ("ib0", False, ("ib0",), ("ib0",)),
+    ],
+)
+def test_the_libraries_are_told_the_interface(
+    interface: str | None, is_one_host: bool, gloo: tuple[str | None], nccl: tuple[str | None]
+) -> None:
+    prefer_interface(interface, is_one_host=is_one_host)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") in gloo
+    assert os.environ.get("NCCL_SOCKET_IFNAME") in nccl
+
+
+@pytest.mark.usefixtures("no_interface")
+@pytest.mark.parametrize("interface", [None, "eth1"])
+def test_a_users_own_interface_wins(interface: str | None) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
+    prefer_interface(interface, is_one_host=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    prefer_loopback()
-    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")

@@ -46,14 +46,34 @@ def test_plans(tensors: list[TensorSpec], threshold_bytes: int, buffer_bytes: in
     assert names(plan_fusion(tensors, threshold_bytes=threshold_bytes, buffer_bytes=buffer_bytes)) == expected
 
 
+@pytest.mark.parametrize(
+    ("tensors", "first_buffer_bytes", "expected"),
+    [
+        ([spec(c, 40) for c in "abcde"], 40, ["a", "bc", "de"]),
+        ([spec(c, 40) for c in "abcde"], 79, ["a", "bc", "de"]),
+        ([spec(c, 40) for c in "abcde"], 80, ["ab", "cd", "e"]),
+        ([spec(c, 40) for c in "abcde"], 1000, ["ab", "cd", "e"]),  # never larger than the others
+        ([spec(c, 40) for c in "ab"], 4, ["a", "b"]),  # a gradient is not cut
+        # one that goes alone is not the first to be shared
+        ([spec("a", 80), spec("b", 20), spec("c", 20), spec("d", 20)], 40, ["a", "bc", "d"]),
+        # only one of several dtypes starts with a small buffer
+        ([spec("a", 40), spec("b", 40, "float16"), spec("c", 40), spec("d", 40, "float16")], 40, ["a", "c", "bd"]),
+    ],
+)
+def test_a_smaller_first_buffer(tensors: list[TensorSpec], first_buffer_bytes: int, expected: list[str]) -> None:
+    plan = plan_fusion(tensors, threshold_bytes=60, buffer_bytes=100, first_buffer_bytes=first_buffer_bytes)
+    assert names(plan) == expected
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_rules_hold_for_any_tensors(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [4 * draw.choice((1, 7, 30, 200)) for _ in range(draw.randrange(40))]
     tensors = [spec(f"t{i}", size, draw.choice(("float32", "float16"))) for i, size in enumerate(sizes)]
     threshold, limit = draw.choice((50, 100, 1000)), draw.choice((100, 300))
+    first = draw.choice((None, 8, 120))
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
-    plan = plan_fusion(tensors, threshold_bytes=threshold, buffer_bytes=limit)
+    plan = plan_fusion(tensors, threshold_bytes=threshold, buffer_bytes=limit, first_buffer_bytes=first)
 
     sent = [tensor for buffer in plan.buffers for tensor in buffer.tensors]
     assert sorted(sent, key=lambda t: place[t.name]) == tensors  # every gradient exactly once, unchanged
@@ -67,6 +87,10 @@ def test_rules_hold_for_any_tensors(seed: int) -> None:
             assert sum(tensor.num_elements * tensor.element_bytes for tensor in buffer.tensors) <= limit
             assert all(tensor.num_bytes <= threshold for tensor in buffer.tensors)
     assert last_ready == sorted(last_ready)
+    sharing = [tensor for tensor in tensors if tensor.num_bytes <= threshold]
+    if first and sharing and len({tensor.dtype for tensor in sharing}) == 1:
+        opener = next(buffer for buffer in plan.buffers if sharing[0] in buffer.tensors)
+        assert opener.num_bytes <= max(first, sharing[0].num_bytes)
 
 
 def test_sizes_and_text() -> None:
@@ -78,7 +102,8 @@ def test_sizes_and_text() -> None:
     )
 
 
-@pytest.mark.parametrize(("threshold_bytes", "buffer_bytes", "name"), [(0, 1, "threshold"), (1, 0, "buffer")])
-def test_sizes_must_be_positive(threshold_bytes: int, buffer_bytes: int, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}_bytes=0 must be a positive number of bytes"):
-        plan_fusion([], threshold_bytes=threshold_bytes, buffer_bytes=buffer_bytes)
+@pytest.mark.parametrize("name", ["threshold_bytes", "buffer_bytes", "first_buffer_bytes"])
+def test_sizes_must_be_positive(name: str) -> None:
+    sizes = {"threshold_bytes": 1, "buffer_bytes": 1, "first_buffer_bytes": 1, name: 0}
+    with pytest.raises(ValueError, match=f"^{name}=0 must be a positive number of bytes"):
+        plan_fusion([], **sizes)

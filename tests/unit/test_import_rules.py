@@ -155,7 +155,14 @@ def test_launch_brings_in_no_torch(name: str) -> None:
     assert "torch" not in asked_by, f"{asked_by['torch']} imports torch"
 
 
-@pytest.mark.parametrize("name", ["cli", "comm.environ", "comm.topology", "comm.fusion", "trainer.errors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cli", "trainer.errors"),
+        *("comm.environ", "comm.topology", "comm.fusion", "comm.cost_model", "comm.hybrid", "comm.plan_search"),
+        "comm.tuned",
+    ],
+)
 def test_what_launch_may_use_brings_in_no_torch(name: str) -> None:
     assert "torch" not in imported_with(f"bigbatch.{name}", HOUSE)
 

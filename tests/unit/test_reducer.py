@@ -1,18 +1,20 @@
 """The gradient reducer on one process: what is started when, and what the gradients are then."""
 
 import copy
+import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from bigbatch.comm.backends.base import InFlight, PeerLostError
+from bigbatch.comm.backends.base import CommError, InFlight, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.communicator import Communicator, connect
 from bigbatch.comm.environ import ProcessEnv
-from bigbatch.comm.reducer import ExposedTime, GradientReducer
-from bigbatch.comm.topology import make_topology
+from bigbatch.comm.reducer import ExposedTime, GradientReducer, describe
 
 
 class RecordingBackend(SingleBackend):
@@ -39,13 +41,12 @@ class _Failing:
 
 def communicator(backend: SingleBackend, *, factor: int = 1, device: str = "cpu") -> Communicator:
     """One rank whose sum is factor times its own part, as if factor ranks held the same."""
-    env = ProcessEnv("none", 0, 1, 0, 1, "here", None)
-    topology = make_topology(["here"], rank=0)
+    alone = connect(env=ProcessEnv("none", 0, 1, 0, 1, "here", None), device=torch.device(device))
 
     def all_reduce_(tensor_N: Tensor) -> None:
         tensor_N.mul_(factor)
 
-    return Communicator(env, backend, topology, "native", all_reduce_, torch.device(device))
+    return replace(alone, backend=backend, all_reduce_=all_reduce_)
 
 
 def make_model() -> nn.Sequential:
@@ -103,7 +104,7 @@ def test_on_one_rank_the_gradients_are_autograds_own(sizes: dict[str, int]) -> N
 
 def test_gradients_live_in_the_buffers_with_their_parameters_strides() -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
     homes = {buffer_N.untyped_storage().data_ptr() for buffer_N in reducer.buffers}
     loss_of(model, make_images()).backward()
     reducer.wait()
@@ -206,7 +207,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero(set_to_none: bool) -> Non
 
 def test_gradients_set_to_none_or_replaced_come_home() -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
     homes = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
     expected = plain_gradients(model, make_images())
     for spoil in (lambda p: None, torch.zeros_like):
@@ -291,16 +292,117 @@ def test_an_extra_tensor_travels_along() -> None:
     assert backend.events.count("statistics") == 1
 
 
-@pytest.mark.parametrize("is_extra", [False, True])
-def test_wait_raises_what_the_transport_reports(is_extra: bool) -> None:
+def test_wait_raises_what_the_transport_reports() -> None:
     lost = PeerLostError("rank 0: no answer from rank 1")
-    model = make_model()
-    failing = communicator(RecordingBackend(lost))
-    reducer = GradientReducer(model.named_parameters() if not is_extra else [], failing)
-    if is_extra:
-        reducer.start_extra(torch.zeros(1), label="statistics")
+    reducer = GradientReducer(make_model().named_parameters(), communicator(RecordingBackend(lost)))
     with pytest.raises(PeerLostError, match="no answer from rank 1"):
         reducer.wait()
+
+
+class Crossed(nn.Module):
+    """Layers that are used in another order than they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.third = nn.Linear(4, 4, bias=False)
+        self.first = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x_BC)))
+
+
+def test_the_order_of_readiness_is_learned_in_the_first_step() -> None:
+    model, backend = Crossed(), RecordingBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend), threshold_bytes=1, buffer_bytes=1)
+    assert [buffer.tensors[0].name for buffer in reducer.plan.buffers] == [
+        "first.weight",
+        "third.weight",
+        "second.weight",
+    ]
+    images_BC = torch.randn(2, 4)
+    for _ in range(2):
+        expected = plain_gradients(model, images_BC)
+        loss_of(model, images_BC).backward()
+        reducer.wait()
+        assert_same(model, expected)  # also of the step after which the buffers moved
+        assert [p.grad.untyped_storage().data_ptr() for p in (model.third.weight, model.first.weight)] == [
+            reducer.buffers[0].data_ptr(),
+            reducer.buffers[2].data_ptr(),
+        ]
+        reducer.zero_grad()
+    assert [label.split("(")[1].split(",")[0] for label in backend.events] == [
+        *("first.weight", "third.weight", "second.weight"),  # in the guessed order
+        *("third.weight", "second.weight", "first.weight"),
+    ]
+
+
+def test_the_first_buffer_may_be_small() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    sizes = {"threshold_bytes": 1000, "buffer_bytes": 128, "first_buffer_bytes": 64}
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **sizes)
+    assert [buffer.num_bytes for buffer in reducer.plan.buffers] == [64, 128, 128]
+
+
+def test_unused_parameters_can_be_refused() -> None:
+    model = Branches()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), unused="error")
+    model.use_late = False
+    model(torch.ones(1, 3)).sum().backward()
+    expected = r"backward gave no gradient to late\.bias, late\.weight: freeze what .*unused=\"zero\""
+    with pytest.raises(RuntimeError, match=expected):
+        reducer.wait()
+
+
+def test_nothing_to_reduce_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter to reduce: every one is frozen, or the iterator was used up"):
+        GradientReducer([], communicator(SingleBackend()))
+
+
+def test_ranks_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = communicator(SingleBackend())
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    texts = {"mine": describe(dict(make_model().named_parameters())), "other": describe(dict(other.named_parameters()))}
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts.values()]
+    answers = iter([digests, list(texts.values())])
+    monkeypatch.setattr(type(alone), "gather_text", lambda self, text: next(answers))
+    expected = r"disagree on the parameters to reduce: '0\.weight \(4, 4\) .*' against '0\.weight \(8, 3, 3, 3\)"
+    with pytest.raises(CommError, match=expected):
+        GradientReducer(make_model().named_parameters(), alone)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    images_BC = torch.randn(3, 4, requires_grad=True)
+    expected = plain_gradients(model, images_BC)
+    reducer = GradientReducer(
+        model.named_parameters(), communicator(SingleBackend()), threshold_bytes=1, buffer_bytes=1
+    )
+    for _ in range(2):
+        hidden_BC = checkpoint(model[:3], images_BC, use_reentrant=use_reentrant)
+        model[3:](hidden_BC).square().sum().backward()
+        reducer.wait()
+        assert_same(model, expected)
+        reducer.zero_grad()
+
+
+def test_a_compiled_model() -> None:
+    """aot_eager: the whole of torch.compile but for the C++ compiler."""
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    backend = RecordingBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend), **SMALL)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(make_images()).square().sum().backward()
+        assert len(backend.events) == len(reducer.buffers)  # all started during backward
+        reducer.wait()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+        reducer.zero_grad()
+        backend.events.clear()
 
 
 @pytest.mark.parametrize("is_active", [True, False])

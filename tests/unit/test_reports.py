@@ -16,8 +16,8 @@ from PIL import Image
 from rich.console import Console
 
 from bigbatch import cli
+from bigbatch.comm import conditions
 from bigbatch.trainer import host
-from bigbatch.trainer import train as train_module
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
 from bigbatch.trainer.errors import RunFolderError
@@ -173,9 +173,9 @@ def test_ranks_share_the_cores_that_they_have_in_common(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
-    backend = SimpleNamespace(all_gather_text=lambda text: [text, *others])
     env = SimpleNamespace(host="here")
-    host.settle(SimpleNamespace(device=torch.device("cpu"), backend=backend, env=env))
+    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
+    host.settle(communicator)
     assert chosen == [threads]
 
 
@@ -248,15 +248,15 @@ def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
         subprocess.run([*git, *words], check=True)
-    installed = tmp_path / "train.py"
+    installed = tmp_path / "conditions.py"
     installed.write_text("")
-    monkeypatch.setattr(train_module, "__file__", str(installed))
-    assert train_module.source_commit().startswith("unknown, Python")
-    for words in (["add", "train.py"], ["commit", "-q", "-m", "ours"]):
+    monkeypatch.setattr(conditions, "__file__", str(installed))
+    assert conditions.source_commit() is None
+    for words in (["add", "conditions.py"], ["commit", "-q", "-m", "ours"]):
         subprocess.run([*git, *words], check=True)
-    assert len(train_module.source_commit()) == 12
+    assert len(conditions.source_commit()) == 12
     installed.write_text("changed")
-    assert train_module.source_commit().endswith("+")
+    assert conditions.source_commit().endswith("+")
 
 
 def test_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -34,7 +34,7 @@ def test_one_ranks_view() -> None:
     assert (topology.world_size, topology.num_nodes, topology.node_rank) == (8, 4, 3)
     assert topology.node == (5, 7)
     assert topology.leaders == (0, 4, 1, 5)
-    assert topology.is_even
+    assert topology.smallest_node == 2
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2, 3])
@@ -46,18 +46,13 @@ def test_a_ring_enters_each_host_once(hosts: tuple[str, ...], group_size: int | 
     assert crossings == len(set(hosts))
 
 
-def test_columns_join_equal_places() -> None:
-    topology = make_topology(NODE_MAJOR, rank=0)
-    assert topology.columns == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert make_topology(NODE_MAJOR, rank=0, group_size=2).columns == ((0, 2, 4, 6), (1, 3, 5, 7))
-
-
-@pytest.mark.parametrize(("group_size", "sizes"), [(None, "3, 2"), (2, "2, 1, 2")])
-def test_uneven_groups_have_no_columns(group_size: int | None, sizes: str) -> None:
-    topology = make_topology(UNEVEN, rank=0, group_size=group_size)
-    assert not topology.is_even
-    with pytest.raises(ValueError, match=f"node groups of {sizes} ranks have no equal columns; use .*hierarchical"):
-        _ = topology.columns
+@pytest.mark.parametrize(
+    ("hosts", "group_size", "smallest"), [(NODE_MAJOR, None, 4), (UNEVEN, None, 2), (UNEVEN, 2, 1), (("a",), 16, 1)]
+)
+def test_the_smallest_node_says_how_many_shards_there_can_be(
+    hosts: tuple[str, ...], group_size: int | None, smallest: int
+) -> None:
+    assert make_topology(hosts, rank=0, group_size=group_size).smallest_node == smallest
 
 
 @pytest.mark.parametrize("group_size", [0, -2])

@@ -1,0 +1,147 @@
+"""Hierarchical all-reduce of host tensors: sums inside a node through shared memory, between nodes by messages."""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.algorithms.ring import Announce, require_flat
+from bigbatch.comm.backends.base import AllOf, Backend, CommError, InFlight
+from bigbatch.comm.node_memory import NodeMemory
+
+WHOLE_BYTES = 256 * 1024
+"""A shard up to this size is handed on inside the node when all of it is done, a longer one part by part."""
+
+_READY = struct.Struct("!qqqq")
+"""Ready message: region, offset and bytes of the tensor, and the dtype by number."""
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
+"""(own_N, others, announce): sums own_N and this node's others over the ranks with the same place in their nodes."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Who sums what: owner i of each node sums the i-th of equal shards, with the owners i of the other nodes.
+
+    One owner per node is the paper's form with leaders; as many as the smallest node has ranks is the 2D torus.
+    order: the parts of a shard in the order in which across announces them.
+    """
+
+    count: int
+    across: Across
+    order: tuple[int, ...]
+
+
+def shared_allreduce_(
+    buffer_N: Tensor, *, backend: Backend, memory: NodeMemory, node: Sequence[int], owners: Owners
+) -> None:
+    """Sum buffer_N over all ranks, in place; it lies in memory that the ranks of a node share.
+
+    Collective. Each owner adds the other ranks' values where they lie, a segment at a time, just before that
+    segment leaves the node, and the others copy each part as soon as it is final: nothing waits for a whole
+    tensor to be summed or copied. Between nodes this sends 2 * nbytes * (m - 1) / m per node for m nodes.
+    Raises: ValueError for a tensor outside shared memory; CommError where ranks of a node sum different tensors.
+    """
+    require_flat(buffer_N)
+    views = memory.views(buffer_N)
+    if views is None:
+        raise ValueError("this all-reduce wants a tensor from Communicator.allocate()")
+    _SharedSum(buffer_N, views, backend, memory, tuple(node), owners).run()
+
+
+class _SharedSum:
+    def __init__(
+        self,
+        buffer_N: Tensor,
+        views: Sequence[Tensor],
+        backend: Backend,
+        memory: NodeMemory,
+        node: tuple[int, ...],
+        owners: Owners,
+    ) -> None:
+        self._backend, self._node, self._owners = backend, node, owners
+        self._place = node.index(backend.rank)
+        self._shards = [view_N.tensor_split(owners.count) for view_N in views]
+        self._name = _READY.pack(*memory.name_of(buffer_N), _DTYPES.index(buffer_N.dtype))
+        is_long = self._shards[0][0].nbytes > WHOLE_BYTES
+        self._pieces = owners.order if is_long else ()
+
+    def run(self) -> None:
+        """Tell the owners that this rank's values are in place; sum my shard, if any; copy the others'."""
+        owners = [place for place in range(self._owners.count) if place != self._place]
+        sent: list[InFlight] = [self._tell(place, self._name) for place in owners]
+        if self._place < self._owners.count:
+            sent += self._own()
+        for place in owners:
+            self._copy_from(place)
+            sent.append(self._tell(place, b"r"))  # I have read it
+        if self._place < self._owners.count:
+            self._hear_all(1)
+        AllOf(tuple(sent)).wait()
+
+    def _own(self) -> list[InFlight]:
+        self._check(self._hear_all(_READY.size))
+        others = [self._shards[place][self._place] for place in self._everyone_else()]
+        sent: list[InFlight] = []
+
+        def announce(part: int) -> None:
+            if self._pieces:
+                sent.extend(self._tell(place, b"p") for place in self._everyone_else())
+
+        self._owners.across(self._shards[self._place][self._place], others, announce)
+        if not self._pieces:
+            sent.extend(self._tell(place, b"p") for place in self._everyone_else())
+        return sent
+
+    def _copy_from(self, place: int) -> None:
+        """An owner's shard, in the pieces in which it announces it."""
+        target, source = self._shards[self._place][place], self._shards[place][place]
+        if not self._pieces:
+            self._hear(place, 1)
+            target.copy_(source)
+            return
+        targets, sources = target.tensor_split(len(self._pieces)), source.tensor_split(len(self._pieces))
+        for part in self._pieces:
+            self._hear(place, 1)
+            targets[part].copy_(sources[part])
+
+    def _everyone_else(self) -> list[int]:
+        return [place for place in range(len(self._node)) if place != self._place]
+
+    def _tell(self, place: int, message: bytes) -> InFlight:
+        return self._backend.start_send(_tensor(message), to=self._node[place])
+
+    def _hear(self, place: int, num_bytes: int) -> bytes:
+        return self._hear_some([place], num_bytes)[0]
+
+    def _hear_all(self, num_bytes: int) -> list[bytes]:
+        return self._hear_some(self._everyone_else(), num_bytes)
+
+    def _hear_some(self, places: Sequence[int], num_bytes: int) -> list[bytes]:
+        heard = [torch.empty(num_bytes, dtype=torch.uint8) for _ in places]
+        works = [
+            self._backend.start_receive(heard_B, source=self._node[place])
+            for heard_B, place in zip(heard, places, strict=True)
+        ]
+        AllOf(tuple(works)).wait()
+        return [heard_B.numpy().tobytes() for heard_B in heard]
+
+    def _check(self, names: Sequence[bytes]) -> None:
+        for place, name in zip(self._everyone_else(), names, strict=True):
+            if name != self._name:
+                raise CommError(
+                    f"rank {self._node[place]} sums {_describe(name)} while rank {self._backend.rank} on the same host "
+                    f"sums {_describe(self._name)}: all ranks must sum the same tensors in the same order"
+                )
+
+
+def _tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _describe(name: bytes) -> str:
+    region, offset, num_bytes, dtype = _READY.unpack(name)
+    return f"{num_bytes} bytes of {_DTYPES[dtype]} at {offset} in allocation {region}"

@@ -1,0 +1,73 @@
+"""In which precision values travel, and how they are summed on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.backends.base import HALF
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The precision of values between ranks; dtype None sends them as they are.
+
+    A narrower wire halves the bytes. Sums are made in the tensor's own precision (fp32 for half-precision
+    tensors) and rounded to the wire once per hop, so for n terms the error is at most n roundings of partial sums.
+    With predivide f each term is divided by f before the sum, and the sum multiplied by it after: without, partial
+    sums beyond 65,504 overflow fp16. A power of two loses nothing but the smallest values.
+    """
+
+    dtype: torch.dtype | None = None
+    predivide: float = 1.0
+
+    def of(self, tensor_N: Tensor) -> torch.dtype:
+        """The dtype in which this tensor travels: never one wider than its own."""
+        if self.dtype is None or self.dtype.itemsize >= tensor_N.element_size():
+            return tensor_N.dtype
+        return self.dtype
+
+    def divide_(self, own_S: Tensor) -> None:
+        """A term of this rank's own, made ready for a sum in the wire's precision."""
+        if self.predivide != 1.0 and self.of(own_S) != own_S.dtype:
+            own_S.mul_(1.0 / self.predivide)
+
+    def add_(self, own_S: Tensor, terms: Sequence[Tensor], *, scaled: bool = False) -> None:
+        """Add terms to own_S, which is divided already. scaled: they are not, and are divided on the way."""
+        scale = 1.0 / self.predivide if scaled and self.of(own_S) != own_S.dtype else 1.0
+        if own_S.dtype in HALF and terms:
+            total_S = own_S.float()
+            for term_S in terms:
+                total_S.add_(term_S)
+            own_S.copy_(total_S)
+            return
+        for term_S in terms:
+            own_S.add_(term_S, alpha=scale)
+
+    def pack(self, own_S: Tensor, packed_S: Tensor) -> Tensor:
+        """What is to be sent: packed_S, rounded to the wire's precision; own_S itself where it travels as it is."""
+        return own_S if packed_S.dtype == own_S.dtype else packed_S.copy_(own_S)
+
+    def unpack_(self, own_S: Tensor, packed_S: Tensor) -> None:
+        """The final value, from the bits that all ranks have received."""
+        if packed_S.dtype != own_S.dtype:
+            own_S.copy_(packed_S)
+            if self.predivide != 1.0:
+                own_S.mul_(self.predivide)
+
+
+class Staging:
+    """Memory that an algorithm keeps for what is under way, grown as needed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, use: str, num_elements: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """num_elements of dtype on the device of like, undefined; valid until the next take for the same use."""
+        num_bytes = num_elements * dtype.itemsize
+        kept_N = self._kept.get(use)
+        if kept_N is None or kept_N.numel() < num_bytes or kept_N.device != like.device:
+            kept_N = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            self._kept[use] = kept_N
+        return kept_N[:num_bytes].view(dtype)

@@ -1,0 +1,140 @@
+"""Horovod as a transport for host tensors: for clusters that are set up for it, and to measure against."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.backends.base import Capabilities, CommError, Group, InFlight, Pending
+from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.backends.mpi import mpi_world
+from bigbatch.comm.control import Control, first_line
+from bigbatch.comm.environ import ProcessEnv
+
+HOW_TO_BUILD = "docs/from-horovod.md says what a build needs, and comm.backend tcp or mpi needs none"
+
+
+def import_horovod() -> Any:
+    """Horovod's PyTorch module, built with MPI.
+
+    Raises: CommError naming the extra, and what else a build takes.
+    """
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise CommError(
+            f"the Horovod backend needs Horovod ({first_line(error)}): pip install 'bigbatch[horovod]' compiles it, "
+            f"which fails beside a recent torch; {HOW_TO_BUILD}"
+        ) from error
+    if not hasattr(hvd, "mpi_built"):  # a failed build installs all the same, and says so on standard output only
+        raise CommError(f"Horovod was built without its part for PyTorch: build it where torch is; {HOW_TO_BUILD}")
+    if not hvd.mpi_built():
+        raise CommError(f"Horovod was built without MPI: build it with HOROVOD_WITH_MPI=1; {HOW_TO_BUILD}")
+    return hvd
+
+
+class HorovodBackend:
+    """Horovod 0.28's collectives on host memory, over MPI; groups are its process sets.
+
+    Its background thread agrees with the others on what to do once per HOROVOD_CYCLE_TIME (1 ms), so that is the
+    least an operation takes. It has no messages between two ranks, no bf16, and no time limit of its own: wait()
+    gives up after the control's.
+    Raises: CommError for a GPU, without a Horovod that can do this or with one that is initialized, and where MPI
+    sees another job than the launcher's.
+    """
+
+    name = "horovod"
+    capabilities = Capabilities(("cpu",), (torch.float64, torch.float32, torch.float16), has_messages=False)
+
+    def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device) -> None:
+        if device.type not in self.capabilities.device_types:
+            raise CommError(
+                f"the Horovod backend sums tensors of the host, not of {device}: set comm.backend to nccl, or hide the "
+                "GPUs by CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
+        self._hvd = import_horovod()
+        if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
+            raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
+        mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before we do
+        self._hvd.init(process_sets="dynamic")
+        self.rank: int = self._hvd.rank()
+        self.world_size: int = self._hvd.size()
+        self.world = Group(tuple(range(self.world_size)), self._hvd.global_process_set)
+        self._process_sets = {self.world.ranks: self.world.handle}
+        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+
+    def new_group(self, families: Sequence[Sequence[int]]) -> Group:
+        """Make a process set of each family that has none yet; Horovod wants every rank to make all of them."""
+        for ranks in map(tuple, families):
+            assert ranks == tuple(sorted(ranks)), "a process set has no order but that of the ranks"
+            if ranks not in self._process_sets:
+                self._process_sets[ranks] = self._hvd.add_process_set(ranks)
+        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
+        return Group(mine, self._process_sets[mine])
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        """hvd.allreduce_ of the sum."""
+        name = _name("sum", tensor_N, group)
+        self._hvd.allreduce_(tensor_N, op=self._hvd.Sum, name=name, process_set=group.handle)
+
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """An all-reduce: Horovod has no reduce."""
+        self.all_reduce_(tensor_N, group)
+
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """hvd.broadcast_ of the bytes."""
+        name = _name("broadcast", tensor_N, group)
+        self._hvd.broadcast_(tensor_N.view(torch.uint8), root, name=name, process_set=group.handle)
+
+    def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
+        """hvd.reducescatter of the sum, and a copy."""
+        name = _name("reduce-scatter", tensor_N, group)
+        shard_M.copy_(self._hvd.reducescatter(tensor_N, op=self._hvd.Sum, name=name, process_set=group.handle))
+
+    def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
+        """hvd.allgather of the bytes, and a copy."""
+        name = _name("all-gather", tensor_N, group)
+        tensor_N.view(torch.uint8).copy_(
+            self._hvd.allgather(shard_M.view(torch.uint8), name=name, process_set=group.handle)
+        )
+
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """Not in Horovod."""
+        raise _no_messages()
+
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """Not in Horovod."""
+        raise _no_messages()
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """Not in Horovod."""
+        raise _no_messages()
+
+    def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
+        """Start the operation on a thread, beside backward."""
+        return self._queue.submit(operation, label=label)
+
+    def oldest(self) -> Pending | None:
+        """The operation that runs now."""
+        return self._queue.oldest()
+
+    def close(self) -> None:
+        """Wait for all ranks, then shut Horovod down; the second time, do nothing."""
+        if self._queue.is_closed:
+            return
+        self.submit(self._hvd.barrier, label="the last barrier").wait()
+        self._queue.close()
+        self._hvd.shutdown()
+
+
+def _name(operation: str, tensor_N: Tensor, group: Group) -> str:
+    """What the ranks recognize an operation by. The same for all of one kind and size: Horovod caches by name.
+
+    No two of them are under way at once, as submitted operations run one after another.
+    """
+    return f"bigbatch.{operation}.{tensor_N.dtype}.{tensor_N.numel()}.{group.handle.process_set_id}"
+
+
+def _no_messages() -> CommError:
+    return CommError("Horovod sends no messages between two ranks: set comm.algorithm to native")

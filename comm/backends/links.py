@@ -1,0 +1,263 @@
+"""Byte streams between ranks over TCP, moved forward by whoever waits: no thread, no lock."""
+
+import hmac
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+
+from bigbatch.comm.addresses import own_address
+from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.control import Control
+from bigbatch.comm.environ import ProcessEnv
+
+POLL_SECONDS = 1.0
+GREETING = struct.Struct("!32sI")
+"""What a connecting rank says first: the job's secret and its own rank."""
+
+LENGTH = struct.Struct("!Q")
+"""What precedes each message: its length in bytes."""
+
+WhileWaiting = Callable[[float], None]
+"""(seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
+
+
+class Transfer:
+    """One message on its way to or from a peer: its length in bytes, then the bytes."""
+
+    __slots__ = ("done", "left", "length", "links")
+
+    def __init__(self, data: memoryview, links: "Links", length: bytearray) -> None:
+        self.length = length
+        self.left = [memoryview(length), data]
+        self.links = links
+        self.done = False
+
+    def take(self, count: int) -> None:
+        """Count bytes that have gone or come."""
+        while self.left and count >= len(self.left[0]):
+            count -= len(self.left.pop(0))
+        if self.left:
+            self.left[0] = self.left[0][count:]
+        self.done = not self.left
+
+    def wait(self) -> None:
+        """Return when all bytes have come, or are in the kernel's hands. Raises: OSError, CommError."""
+        if not self.done:
+            self.links.wait_for(self)
+
+
+class Link:
+    """The stream to one peer, and what is to be sent and received over it, in order."""
+
+    __slots__ = ("incoming", "number", "outgoing", "peer", "polled", "socket")
+
+    def __init__(self, peer: int, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self.socket = stream
+        self.number = stream.fileno()
+        self.outgoing: deque[Transfer] = deque()
+        self.incoming: deque[Transfer] = deque()
+        self.polled = 0
+
+    def send_what_goes(self) -> None:
+        """Hand the kernel what it takes without waiting."""
+        while self.outgoing:
+            transfer = self.outgoing[0]
+            try:
+                transfer.take(self.socket.sendmsg(transfer.left))
+            except BlockingIOError:
+                return
+            if not transfer.done:
+                return
+            self.outgoing.popleft()
+
+    def receive_what_came(self) -> None:
+        """Take from the kernel what is there of the expected bytes.
+
+        Raises: ConnectionError where the peer left; CommError where it sends a message of another length.
+        """
+        while self.incoming:
+            transfer = self.incoming[0]
+            is_first = len(transfer.left) == 2
+            try:
+                count = self.socket.recvmsg_into(transfer.left)[0]
+            except BlockingIOError:
+                return
+            if count == 0:
+                raise ConnectionResetError(f"rank {self.peer} closed the connection")
+            expected = len(transfer.left[-1])
+            transfer.take(count)
+            if is_first and len(transfer.left) < 2:
+                self._check(transfer, expected)
+            if not transfer.done:
+                return
+            self.incoming.popleft()
+
+    def _check(self, transfer: Transfer, expected: int) -> None:
+        length = LENGTH.unpack(transfer.length)[0]
+        if length != expected:
+            raise CommError(
+                f"rank {self.peer} sent a message of {length} bytes where {expected} were expected: all ranks must sum "
+                "the same tensors in the same order"
+            )
+
+
+class Links:
+    """Streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
+
+    A peer must know the job's secret, which rank 0 puts into the control's store. Listens on one address only.
+    Every method belongs to one thread. while_waiting bounds each wait.
+    """
+
+    def __init__(
+        self, env: ProcessEnv, control: Control, *, interface: str | None, while_waiting: WhileWaiting
+    ) -> None:
+        self._control = control
+        self._rank = env.rank
+        self._while_waiting = while_waiting
+        self._links: dict[int, Link] = {}
+        self._by_number: dict[int, Link] = {}
+        self._callers: dict[int, tuple[socket.socket, bytes]] = {}
+        """Who has connected, by file descriptor, and how much of the greeting has come."""
+        self._poll = select.poll()
+        towards = env.master[0] if env.master and not env.is_one_host else None
+        address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
+        self._listener = socket.create_server((address, 0), backlog=1024)
+        self._listener.setblocking(False)
+        self._poll.register(self._listener, select.POLLIN)
+        self.address = address
+        where = self._listener.getsockname()
+        if env.rank == 0:
+            control.store.set("bigbatch/tcp/secret", secrets.token_hex(16))
+        control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]}")
+        self._secret = bytes(control.store.get("bigbatch/tcp/secret"))
+
+    def send(self, data: memoryview, *, to: int) -> Transfer:
+        """Start to send; data must not change until waited for."""
+        transfer = Transfer(data, self, bytearray(LENGTH.pack(len(data))))
+        link = self._links.get(to) or self._open(to)
+        link.outgoing.append(transfer)
+        if len(link.outgoing) == 1:
+            link.send_what_goes()
+        return transfer
+
+    def receive(self, data: memoryview, *, source: int) -> Transfer:
+        """Start to receive len(data) bytes."""
+        transfer = Transfer(data, self, bytearray(LENGTH.size))
+        link = self._links.get(source) or self._open(source)
+        link.incoming.append(transfer)
+        return transfer
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Move all transfers forward until this one is done."""
+        start = time.monotonic()
+        for link in self._links.values():
+            self._move(link)
+        while not transfer.done:
+            self._step(start)
+
+    def _step(self, start: float) -> None:
+        """Wait for anything to happen, for POLL_SECONDS at most, and deal with it."""
+        for link in self._links.values():
+            self._watch(link)
+        events = self._poll.poll(POLL_SECONDS * 1000)
+        for number, _ in events:
+            if number in self._by_number:
+                self._move(self._by_number[number])
+            elif number in self._callers:
+                self._greet(number)
+            else:
+                self._let_in()
+        if not events:
+            self._while_waiting(time.monotonic() - start)
+
+    def _move(self, link: Link) -> None:
+        if link.incoming:
+            link.receive_what_came()
+        if link.outgoing:
+            link.send_what_goes()
+
+    def _watch(self, link: Link) -> None:
+        wanted = (select.POLLIN if link.incoming else 0) | (select.POLLOUT if link.outgoing else 0)
+        if wanted == link.polled:
+            return
+        if not wanted:
+            self._poll.unregister(link.number)
+        else:
+            self._poll.register(link.number, wanted)
+        link.polled = wanted
+
+    def _open(self, peer: int) -> Link:
+        if peer == self._rank:
+            raise ValueError(f"rank {peer} has no link to itself")
+        if peer < self._rank:
+            self._add(peer, self._connect(peer))
+        else:
+            start = time.monotonic()
+            while peer not in self._links:
+                self._step(start)
+        return self._links[peer]
+
+    def _connect(self, peer: int) -> socket.socket:
+        address, port = self._control.store.get(f"bigbatch/tcp/{peer}").decode().split()
+        try:
+            stream = socket.create_connection((address, int(port)), timeout=self._control.timeout_seconds)
+        except OSError as error:
+            raise CommError(
+                f"rank {self._rank} on {self._control.host} cannot connect to rank {peer} on "
+                f"{self._control.host_of(peer)} at {address}:{port} ({error}): set comm.interface to the network "
+                "interface that all nodes share"
+            ) from error
+        stream.sendall(GREETING.pack(self._secret, self._rank))
+        return stream
+
+    def _let_in(self) -> None:
+        """Take in a caller, the expected one or another; one that says nothing holds up nobody."""
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:  # has left already
+            return
+        stream.setblocking(False)
+        self._callers[stream.fileno()] = stream, b""
+        self._poll.register(stream, select.POLLIN)
+
+    def _greet(self, number: int) -> None:
+        """Hear more of a caller's greeting; turn away who leaves or does not know the secret."""
+        stream, said = self._callers.pop(number)
+        try:
+            more = stream.recv(GREETING.size - len(said))
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) < GREETING.size:
+            self._callers[number] = stream, said
+            return
+        self._poll.unregister(number)
+        if len(said) == GREETING.size:
+            secret, peer = GREETING.unpack(said)
+            if hmac.compare_digest(secret, self._secret) and peer not in self._links:
+                self._add(peer, stream)
+                return
+        stream.close()
+
+    def _add(self, peer: int, stream: socket.socket) -> None:
+        link = Link(peer, stream)
+        self._links[peer] = link
+        self._by_number[link.number] = link
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._listener.close()
+        for link in self._links.values():
+            link.socket.close()
+        for stream, _ in self._callers.values():
+            stream.close()
+        self._callers.clear()
+        self._links.clear()
+        self._by_number.clear()

@@ -1,0 +1,137 @@
+"""TCP between hosts: the transport for host tensors that bigbatch moves itself."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight, Pending
+from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.backends.links import Links
+from bigbatch.comm.control import Control
+from bigbatch.comm.environ import ProcessEnv
+
+
+class TcpBackend:
+    """Messages over TCP connections, and collectives made of them: each rank sums its own part of the tensor.
+
+    Collective: every rank constructs it. Sums of half precision are made in fp32. Its own all-reduce sends
+    2 * nbytes * (n - 1) / n per rank in two hops, straight between all ranks: meant for short tensors.
+    """
+
+    name = "tcp"
+    capabilities = Capabilities(("cpu",))
+
+    def __init__(self, env: ProcessEnv, control: Control, *, interface: str | None = None) -> None:
+        self.rank = env.rank
+        self.world_size = env.world_size
+        self.world = Group(tuple(range(env.world_size)))
+        self._control = control
+        self._label = "connection"
+        self._links = Links(env, control, interface=interface, while_waiting=self._while_waiting)
+        self._queue = ThreadQueue(control.explain, while_waiting=control.heed_others)
+
+    def _while_waiting(self, seconds: float) -> None:
+        if seconds > self._control.timeout_seconds:
+            raise TimeoutError("some rank has not come to it")
+        self._control.heed_others(self._label, seconds)
+
+    def new_group(self, families: Sequence[Sequence[int]]) -> Group:
+        """Nothing to set up: the ranks say it all."""
+        return Group(tuple(next(ranks for ranks in families if self.rank in ranks)))
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        """Each rank sums one part and sends it to all."""
+        parts = tensor_N.tensor_split(len(group.ranks))
+        place = group.ranks.index(self.rank)
+        self._sum_part(parts[place], parts, group)
+        self._spread(parts, parts[place], group)
+
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """The root receives and adds, in the order of the group."""
+        if self.rank == root:
+            self._add_from(tensor_N, [rank for rank in group.ranks if rank != root])
+        else:
+            self.start_send(tensor_N, to=root).wait()
+
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """The root sends to each."""
+        if self.rank == root:
+            AllOf(tuple(self.start_send(tensor_N, to=rank) for rank in group.ranks if rank != root)).wait()
+        else:
+            self.start_receive(tensor_N, source=root).wait()
+
+    def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
+        """Part i goes to rank i, which adds."""
+        parts = tensor_N.tensor_split(len(group.ranks))
+        shard_M.copy_(parts[group.ranks.index(self.rank)])
+        self._sum_part(shard_M, parts, group)
+
+    def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
+        """Each sends its shard to all."""
+        parts = tensor_N.tensor_split(len(group.ranks))
+        parts[group.ranks.index(self.rank)].copy_(shard_M)
+        self._spread(parts, shard_M, group)
+
+    def _sum_part(self, sum_M: Tensor, parts: Sequence[Tensor], group: Group) -> None:
+        others = [(rank, part) for rank, part in zip(group.ranks, parts, strict=True) if rank != self.rank]
+        sends = AllOf(tuple(self.start_send(part, to=rank) for rank, part in others))
+        self._add_from(sum_M, [rank for rank, _ in others])
+        sends.wait()
+
+    def _add_from(self, sum_M: Tensor, sources: Sequence[int]) -> None:
+        received = [torch.empty_like(sum_M) for _ in sources]
+        works = [
+            self.start_receive(received_M, source=rank) for received_M, rank in zip(received, sources, strict=True)
+        ]
+        total_M = sum_M.float() if sum_M.dtype in HALF else sum_M
+        for received_M, work in zip(received, works, strict=True):
+            work.wait()
+            total_M.add_(received_M)
+        if total_M is not sum_M:
+            sum_M.copy_(total_M)
+
+    def _spread(self, parts: Sequence[Tensor], mine_M: Tensor, group: Group) -> None:
+        others = [(rank, part) for rank, part in zip(group.ranks, parts, strict=True) if rank != self.rank]
+        sends = tuple(self.start_send(mine_M, to=rank) for rank, _ in others)
+        AllOf((*(self.start_receive(part, source=rank) for rank, part in others), *sends)).wait()
+
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """Into the stream to that rank."""
+        return self._links.send(as_bytes(tensor_N), to=to)
+
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """Out of the stream from that rank."""
+        return self._links.receive(as_bytes(tensor_N), source=source)
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """Both at once."""
+        return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
+
+    def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
+        """Start the operation on a thread, beside backward."""
+
+        def labelled() -> None:
+            self._label = label
+            operation()
+
+        return self._queue.submit(labelled, label=label)
+
+    def oldest(self) -> Pending | None:
+        """What the queue is at."""
+        return self._queue.oldest()
+
+    def close(self) -> None:
+        """Wait for all ranks; the second time, do nothing."""
+        if self._queue.is_closed:
+            return
+        self._queue.close()
+        self._control.gather_text("", what="the last barrier")
+        self._links.close()
+
+
+def as_bytes(tensor_N: Tensor) -> memoryview:
+    """A flat tensor's own memory. Raises: ValueError if it is not contiguous."""
+    if not tensor_N.is_contiguous():
+        raise ValueError("only a contiguous tensor can be sent or received")
+    return memoryview(tensor_N.view(torch.uint8).numpy())  # type: ignore[arg-type]

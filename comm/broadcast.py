@@ -1,0 +1,97 @@
+"""For scripts written for Horovod: what one rank has, to all ranks; and the average of one tensor."""
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.communicator import Communicator
+
+
+def broadcast_parameters(
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], communicator: Communicator, *, root_rank: int = 0
+) -> None:
+    """Overwrite tensors, such as model.state_dict() or model.named_parameters(), with those of root_rank. Collective.
+
+    Raises: CommError naming the rank whose tensors have other names, shapes or dtypes.
+    """
+    named = dict(tensors)
+    described = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
+    communicator.agree("the tensors to broadcast", "\n".join(described))
+
+    def operation() -> None:
+        for tensor in named.values():
+            _broadcast_(tensor.detach(), communicator, root_rank)
+
+    communicator.backend.submit(operation, label=f"broadcast of {len(named)} tensors from rank {root_rank}").wait()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, communicator: Communicator, *, root_rank: int = 0
+) -> None:
+    """Give all ranks root_rank's optimizer state and settings, also where the others have none yet. Collective.
+
+    Raises: ValueError from load_state_dict where the optimizers have different parameter groups.
+    """
+    stream = io.BytesIO()
+    if communicator.rank == root_rank:
+        torch.save(optimizer.state_dict(), stream)
+    payload = _broadcast_bytes(stream.getvalue(), communicator, root_rank)
+    if communicator.rank != root_rank:
+        optimizer.load_state_dict(torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True))
+
+
+def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int = 0) -> Any:
+    """root_rank's value, on all ranks: anything that pickles. Tensors keep their device. Collective."""
+    payload = pickle.dumps(value) if communicator.rank == root_rank else b""
+    return pickle.loads(_broadcast_bytes(payload, communicator, root_rank))
+
+
+def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "allreduce") -> Tensor:
+    """A new tensor: the average or sum of tensor over all ranks, unrounded by a narrower wire. Collective.
+
+    For a loss or a count; gradients go through DistributedOptimizer or GradientReducer. Integers, and what the
+    backend cannot sum, travel as float64, exact up to 2**53.
+    Raises: ValueError for an unknown op, or the average of integers.
+    """
+    if op not in ("average", "sum"):
+        raise ValueError(f"op={op!r} is unknown; choose one of average, sum")
+    if op == "average" and not tensor.is_floating_point():
+        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: average tensor.float(), or sum")
+    backend = communicator.backend
+    carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
+    total = tensor.detach().to(communicator.device, carrier, copy=True).contiguous()
+    backend.submit(lambda: backend.all_reduce_(total.view(-1), backend.world), label=label).wait()
+    if op == "average":
+        total.div_(communicator.world_size)
+    return total.to(tensor.device, tensor.dtype)
+
+
+def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:
+    """root_rank's payload; the others' does not matter."""
+    size_1 = torch.tensor([len(payload)])
+    received: list[Tensor] = []
+
+    def operation() -> None:
+        _broadcast_(size_1, communicator, root_rank)
+        data_N = torch.empty(int(size_1), dtype=torch.uint8)
+        if communicator.rank == root_rank:
+            data_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        _broadcast_(data_N, communicator, root_rank)
+        received.append(data_N)
+
+    communicator.backend.submit(operation, label=f"broadcast of an object from rank {root_rank}").wait()
+    return received[0].numpy().tobytes()
+
+
+def _broadcast_(tensor: Tensor, communicator: Communicator, root_rank: int) -> None:
+    """By its bytes, so that every dtype travels over every backend, on the communicator's device."""
+    backend = communicator.backend
+    dense = tensor.to(communicator.device).contiguous()
+    if dense.numel():
+        backend.broadcast_(dense.view(-1).view(torch.uint8), backend.world, root=root_rank)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)

@@ -1,0 +1,59 @@
+"""For scripts that keep DistributedDataParallel: its buckets, summed by our algorithms."""
+
+from collections.abc import Callable
+from threading import Thread
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.communicator import Communicator
+
+FutureTensor = torch.futures.Future[Tensor]
+Hook = Callable[[object, GradBucket], FutureTensor]
+
+
+def ddp_comm_hook(communicator: Communicator) -> Hook:
+    """A communication hook with which DDP averages its gradients over the communicator's ranks and algorithm.
+
+    Algorithm, wire precision and predivide factor are the communicator's. Use:
+
+        dist.init_process_group("gloo"); communicator = connect()
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, ddp_comm_hook(communicator))
+
+    In that order: the communicator meets by the default process group's store, and has a group of its own.
+    A peer that is lost ends backward with an error that names it, unless one of DDP's own collectives meets it first.
+    """
+
+    def hook(state: object, bucket: GradBucket) -> FutureTensor:
+        bucket_N = bucket.buffer()
+        label = f"all-reduce of DDP bucket {bucket.index()} ({bucket_N.nbytes} bytes)"
+        work = communicator.start(bucket_N, label=label)
+        # after the sum, as for every other caller of the communicator: its predivide factor is the one before
+        return _future(work, bucket_N).then(lambda summed: summed.value().div_(communicator.world_size))
+
+    return hook
+
+
+def _future(work: InFlight, bucket_N: Tensor) -> FutureTensor:
+    """The operation as a future of its tensor; done is known by waiting, which only a thread or stream can do."""
+    if bucket_N.is_cuda:
+        future = FutureTensor(devices=[bucket_N.device])
+        with torch.cuda.stream(torch.cuda.Stream(bucket_N.device)):  # backward's own must not wait yet
+            work.wait()
+            future.set_result(bucket_N)
+        return future
+    future = FutureTensor()
+    Thread(target=_complete, args=(future, work, bucket_N), name="bigbatch-ddp-bucket", daemon=True).start()
+    return future
+
+
+def _complete(future: FutureTensor, work: InFlight, bucket_N: Tensor) -> None:
+    try:
+        work.wait()
+    except Exception as error:  # raised again by value()
+        future.set_exception(error)  # type: ignore[arg-type]
+    else:
+        future.set_result(bucket_N)

@@ -1,0 +1,33 @@
+"""GPU tensors by way of host memory, for transports that cannot read the GPU's."""
+
+import torch
+from torch import Tensor
+
+
+class HostStaging:
+    """Copies between a GPU and host memory on a stream of their own, so that they run beside backward's kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pinned: set[tuple[int, int]] = set()
+
+    def pin(self, host_N: Tensor) -> None:
+        """Lock host memory, which makes copies fast and asynchronous; once for each piece."""
+        piece = host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
+        if piece not in self._pinned:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(*piece, 0)))
+            self._pinned.add(piece)
+
+    def fetch(self, host_N: Tensor, device_N: Tensor, *, ready: torch.cuda.Event) -> None:
+        """Copy to the host what the GPU has computed by the event; return when it is there."""
+        self._stream.wait_event(ready)
+        self._copy(host_N, device_N)
+
+    def bring_back(self, device_N: Tensor, host_N: Tensor) -> None:
+        """Copy to the GPU; return when it is there."""
+        self._copy(device_N, host_N)
+
+    def _copy(self, target_N: Tensor, source_N: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target_N.copy_(source_N, non_blocking=True)
+        self._stream.synchronize()

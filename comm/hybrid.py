@@ -1,0 +1,162 @@
+"""Which all-reduce algorithm for which size: a table made from measured times."""
+
+import bisect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEAST_TOLERANCE = 0.01
+"""A gain below this is never worth a switch."""
+
+MOST_TOLERANCE = 0.04
+"""However noisy the times, no choice is slower than the best by more than this: below the 5% that hybrid promises."""
+
+
+@dataclass(frozen=True)
+class HybridRow:
+    """One span of sizes: up to and including up_to_bytes, or all that remain (None)."""
+
+    up_to_bytes: int | None
+    algorithm: str
+
+
+@dataclass(frozen=True)
+class HybridTable:
+    """Which algorithm sums a buffer of which size. Rows ascend; the last one, and it alone, has no upper limit.
+
+    Raises: ValueError for rows that leave a size without an algorithm, or that name "hybrid" itself.
+    """
+
+    rows: tuple[HybridRow, ...]
+
+    def __post_init__(self) -> None:
+        limits = [row.up_to_bytes for row in self.rows]
+        finite = [limit for limit in limits if limit is not None]
+        if not limits or limits[-1] is not None or len(finite) != len(limits) - 1:
+            raise ValueError("a hybrid table needs rows, of which only the last is up_to_bytes=null")
+        if any(a >= b for a, b in zip([0, *finite], finite, strict=False)):
+            raise ValueError(f"up_to_bytes of a hybrid table must be positive and ascend, not {finite}")
+        if "hybrid" in self.algorithms:
+            raise ValueError("a hybrid table chooses between other algorithms than hybrid")
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The algorithms that the table uses, each once."""
+        return tuple(dict.fromkeys(row.algorithm for row in self.rows))
+
+    def choose(self, num_bytes: int) -> str:
+        """The algorithm for a buffer of this size."""
+        limits = [row.up_to_bytes for row in self.rows[:-1]]
+        return self.rows[bisect.bisect_left(limits, num_bytes)].algorithm  # type: ignore[type-var]
+
+    def to_json(self) -> str:
+        """As text that from_json takes back."""
+        return json.dumps([[row.up_to_bytes, row.algorithm] for row in self.rows])
+
+    @staticmethod
+    def from_json(text: str) -> "HybridTable":
+        """Raises: ValueError where the text is no such table."""
+        rows = json.loads(text)
+        is_table = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
+        if not is_table or not all(_is_limit(limit) and isinstance(name, str) for limit, name in rows):
+            raise ValueError('a hybrid table is a list such as [[65536, "doubling"], [null, "ring"]]')
+        return HybridTable(tuple(HybridRow(limit, name) for limit, name in rows))
+
+    def __str__(self) -> str:
+        spans = [f"{row.algorithm} up to {row.up_to_bytes:,} bytes" for row in self.rows[:-1]]
+        return "; ".join([*spans, f"{self.rows[-1].algorithm} {'above' if spans else 'at any size'}"])
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Repeated times of one algorithm at one size, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle time; the mean of the middle two."""
+        return _quantile(self.seconds, 0.5)
+
+    @property
+    def min(self) -> float:
+        """The shortest time."""
+        return min(self.seconds)
+
+    @property
+    def max(self) -> float:
+        """The longest time."""
+        return max(self.seconds)
+
+    @property
+    def noise(self) -> float:
+        """Relative uncertainty of the median: two standard errors, estimated from the quartiles.
+
+        A normal distribution's median has the standard error 1.253 * sigma / sqrt(n), and 1.349 * sigma lie
+        between its quartiles; quartiles do not see a stray slow repetition.
+        """
+        spread = _quantile(self.seconds, 0.75) - _quantile(self.seconds, 0.25)
+        return 2 * 1.253 * spread / 1.349 / math.sqrt(len(self.seconds)) / self.median
+
+
+Times = Mapping[int, Mapping[str, Measured]]
+"""Size in bytes -> algorithm -> its times."""
+
+
+def make_hybrid(times: Times) -> HybridTable:
+    """The table with the fewest switches that is near the best algorithm at every measured size.
+
+    Near means within that size's noise, and never beyond MOST_TOLERANCE; of tables with equally many switches the
+    fastest. Between two sizes with different choices the limit is their geometric mean.
+    Raises: ValueError without any size, or for a size without any time.
+    """
+    if not times or not all(times.values()):
+        raise ValueError("a hybrid table needs the time of at least one algorithm at every size")
+    sizes = sorted(times)
+    choices = _fewest_switches([_near_best(times[size]) for size in sizes])
+    rows = [
+        HybridRow(math.isqrt(a * b), choice)
+        for a, b, choice, following in zip(sizes, sizes[1:], choices, choices[1:], strict=False)
+        if choice != following
+    ]
+    return HybridTable((*rows, HybridRow(None, choices[-1])))
+
+
+def _near_best(at_size: Mapping[str, Measured]) -> dict[str, float]:
+    """Algorithms as good as the best one, and how much slower each is."""
+    best = min(at_size, key=lambda name: at_size[name].median)
+    losses = {name: measured.median / at_size[best].median - 1 for name, measured in at_size.items()}
+    found = {}
+    for name, loss in losses.items():
+        noise = math.hypot(at_size[name].noise, at_size[best].noise)
+        if loss <= min(max(noise, LEAST_TOLERANCE), MOST_TOLERANCE):
+            found[name] = loss
+    return found
+
+
+def _fewest_switches(allowed: Sequence[Mapping[str, float]]) -> list[str]:
+    """One name per step, by dynamic programming: fewest changes first, then the smallest sum of losses."""
+    paths: dict[str, tuple[int, float, list[str]]] = {name: (0, loss, [name]) for name, loss in allowed[0].items()}
+    for step in allowed[1:]:
+        extended = {}
+        for name, loss in step.items():
+            switches, total, path = min(
+                (switches + (last != name), total, path) for last, (switches, total, path) in paths.items()
+            )
+            extended[name] = (switches, total + loss, [*path, name])
+        paths = extended
+    return min(paths.values())[2]
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """With linear interpolation between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

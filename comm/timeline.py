@@ -1,0 +1,92 @@
+"""What each buffer did when, beside backward, for Perfetto and chrome://tracing."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Timeline:
+    """Events of one rank while is_active: spans and marks, on a row of their own for each kind.
+
+    Times of host work are the host's clock (time.time_ns), so the rows of several hosts fit as well as their clocks
+    do. Spans on a GPU are taken from CUDA events, read when the events are asked for. Thread-safe for appending.
+    Source: the Chrome trace event format.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self.is_active = False
+        self._events: list[dict[str, Any]] = []
+        self._on_gpu: list[tuple[str, str, dict[str, Any], int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._base: tuple[int, torch.cuda.Event] | None = None
+        self._lock = threading.Lock()
+
+    def mark(self, name: str, *, row: str = "gradients ready") -> None:
+        """An instant: now."""
+        if self.is_active:
+            self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
+
+    @contextmanager
+    def span(self, name: str, *, row: str, **facts: Any) -> Iterator[None]:
+        """What the block does; on a GPU, what it enqueues on the current stream."""
+        if not self.is_active:
+            yield
+        elif self._is_gpu:
+            with self._device_span(name, row=row, **facts):
+                yield
+        else:
+            start = _now_us()
+            yield
+            self.add_span(name, row=row, start_us=start, end_us=_now_us(), **facts)
+
+    def add_span(self, name: str, *, row: str, start_us: float, end_us: float, **facts: Any) -> None:
+        """A span that is known already; microseconds of the host's clock."""
+        self._add({"name": name, "ph": "X", "ts": start_us, "dur": end_us - start_us, "tid": row, "args": facts})
+
+    @contextmanager
+    def _device_span(self, name: str, *, row: str, **facts: Any) -> Iterator[None]:
+        if self._base is None:
+            base = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()  # once per recording, so that device times can be put on the host's clock
+            base.record()
+            self._base = time.time_ns() // 1000, base
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._on_gpu.append((name, row, facts, self._base[0], start, end))
+
+    def _add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def take(self, *, rank: int, host: str) -> str:
+        """All events so far as JSON, one per line, and start anew. Waits for the device on a GPU."""
+        for name, row, facts, base_us, start, end in self._on_gpu:
+            end.synchronize()
+            assert self._base is not None
+            start_us = base_us + self._base[1].elapsed_time(start) * 1e3
+            self.add_span(name, row=row, start_us=start_us, end_us=start_us + start.elapsed_time(end) * 1e3, **facts)
+        self._on_gpu, self._base = [], None
+        with self._lock:
+            events, self._events = self._events, []
+        rows = {row: number for number, row in enumerate(dict.fromkeys(str(event["tid"]) for event in events))}
+        titles: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "args": {"name": f"rank {rank} on {host}"}}]
+        titles += [{"name": "thread_name", "ph": "M", "tid": n, "args": {"name": row}} for row, n in rows.items()]
+        numbered = ({**event, "tid": rows[str(event["tid"])]} for event in events)
+        return "\n".join(json.dumps({**event, "pid": rank}) for event in (*titles, *numbered))
+
+
+def merge(texts: list[str]) -> str:
+    """The events of several ranks, as take() gives them, as one trace for ui.perfetto.dev or chrome://tracing."""
+    lines = [line for text in texts for line in text.splitlines()]
+    return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _now_us() -> float:
+    return time.time_ns() / 1e3

@@ -1,0 +1,152 @@
+"""Choose the algorithm by size and the fusion plan from what this cluster and this model measure."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.cost_model import SecondsOf, interpolate
+from bigbatch.comm.fusion import TensorSpec
+from bigbatch.comm.hybrid import HybridTable, Measured, Times, make_hybrid
+from bigbatch.comm.measure import Effort, Links, Sums, slowest, time_sums
+from bigbatch.comm.plan_search import Backward, PlanChoice, PlanSizes, evaluate_plan, least_exposed_seconds, search_plan
+
+SMALLEST_BYTES = 1024
+FACTOR = 4
+REPETITIONS = 100
+CONTENDER_RATIO = 1.5
+BANDWIDTH_BOUND = 2.5
+"""Four times the bytes took so many times as long: from here on bytes count, and who is behind stays behind."""
+LARGEST_BYTES = 256 << 20
+
+
+def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
+    """Sizes to measure: 1 KiB, and four times the last one until all gradients fit into one; at most 256 MiB."""
+    sizes = [SMALLEST_BYTES]
+    while sizes[-1] < min(gradient_bytes, LARGEST_BYTES):
+        sizes.append(FACTOR * sizes[-1])
+    return tuple(sizes)
+
+
+def measure_times(
+    communicator: Communicator,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    seconds: float,
+    on_size: Callable[[int, Mapping[str, Measured]], None],
+) -> Times:
+    """Time every algorithm at every size, from the smallest on, as far as seconds allow. Collective.
+
+    seconds must be the same on all ranks. Stops before a size that would exceed them; where time is short,
+    algorithms far from the best are timed only once, and those that fall back while bytes count are given up. Calls
+    on_size on all ranks.
+    Raises: CommError where a sum came out wrong; PeerLostError.
+    """
+    contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
+    start = time.perf_counter()
+    tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
+    effort = Effort(REPETITIONS, seconds / 2 / len(sizes), CONTENDER_RATIO)
+    times: dict[int, dict[str, Measured]] = {}
+    for size in sizes:
+        if times and elapsed_seconds(communicator, start) + _least_seconds_of_next(times, contestants) > seconds:
+            break
+        contestants = {name: contestants[name] for name in survivors(times, contestants)}
+        part_N = tensor_N[: size // dtype.itemsize]
+        sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
+        _require_right(sums, size)
+        times[size] = {name: each.measured for name, each in sums.items()}
+        on_size(size, times[size])
+    return times
+
+
+def _require_right(sums: Mapping[str, Sums], size: int) -> None:
+    for name, each in sums.items():
+        if each.num_wrong:
+            raise CommError(
+                f"{name} summed {each.num_wrong} elements of {size} bytes wrongly: run bigbatch comm bench, and do not "
+                "train with it on this cluster"
+            )
+
+
+def elapsed_seconds(communicator: Communicator, start: float) -> float:
+    """Since start, which is time.perf_counter's: the same on all ranks, so that they decide alike. Collective."""
+    return slowest({"": [time.perf_counter() - start]}, communicator)[""][0]
+
+
+def survivors(times: Times, names: Iterable[str]) -> list[str]:
+    """Algorithms that may still be the best at a larger size.
+
+    Given up is who was CONTENDER_RATIO times slower than the best at the last two sizes, and did not catch up,
+    while the best's time grew with the bytes. Who is slow for its latency catches up, and stays.
+    """
+    if len(times) < 2:
+        return list(names)
+    before, last = (times[size] for size in sorted(times)[-2:])
+    best_before, best_last = (min(m.median for m in at_size.values()) for at_size in (before, last))
+    if best_last < BANDWIDTH_BOUND * best_before:
+        return list(names)
+    lags = {name: (before[name].median / best_before, last[name].median / best_last) for name in names}
+    return [name for name, (was, now) in lags.items() if min(was, now) < CONTENDER_RATIO or now < was]
+
+
+def _least_seconds_of_next(times: Times, names: Iterable[str]) -> float:
+    """A check and two repetitions of each algorithm, where four times the bytes take four times as long."""
+    last = times[max(times)]
+    return 3 * FACTOR * sum(last[name].median for name in survivors(times, names))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured, what was chosen, and what else there was to choose. Seconds exposed are simulated."""
+
+    links: Links
+    times: Times
+    backward: Backward
+    tensors: tuple[TensorSpec, ...]
+    """In the order in which they become ready."""
+    table: HybridTable
+    chosen: PlanChoice
+    """With the table."""
+    stated: PlanChoice
+    """What the config states, with its algorithm."""
+    stated_algorithm: str
+    stated_with_table: PlanChoice
+    least_exposed_seconds: float
+    """Of the best of all cuts into buffers, with the table."""
+
+
+def choose(
+    links: Links,
+    times: Times,
+    backward: Backward,
+    tensors: Sequence[TensorSpec],
+    *,
+    stated: PlanSizes,
+    stated_algorithm: str,
+) -> Findings:
+    """The table of algorithms, then the plan that exposes least with it. Pure."""
+    table = make_hybrid(times)
+    tabled = seconds_by(times, table.choose)
+    with_stated = {size: at_size for size, at_size in times.items() if stated_algorithm in at_size}
+    as_stated = seconds_by(with_stated, lambda size: stated_algorithm) if with_stated else tabled
+    return Findings(
+        links=links,
+        times=times,
+        backward=backward,
+        tensors=tuple(tensors),
+        table=table,
+        chosen=search_plan(tensors, backward, tabled),
+        stated=evaluate_plan(stated, tensors, backward, as_stated),
+        stated_algorithm=stated_algorithm,
+        stated_with_table=evaluate_plan(stated, tensors, backward, tabled),
+        least_exposed_seconds=least_exposed_seconds(tensors, backward, tabled),
+    )
+
+
+def seconds_by(times: Times, choose: Callable[[int], str]) -> SecondsOf:
+    """Seconds of an all-reduce of any size, when choose names the algorithm of each measured one."""
+    return interpolate({size: at_size[choose(size)].median for size, at_size in times.items()})

@@ -1,0 +1,68 @@
+"""The reducer's gradients over real ranks: part of ranks.py."""
+
+import zlib
+
+import torch
+from ranks_sums import as_bytes
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.reducer import GradientReducer
+
+
+def make_model() -> nn.Sequential:
+    """The same on every rank: a channels-last convolution and two linear layers, in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 5), nn.Linear(5, 3)
+    )
+    return model.double().to(memory_format=torch.channels_last)
+
+
+def loss_of(model: nn.Module, images_BCHW: Tensor, *, num_images: int) -> Tensor:
+    """A mean over the global batch, of which images_BCHW is a part."""
+    return model(images_BCHW).square().sum() / num_images
+
+
+def check_gradients(communicator: Communicator) -> None:
+    """Law 1 for the reducer: any split over ranks and microbatches gives the whole batch's gradient."""
+    images_BCHW = torch.randn(24, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole = make_model()
+    loss_of(whole, images_BCHW, num_images=24).backward()
+    mine_BCHW = images_BCHW.tensor_split(communicator.world_size)[communicator.rank]
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=1000, buffer_bytes=1100)
+    assert len(reducer.buffers) > 2
+    for num_microbatches in (1, 2, 3):
+        ranks_1 = torch.ones(1)
+        for k, part_BCHW in enumerate(mine_BCHW.tensor_split(num_microbatches)):
+            reducer.is_active = k == num_microbatches - 1
+            loss = loss_of(model, part_BCHW, num_images=24)
+            if reducer.is_active:
+                reducer.start_extra(ranks_1, label="an extra tensor")
+            loss.backward()
+        reducer.wait()
+        assert ranks_1.item() == communicator.world_size
+        for ours, reference in zip(model.parameters(), whole.parameters(), strict=True):
+            assert ours.grad is not None
+            assert ours.grad.stride() == ours.stride()
+            torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-11, atol=1e-13)
+        communicator.agree("the gradients", "\n".join(str(zlib.crc32(as_bytes(b))) for b in reducer.buffers))
+        reducer.zero_grad()
+
+
+def check_uneven_use(communicator: Communicator) -> None:
+    """A layer that only rank 0 uses: the others count as zero, and no rank waits for another's order."""
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)]).double()
+    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model[1].weight)
+    reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=1, buffer_bytes=1)
+    hidden_BC = model[0](torch.ones(1, 2, dtype=torch.float64))
+    if communicator.rank == 0:
+        hidden_BC = model[1](hidden_BC)
+    hidden_BC.sum().backward()
+    reducer.wait()
+    n = communicator.world_size
+    # d/dW0 is 2 for rank 0, whose output passes two ones, and 1 for the others; d/dW1 is its input, 2
+    expected = [[2.0 + n - 1] * 4, [2.0] * 4, [0.0] * 4]
+    assert [layer.weight.grad.flatten().tolist() for layer in model] == expected

@@ -1,0 +1,41 @@
+"""Three ranks, of which one comes late to a sum: `ranks_stall.py SECONDS TIMEOUT`."""
+
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+
+from bigbatch.comm.backends.base import PeerLostError
+from bigbatch.comm.communicator import connect
+from bigbatch.comm.reducer import GradientReducer
+
+LATE = 1
+SURVIVED = 7
+
+
+def main(backend: str, late_seconds: str, timeout_seconds: str) -> int:
+    """Train two steps; the late rank sleeps before the second one's backward."""
+    torch.set_num_threads(1)
+    communicator = connect(backend=backend, warn_seconds=1.0, timeout_seconds=float(timeout_seconds))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    reducer = GradientReducer(model.named_parameters(), communicator)
+    try:
+        for step in range(2):
+            if step == 1 and communicator.rank == LATE:
+                time.sleep(float(late_seconds))
+            model(torch.ones(1, 4)).sum().backward()
+            reducer.wait()
+    except PeerLostError as error:
+        print(f"ended: {error}", flush=True)
+        return SURVIVED
+    communicator.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,153 @@
+"""`bigbatch comm bench` and `comm tune` as real jobs of several ranks, on one host that plays several nodes."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_lost_rank import free_port
+from test_parallel import needs_mpi, run_job
+
+from bigbatch.comm.fusion import TensorSpec
+from bigbatch.comm.tuned import read_tuned
+
+SMALL_MODEL = ("--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4")
+ONE_SIZE = ("--min-bytes", "40000", "--max-bytes", "40000", "--repetitions", "2")
+
+
+def launch(*command: str, num_ranks: int) -> tuple[int, str]:
+    """As `bigbatch launch mpirun` starts it."""
+    argv = [sys.executable, "-m", "bigbatch", "launch", "mpirun", "--ranks", str(num_ranks), "--", *command]
+    return run_job(argv, timeout_seconds=100)
+
+
+PLAY = """
+import os, subprocess, sys
+nodes, port, command = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
+ranks = []
+for rank, node in enumerate(nodes):
+    place = {"RANK": rank, "WORLD_SIZE": len(nodes), "LOCAL_RANK": nodes[:rank].count(node)}
+    place |= {"LOCAL_WORLD_SIZE": nodes.count(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environ = os.environ | {name: str(value) for name, value in place.items()} | {"BIGBATCH_HOST": node}
+    ranks.append(subprocess.Popen([sys.executable, "-m", "bigbatch", *command], env=environ))
+codes = [rank.wait() for rank in ranks]
+sys.exit(max(codes))
+"""
+
+
+def play_nodes(nodes: Sequence[str], *command: str) -> tuple[int, str]:
+    """One process per entry of nodes, which says whose rank it plays."""
+    return run_job([sys.executable, "-c", PLAY, ",".join(nodes), str(free_port()), *command], timeout_seconds=100)
+
+
+def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Conditions and rows of a sweep."""
+    conditions, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return conditions, rows
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [
+        ("tcp", ["--dtype", "float32", "--wire-dtype", "float16"]),
+        ("mpi", ["--dtype", "bfloat16"]),
+        ("gloo", ["--dtype", "float32", "--wire-dtype", "bfloat16"]),
+    ],
+)
+def test_every_algorithm_of_every_backend_is_right(backend: str, precision: list[str], tmp_path: Path) -> None:
+    """Whole numbers, exact in memory and on the wire, so that one wrong bit is one wrong value."""
+    output = tmp_path / "a.jsonl"
+    options = [*ONE_SIZE, *precision, "--backend", backend, "--output", str(output)]
+    code, text = launch("comm", "bench", *options, num_ranks=3)
+    assert code == 0, text
+    assert "# wrong values: 0" in text
+    assert "no link limits them" in text
+    conditions, rows = records(output)
+    assert (conditions["backend"], conditions["launcher"]) == (backend, "openmpi")
+    assert conditions["groups"] == [[0, 1, 2]]
+    assert {r["algorithm"] for r in rows} >= {"native", "ring", "hierarchical", "sharded"}
+    for r in rows:
+        assert (r["num_wrong"], r["limit_share"], len(r["repetitions_us"])) == (0, None, 2)
+        assert r["busbw_gb_per_s"] == pytest.approx(r["algbw_gb_per_s"] * 4 / 3, rel=1e-12)
+
+
+def test_the_share_of_a_given_link(tmp_path: Path) -> None:
+    """2 nodes: the least time is 2 * 1/2 * bytes / link, here given as 8 Gbit/s = 1e9 bytes/s; fp16 wire: half."""
+    output = tmp_path / "a.jsonl"
+    options = [*ONE_SIZE, "--interface", "lo", "--link-gbit", "8", "--wire-dtype", "float16", "--output", str(output)]
+    code, text = play_nodes(("a", "a", "b", "b"), "comm", "bench", *options)
+    assert code == 0, text
+    assert "2(m-1)/m * size * 0.5 / link, with m = 2 nodes and 8 Gbit/s per link, as given" in text
+    _, rows = records(output)
+    for r in rows:
+        assert r["limit_share"] == pytest.approx(0.5 * 40_000 / 1e9 / (r["time_us"] / 1e6), rel=1e-9)
+
+
+def test_the_share_of_a_measured_link(tmp_path: Path) -> None:
+    """Uneven nodes, scattered ranks."""
+    output = tmp_path / "a.jsonl"
+    options = [*ONE_SIZE, "--interface", "lo", "--output", str(output)]
+    code, text = play_nodes(("a", "b", "a"), "comm", "bench", *options)
+    assert code == 0, text
+    assert "Gbit/s per link, measured: the best of messages of 8M" in text
+    conditions, rows = records(output)
+    assert conditions["groups"] == [[0, 2], [1]]
+    bytes_per_second = conditions["limit"]["bytes_per_second"]
+    assert 1e7 < bytes_per_second < 1e12  # loopback
+    for r in rows:
+        assert r["num_wrong"] == 0
+        assert r["limit_share"] == pytest.approx(40_000 / bytes_per_second / (r["time_us"] / 1e6), rel=1e-9)
+
+
+@needs_mpi
+def test_ranks_with_other_arguments_are_found() -> None:
+    bench = f"{sys.executable} -m bigbatch comm bench --min-bytes 1K --max-bytes"
+    rank = f"if [ $OMPI_COMM_WORLD_RANK = 1 ]; then exec {bench} 2K; else exec {bench} 1K; fi"
+    beside = Path(sys.executable).with_name("mpirun")
+    argv = [str(beside), "-n", "2", "--oversubscribe", "--bind-to", "none", "sh", "-c", rank]
+    if os.geteuid() == 0:
+        argv.insert(1, "--allow-run-as-root")
+    code, text = run_job(argv, timeout_seconds=60)
+    assert code == 1
+    assert "rank 1 and rank 0 disagree on the command line" in text
+
+
+def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
+    """Two nodes of two ranks: measured, stored, used by bench as hybrid, and refused by another cluster."""
+    path, nodes = tmp_path / "tuned.json", ("a", "a", "b", "b")
+    options = [*SMALL_MODEL, "--comm.interface", "lo", "--budget-seconds", "10", "--output", str(path)]
+    code, text = play_nodes(nodes, "comm", "tune", *options)
+    assert code == 0, text
+    for expected in ("inside a node", "between nodes", "algorithm: ", "fusion plan: ", f"stored in {path}"):
+        assert expected in text
+    tuned = read_tuned(path)
+    assert (tuned.cluster.world_size, tuned.cluster.group_sizes, tuned.cluster.placement) == (4, (2, 2), "block")
+    check_promises(tuned.evidence, tuned.table.choose, tuned.tensors)
+
+    bench = ["comm", "bench", *ONE_SIZE, "--interface", "lo", "--table", str(path)]
+    code, text = play_nodes(nodes, *bench, "--algorithms", "hybrid,native")
+    assert code == 0, text
+    assert "hybrid" in text
+    code, text = play_nodes(("a", "b", "a", "b"), *bench)
+    assert code == 1
+    assert f"{path} was tuned on another cluster: placement block there, scattered here; measure this one" in text
+
+
+def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorSpec, ...]) -> None:
+    """Within 5% of the best median everywhere; a plan no worse than the stated one; gradients in their order."""
+    medians = {
+        int(size): {name: sorted(seconds)[len(seconds) // 2] for name, seconds in at_size.items()}
+        for size, at_size in evidence["all_reduce_seconds"].items()
+    }
+    assert len(medians) >= 5
+    for size, at_size in medians.items():
+        assert at_size[choose(size)] <= 1.1 * min(at_size.values())  # this median is the upper one of two
+    exposed = evidence["exposed_seconds"]
+    assert exposed["least"] <= exposed["chosen"]
+    assert exposed["chosen"] <= exposed["stated_with_table"] + 0.001 * evidence["backward_seconds"]
+    ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]
+    assert ready == sorted(ready)

@@ -1,0 +1,131 @@
+"""Scripts of other people with the parts of bigbatch in them, as real jobs; and the page that shows them how."""
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_lost_rank
+import torch
+from test_lost_rank import SURVIVED, finish, start_ranks
+from test_parallel import RANKS, job_argv, needs_mpi, run_job
+from torch import nn
+
+from bigbatch.comm.communicator import connect
+from bigbatch.comm.ddp_hook import ddp_comm_hook
+
+ROOT = Path(__file__).resolve().parents[2]
+DDP = Path(__file__).with_name("ranks_ddp.py")
+HOROVOD = Path(__file__).with_name("ranks_horovod.py")
+PAGE = ROOT / "docs/from-horovod.md"
+
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None,
+    reason="needs Horovod, built with MPI: docs/from-horovod.md says how",
+)
+
+
+def run_script(script: Path, launcher: str, *arguments: str, num_ranks: int) -> str:
+    """The job's output, after it has ended well."""
+    argv = job_argv(launcher, num_ranks=num_ranks, arguments=list(arguments))
+    argv = [str(script) if word == str(RANKS) else word for word in argv]
+    code, output = run_job(argv, timeout_seconds=120)
+    if code != 0:
+        pytest.fail(f"{' '.join(argv)} ended with {code}:\n{output}", pytrace=False)
+    return output
+
+
+def assert_all_passed(output: str, *, num_ranks: int) -> None:
+    """Every rank says so."""
+    for rank in range(num_ranks):
+        assert f"rank {rank}: all checks passed" in output
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ddp_with_our_hook(num_ranks: int) -> None:
+    assert_all_passed(run_script(DDP, "torchrun", "ddp", "gloo", "tcp", num_ranks=num_ranks), num_ranks=num_ranks)
+
+
+def test_ddp_in_the_process_group_that_a_communicator_made() -> None:
+    assert_all_passed(run_script(DDP, "torchrun", "shared-group", num_ranks=3), num_ranks=3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+def test_ddp_survivors_name_the_lost_rank(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_lost_rank, "RANKS", DDP)
+    ranks = start_ranks(3, ["lose", backend, "1"])
+    results = finish(ranks, victim=1, timeout_seconds=60)
+    assert results[1][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        code, output = results[rank]
+        assert code == SURVIVED, output
+        expected = rf"noticed after \d+\.\d s: .*PeerLostError: rank {rank}: all-reduce of DDP bucket \d \(\d+ bytes\) "
+        assert re.search(expected + r"failed after \d+\.\d s; no answer from rank 1 on node0", output), output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks", "backends"),
+    [
+        pytest.param("mpirun", 3, ["gloo", "mpi"], marks=needs_mpi),
+        ("torchrun", 2, ["gloo", "tcp"]),
+        pytest.param("torchrun", 4, ["tcp"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_optimizer_wrapper(launcher: str, num_ranks: int, backends: list[str]) -> None:
+    assert_all_passed(run_script(HOROVOD, launcher, "optimizer", *backends, num_ranks=num_ranks), num_ranks=num_ranks)
+
+
+@needs_mpi
+@needs_horovod
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_real_horovod(num_ranks: int) -> None:
+    assert_all_passed(run_script(HOROVOD, "mpirun", "horovod", num_ranks=num_ranks), num_ranks=num_ranks)
+
+
+@pytest.mark.gpu
+def test_ddp_with_our_hook_on_a_gpu() -> None:
+    """One rank, whose sum is its own part: the future's way through streams."""
+    torch.distributed.init_process_group("nccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    try:
+        communicator = connect()
+        plain = nn.Linear(64, 64, device=communicator.device)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64, device=communicator.device))
+        model.module.load_state_dict(plain.state_dict())
+        model.register_comm_hook(None, ddp_comm_hook(communicator))
+        images_BC = torch.randn(8, 64, device=communicator.device)
+        for network in (model, plain):
+            network(images_BC).square().mean().backward()
+        torch.testing.assert_close(model.module.weight.grad, plain.weight.grad, rtol=0, atol=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- docs/from-horovod.md ---
+
+
+def code_blocks() -> list[str]:
+    """The page's Python."""
+    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("index", range(len(code_blocks())))
+def test_the_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code_blocks()[index])
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60)
+    together = run_script(script, "torchrun", num_ranks=2)
+    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", text)] for text in (alone.stdout, together)]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # the batch is global, whatever the number of ranks
+
+
+def test_the_page_names_what_exists() -> None:
+    """Every call of ours in the page's tables can be found where it says."""
+    text = PAGE.read_text()
+    for module in re.findall(r"`(bigbatch(?:\.\w+)+)`", text):
+        assert importlib.util.find_spec(module) is not None, module
+    for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
+        assert (PAGE.parent / link).exists(), link
