@@ -26,6 +26,10 @@ MOST_TRACED_RANKS = 64
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+_open: set[Control] = set()
+"""The connections that this process has not closed."""
+
+
 @dataclass(frozen=True)
 class Communicator:
     """What one rank needs to sum tensors with the others."""
@@ -104,7 +108,7 @@ class Communicator:
         Raises: ValueError for a tensor on another device, not flat, or of a dtype that the backend cannot sum.
         """
         self._require_summable(tensor_N)
-        operation = self._sum_of(tensor_N)
+        operation = self._sum_of(tensor_N, label=label)
         if self.timeline.is_active:
             operation = self._recorded(operation, tensor_N, label=label)
         return self.backend.submit(operation, label=label)
@@ -133,12 +137,12 @@ class Communicator:
         if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
             raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
 
-    def _sum_of(self, tensor_N: Tensor) -> Callable[[], None]:
+    def _sum_of(self, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
         if not tensor_N.numel():
             return lambda: None
         if self.memory is None or self.memory.views(tensor_N) is not None:
             return lambda: self.all_reduce_(tensor_N)
-        scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype)
+        scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, what=label)
         if self.staging is not None:
             return self._by_way_of_host(tensor_N, scratch_N, self.staging)
 
@@ -187,12 +191,13 @@ class Communicator:
         return merge(self.gather_text(mine if self.rank < MOST_TRACED_RANKS else ""))
 
     def close(self) -> None:
-        """End communication; after a run that went well. Collective."""
+        """End communication; after a run that went well. Collective. MPI ends with the last connection."""
         if self.inspector is not None:
             self.inspector.close()
         self.backend.close()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
-        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi:
+        _open.discard(self.control)
+        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not _open:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
             finalize_mpi()
@@ -272,6 +277,7 @@ def connect(
     hosts = control.gather_text(f"{env.host} {process_space()}", what="meeting of all ranks")
     topology = make_topology(hosts, rank=env.rank, group_size=group_size)
     transport = _connect(env, control, backend, device=device, interface=interface)
+    _open.add(control)
     _require_wire(wire, transport)
     is_native = device.type in transport.capabilities.device_types
     is_of_host = not is_native or device.type == "cpu"

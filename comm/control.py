@@ -42,6 +42,7 @@ class Control:
         self.library = "control"
         self.store, self._holder = _open_store(env, timeout_seconds, interface=interface)
         self._texts = 0
+        self._has_failed = False
         self.store.set(f"bigbatch/host/{self.rank}", env.host)
 
     def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
@@ -70,6 +71,8 @@ class Control:
 
     def heed_others(self, label: str, seconds: float) -> None:
         """While waiting: another rank's failure ends the wait, so that nobody takes this rank for lost."""
+        if self._has_failed:
+            return  # this rank reports one itself, and is about to say which
         try:
             has_failed = self.store.check([_FAILED])
         except RuntimeError:
@@ -86,6 +89,7 @@ class Control:
 
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
         """What failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
+        self._has_failed = True
         who = self._roll_call()
         if self._holder == f"rank {self.rank}":
             time.sleep(LINGER_SECONDS)

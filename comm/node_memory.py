@@ -46,14 +46,18 @@ class NodeMemory:
         self._num_shared = 0
         self._scratch_N = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, num_elements: int, dtype: torch.dtype, *, what: str = "fusion buffers") -> Tensor:
         """A flat tensor of zeros that views() knows. Collective.
 
         Raises: CommError where a rank of the same node cannot open the memory.
         """
         num_bytes = max(1, num_elements * dtype.itemsize)
         self._num_shared += 1
-        region = self._share(num_bytes) if self._needs_sharing else self._keep(num_bytes)
+        region = (
+            self._share(num_bytes, what=f"memory shared inside nodes for {what}")
+            if self._needs_sharing
+            else self._keep(num_bytes)
+        )
         self._regions.append(region)
         return region.own[: num_elements * dtype.itemsize].view(dtype)
 
@@ -61,12 +65,12 @@ class NodeMemory:
         """Forget what allocate() gave; the memory is free once no tensor uses it. On all ranks alike."""
         self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
 
-    def scratch(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+    def scratch(self, num_elements: int, dtype: torch.dtype, *, what: str = "a tensor") -> Tensor:
         """Shared memory for a tensor that lies elsewhere; its content is undefined. Collective."""
         num_bytes = num_elements * dtype.itemsize
         if num_bytes > self._scratch_N.numel():
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
-            self._scratch_N = self.allocate(size, torch.uint8)
+            self._scratch_N = self.allocate(size, torch.uint8, what=what)
         return self._scratch_N[:num_bytes].view(dtype)
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
@@ -98,18 +102,18 @@ class NodeMemory:
         own = torch.zeros(num_bytes, dtype=torch.uint8)
         return Region(self._num_shared, own, (own,))
 
-    def _share(self, num_bytes: int) -> Region:
+    def _share(self, num_bytes: int, *, what: str) -> Region:
         number = os.memfd_create("bigbatch")
         try:
             os.ftruncate(number, num_bytes)
             own = _map(number, num_bytes)
             described = f"{os.getpid()} {number} {os.fstat(number).st_ino}"
-            everyone = self._control.gather_text(described, what="sharing of memory inside nodes")
+            everyone = self._control.gather_text(described, what=what)
             shared = tuple(
                 own if place == self._place else self._open(everyone, place, num_bytes)
                 for place in range(len(self._node))
             )
-            self._control.gather_text("", what="sharing of memory inside nodes")  # all have opened it
+            self._control.gather_text("", what=what)  # all have opened it
         finally:
             os.close(number)
         return Region(self._num_shared, own, shared)

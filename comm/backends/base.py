@@ -52,7 +52,7 @@ class InFlight(Protocol):
     """An operation that was started."""
 
     def wait(self) -> None:
-        """Return once later work on this device may use the result. Raises: PeerLostError."""
+        """Return once later work on this device may use the result; to be called once. Raises: PeerLostError."""
         ...
 
 

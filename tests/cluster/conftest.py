@@ -33,6 +33,8 @@ def runtime_folder() -> Iterator[Path]:
         )
     except EmulationError as error:
         shutil.rmtree(folder)
+        if os.environ.get("BIGBATCH_EXPECT_CLUSTER") == "1":
+            pytest.fail(f"a cluster was promised, but {error}", pytrace=False)
         pytest.skip(str(error))
     clusters.down("can-we", root=root)
     yield folder

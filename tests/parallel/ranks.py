@@ -108,6 +108,7 @@ def check_reconnect(*backends: str) -> int:
         n = communicator.world_size
         assert communicator.gather_text(backend) == [backend] * n
         assert communicator.sum_(torch.ones(5), label=backend).tolist() == [float(n)] * 5
+        check_listeners(communicator)
         communicator.close()
         with pytest.raises(CommError, match="late comes too late: the communicator is closed"):
             communicator.start(torch.ones(5), label="late")
@@ -171,6 +172,7 @@ def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_sec
 
 def stall_under_mpi() -> int:
     """Rank 1 never comes; rank 0 gives up, and its plain end of Python ends the job although MPI still hangs."""
+    control.ROLL_CALL_SECONDS = 2.0
     communicator = connect(backend="mpi", timeout_seconds=2)
     tensor_N = communicator.allocate(10, torch.float32)
     if communicator.rank == 1:

@@ -126,16 +126,15 @@ def test_the_contract(hosts: str, group_size: int, backends: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "hosts", "backends"),
+    ("hosts", "backends"),
     [
-        pytest.param("mpirun", "a,a", "mpi tcp gloo", marks=needs_mpi),
-        pytest.param("mpirun", "a,b,a,b,a", "mpi", marks=(needs_mpi, slow)),
-        ("torchrun", "a,a", "tcp"),
+        pytest.param("a,a", "mpi tcp", marks=needs_mpi),
+        pytest.param("a,b,a,a", "mpi", marks=(needs_mpi, slow)),
     ],
 )
-def test_the_contract_under_a_launcher(launcher: str, hosts: str, backends: str) -> None:
+def test_the_contract_under_mpirun(hosts: str, backends: str) -> None:
     num_ranks = len(hosts.split(","))
-    output = run_launched(launcher, num_ranks, ["check", hosts, "0", *backends.split()])
+    output = run_launched("mpirun", num_ranks, ["check", hosts, "0", *backends.split()])
     assert_all_passed(output, num_ranks=num_ranks)
 
 
@@ -143,8 +142,11 @@ def test_beside_a_process_group_of_the_scripts_own() -> None:
     assert_all_passed(run_forked(3, ["beside", "gloo"]), num_ranks=3)
 
 
-def test_one_connection_after_another() -> None:
-    assert_all_passed(run_forked(2, ["reconnect", "tcp", "gloo", "tcp", "gloo"]), num_ranks=2)
+@pytest.mark.parametrize("launcher", [None, "torchrun"])
+def test_one_connection_after_another(launcher: str | None) -> None:
+    arguments = ["reconnect", "tcp", "gloo", "tcp", "gloo"]
+    output = run_launched(launcher, 2, arguments) if launcher else run_forked(2, arguments)
+    assert_all_passed(output, num_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +174,12 @@ def test_a_stalled_rank_ends_an_mpi_job_and_is_named() -> None:
         r"\(mpi: some rank has not come to it\)"
     )
     assert re.search(expected, output), output
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_a_killed_rank_ends_an_mpi_job() -> None:
+    argv = job_argv("mpirun", num_ranks=3, arguments=["lose", "mpi", "sharded", "1", "kill", "60"])
+    code, output = run_job(argv, timeout_seconds=45)
+    assert code not in (0, 1), output  # no rank found a mistake of its own
+    assert re.search(r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9", output), output

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 
 from bigbatch.cli import main
+from bigbatch.comm.command import _parser as bench_parser
+from bigbatch.comm.command import make_sweep
 from bigbatch.trainer.config import accumulation_steps
 from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.tune_comm import _parser as tune_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 
 RUN_ELSEWHERE = {  # command: (file that runs it, as)
     "make train": (".ci/run", "make train"),
     "make test": (".ci/run", "make test"),
+    "make cluster": (".ci/run", "make cluster"),
     ".ci/run": (".ci/run", "#!/usr/bin/env bash"),
     "tests/container/run": (".ci/run", "tier container tests/container/run"),
     "docker build -t bigbatch .": ("tests/container/run", "buildah bud"),
@@ -101,10 +105,17 @@ def test_imagenette_unpacks_into_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", BIGBATCH)
 def test_bigbatch_commands(line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Launches are dry, trainings are parsed and checked for that number of ranks, the rest runs."""
+    """Launches are dry, trainings are parsed and checked for that number of ranks, measurements are parsed."""
     words = shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
     num_ranks = 1
-    if words[0] == "launch":
+    if words[:2] == ["launch", "emulate"]:  # tests/cluster runs them
+        if "--nodes" in words:
+            assert main([*words[:3], "--dry-run", *words[3:]]) == 0
+        num_ranks = 4
+        if "--" not in words:
+            return
+        words = words[words.index("--") + 1 :]
+    elif words[0] == "launch":
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
         launched = shlex.split(capsys.readouterr().out)
@@ -112,7 +123,12 @@ def test_bigbatch_commands(line: str, capsys: pytest.CaptureFixture[str], tmp_pa
             num_ranks = int(launched[launched.index("-n") + 1])
         words = words[split + 1 :]
         assert launched[-len(words) :] == words
-    if "--help" in words:
+    if words[:2] == ["comm", "bench"]:
+        make_sweep(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
+    elif words[:2] == ["comm", "tune"]:
+        arguments, overrides = tune_parser().parse_known_args(words[2:])
+        load_config(["--config", arguments.config, *overrides])
+    elif "--help" in words:
         with pytest.raises(SystemExit, match="0"):
             main(words)
     elif words[0] == "train":
@@ -132,4 +148,4 @@ def test_python_blocks_run(code: str, tmp_path: Path) -> None:
 def test_links_lead_to_files(page: str) -> None:
     text = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text(), flags=re.S)
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", text):
-        assert (ROOT / target).exists(), f"{page} links to {target}"
+        assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
