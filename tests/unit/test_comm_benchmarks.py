@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,26 @@ def test_iperf3_report() -> None:
         links.parse_iperf3('{"end": {}, "error": "unable to connect to server: Connection refused"}')
     with pytest.raises(ValueError, match="iperf3 reports no sum"):
         links.parse_iperf3("{}")
+
+
+class TwoNodes:
+    """A job of two ranks on two nodes as the first sees it; the second says the same."""
+
+    rank, num_nodes, interface = 0, 2, None
+    communicator = SimpleNamespace(topology=SimpleNamespace(leaders=(0, 1)))
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_a_missing_iperf3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(links, "own_address", lambda **_: "127.0.0.1")
+    assert links._run_client("127.0.0.1", 9, seconds=1) == (None, "[Errno 2] No such file or directory: 'iperf3'")
+    with pytest.raises(
+        CommError, match=r"iperf3 did not measure the link: .*'iperf3'; apt-get install.*--goodput-mbit"
+    ):
+        links.measure_goodput(TwoNodes(), seconds=1)  # type: ignore[arg-type]
 
 
 def test_least_exposed_is_the_best_of_all_orders() -> None:
@@ -206,6 +227,38 @@ def test_the_hopeless_are_dropped_but_no_peer() -> None:
     ]
     assert list(exchange.without_hopeless(racing, rows, size=10**6)) == ["hierarchical", "hybrid fp16", "mpi"]
     assert list(exchange.without_hopeless(racing, rows, size=10**5)) == list(racing)
+
+
+def test_a_size_is_measured_and_wrong_sums_are_seen() -> None:
+    """In one process, whose sum is its own tensor."""
+    job = common.join(interface=None)
+    options = exchange.parse(["--out", "x.json", "--repetitions", "2", "--seconds-per-size", "9"])
+    racing = {"gloo": entries.Entry(lambda tensor_N: None, "plain")}
+    rows = exchange.measure_size(job, racing, {"plain": torch.ones(100)}, size=400, options=options)
+    assert [(r["contestant"], r["num_wrong"], r["seconds"]["n"], r["loops"]) for r in rows] == [("gloo", 0, 2, 20)]
+    racing["mpi"] = entries.Entry(lambda tensor_N: tensor_N.add_(1), "plain")
+    with pytest.raises(CommError, match="sums of zeros are not zero any more, at 400 bytes: one of gloo, mpi is wrong"):
+        exchange.measure_size(job, racing, {"plain": torch.ones(100)}, size=400, options=options)
+    entry = entries.Entry(lambda tensor_N: tensor_N[7:9].add_(1), "plain")
+    assert exchange.check(job, "mpi", entry, torch.ones(100))[1] == 2
+    with pytest.raises(AssertionError, match="no table yet"):
+        entries.nobody(torch.ones(1))
+    job.communicator.close()
+
+
+def test_a_rank_ends_with_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    for error, code in (("CommError('no network')", 1), ("ValueError('defect')", 1)):
+        script.write_text(
+            f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks/comm')!r})\n"
+            "from common import CommError, run_rank\n"
+            f"def run(): raise {error}\n"
+            "run_rank(run)\n"
+        )
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        assert ("Traceback" in done.stderr) == ("defect" in error)
+        assert "rank.py" in done.stderr
 
 
 def test_shares_of_the_limit() -> None:

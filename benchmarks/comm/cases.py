@@ -1,0 +1,187 @@
+"""What is measured: clusters, programs and their sizes; and the commands that do it. Pure."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+SMALL = "1e3,3e3,1e4,3e4,1e5"
+TO_1_MB = f"{SMALL},3e5,1e6"
+SHORT = ("--sizes", "1e3,1e4,1e5,1e6,1e7", "--tune-seconds", "15")
+WITHOUT_HOOKS = "ours tuned,ours fp16,ddp,horovod"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job on one emulated cluster, or on this machine as it is where there is no link."""
+
+    name: str
+    script: str
+    options: tuple[str, ...] = ()
+    ranks_per_node: str = "2,2,2,2"
+    link: str = ""
+    delay: str = "0"
+    place: str = "block"
+    seconds: int = 60
+    """About how long it takes, for the reader and for the time limit."""
+    is_long: bool = False
+    """Only with --long."""
+
+    def command(self, out: Path) -> list[str]:
+        """What runs it; the record goes to out."""
+        script = [str(FOLDER / self.script), "--out", str(out), *self.options]
+        if not self.link:
+            return [sys.executable, *script]
+        setting = {key: getattr(self, key) for key in ("ranks_per_node", "link", "delay", "place")}
+        emulate = ["launch", "emulate", "run", "--ranks-per-node", self.ranks_per_node, "--link", self.link]
+        emulate += ["--delay", self.delay, "--place", self.place, "--launcher", "mpirun", "--python", "--"]
+        labels = ["--case", self.name, "--setting", json.dumps(setting)]
+        return [sys.executable, "-m", "bigbatch", *emulate, *script, *labels]
+
+
+CASES = (
+    Case(
+        "exchange-4x2-200mbit",
+        "exchange.py",
+        ("--sizes", f"{TO_1_MB},3e6,1e7,3e7", "--seconds-per-size", "70"),
+        link="200mbit",
+        seconds=300,
+    ),
+    Case(
+        "exchange-4x2-1gbit", "exchange.py", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=430
+    ),
+    Case(
+        "exchange-4x2-200mbit-500us",
+        "exchange.py",
+        ("--sizes", SMALL, "--tune-seconds", "8"),
+        link="200mbit",
+        delay="500us",
+        seconds=35,
+    ),
+    Case(
+        "exchange-4x2-1gbit-500us",
+        "exchange.py",
+        ("--sizes", SMALL, "--tune-seconds", "8"),
+        link="1gbit",
+        delay="500us",
+        seconds=35,
+    ),
+    Case("gradients-resnet50-1gbit", "gradients.py", link="1gbit", seconds=180),
+    Case("gradients-resnet50-1gbit-cyclic", "gradients.py", link="1gbit", place="cyclic", seconds=200),
+    Case(
+        "gradients-alexnet_bn-1gbit",
+        "gradients.py",
+        ("--model", "alexnet_bn", "--contestants", WITHOUT_HOOKS),
+        link="1gbit",
+        seconds=280,
+    ),
+    Case(
+        "gradients-alexnet_bn-1gbit-cyclic",
+        "gradients.py",
+        ("--model", "alexnet_bn", "--contestants", "ours tuned,ours fp16,ddp"),
+        link="1gbit",
+        place="cyclic",
+        seconds=220,
+        is_long=True,
+    ),
+    Case(
+        "gradients-resnet50-200mbit",
+        "gradients.py",
+        ("--contestants", WITHOUT_HOOKS, "--tune-seconds", "15"),
+        link="200mbit",
+        seconds=400,
+    ),
+    Case("step-resnet50-1gbit", "step.py", ("--tune-seconds", "15"), link="1gbit", seconds=110),
+    Case("step-resnet50-1gbit-paced", "step.py", ("--pace", "0.6", "--tune-seconds", "15"), link="1gbit", seconds=110),
+    Case("exchange-8x1-1gbit", "exchange.py", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=75),
+    Case("exchange-2x4-1gbit", "exchange.py", SHORT, "4,4", "1gbit", seconds=75),
+    Case("exchange-3+2+2+1-1gbit", "exchange.py", SHORT, "3,2,2,1", "1gbit", seconds=75),
+    Case("reducer-overhead", "reducer_overhead.py", seconds=25),
+    Case(
+        "gradients-resnet50-200mbit-cyclic",
+        "gradients.py",
+        ("--contestants", WITHOUT_HOOKS),
+        link="200mbit",
+        place="cyclic",
+        seconds=520,
+        is_long=True,
+    ),
+    Case(
+        "gradients-alexnet_bn-200mbit",
+        "gradients.py",
+        ("--model", "alexnet_bn", "--contestants", WITHOUT_HOOKS),
+        link="200mbit",
+        seconds=1000,
+        is_long=True,
+    ),
+    Case(
+        "gradients-alexnet_bn-200mbit-cyclic",
+        "gradients.py",
+        ("--model", "alexnet_bn", "--contestants", "ours tuned,ours fp16,ddp"),
+        link="200mbit",
+        place="cyclic",
+        seconds=1000,
+        is_long=True,
+    ),
+    Case(
+        "exchange-4x2-200mbit-1e8",
+        "exchange.py",
+        ("--sizes", "1e8", "--seconds-per-size", "240", "--contestants", "hybrid,hierarchical,gloo"),
+        link="200mbit",
+        seconds=330,
+        is_long=True,
+    ),
+    Case("step-resnet50-200mbit", "step.py", link="200mbit", seconds=400, is_long=True),
+    Case("step-resnet50-200mbit-paced", "step.py", ("--pace", "3"), link="200mbit", seconds=400, is_long=True),
+    *(
+        Case(f"exchange-{name}-200mbit", "exchange.py", SHORT, ranks, "200mbit", seconds=150, is_long=True)
+        for name, ranks in (("8x1", "1,1,1,1,1,1,1,1"), ("2x4", "4,4"), ("3+2+2+1", "3,2,2,1"))
+    ),
+)
+
+_FEW = ("--repetitions", "3", "--tune-seconds", "6")
+QUICK = (
+    Case(
+        "exchange-4x2-1gbit",
+        "exchange.py",
+        (*_FEW, "--sizes", "1e3,1e5,1e6,1e7", "--seconds-per-size", "8"),
+        link="1gbit",
+        seconds=50,
+    ),
+    Case(
+        "exchange-4x2-1gbit-500us",
+        "exchange.py",
+        (*_FEW, "--sizes", "1e3,1e5", "--contestants", "hybrid,doubling,gloo,mpi"),
+        link="1gbit",
+        delay="500us",
+        seconds=30,
+    ),
+    Case("gradients-resnet50-1gbit", "gradients.py", (*_FEW, "--contestants", WITHOUT_HOOKS), link="1gbit", seconds=70),
+    Case("step-resnet50-1gbit-paced", "step.py", (*_FEW, "--pace", "0.6"), link="1gbit", seconds=60),
+    Case("reducer-overhead", "reducer_overhead.py", ("--repetitions", "5"), seconds=15),
+)
+"""Does everything work? Too few repetitions for a claim."""
+
+
+def choose_cases(*, quick: bool, long: bool, only: Sequence[str]) -> list[Case]:
+    """Those to run: named ones (by any part of the name) whether long or not. Raises: ValueError where none is."""
+    cases = QUICK if quick else CASES
+    chosen = [c for c in cases if (any(word in c.name for word in only) if only else long or not c.is_long)]
+    if not chosen:
+        raise ValueError(
+            f"--only {','.join(only)}: no case has such a name; there are {', '.join(c.name for c in cases)}"
+        )
+    return chosen
+
+
+def record_path(folder: Path, case: Case, *, quick: bool) -> Path:
+    """Where a case's record lies."""
+    return folder / f"{prefix(quick=quick)}{case.name}.json"
+
+
+def prefix(*, quick: bool) -> str:
+    """Of the names of records: quick ones are told apart from those that a claim may rest on."""
+    return "comm-quick-" if quick else "comm-"

@@ -1,0 +1,117 @@
+"""Who takes part in exchange.py, and how each of them sums a tensor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import peers
+import torch
+import torch.distributed as dist
+from common import Job
+from torch import Tensor
+
+from bigbatch.comm.backends.mpi import import_mpi
+from bigbatch.comm.communicator import Communicator, connect, make_wire
+from bigbatch.comm.hybrid import HybridTable
+
+CONTESTANTS = (
+    "hybrid",
+    "hierarchical",
+    "gloo",
+    "sharded",
+    "ring",
+    "hybrid fp16",
+    "horovod",
+    "mpi",
+    "doubling",
+    "native",
+    "hierarchical over mpi",
+)
+"""In the order in which time is given to them."""
+HYBRIDS = {"hybrid": "float32", "hybrid fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant: how it sums a tensor, and where that tensor comes from."""
+
+    sum_: Callable[[Tensor], object]
+    memory: str
+    """"plain", or the backend of ours whose allocate() gave it."""
+    enter: Callable[[Tensor], object] = lambda tensor_N: None
+    leave: Callable[[], object] = lambda: None
+    round: int = 1
+    wire: str = "float32"
+
+
+Allocate = Callable[[int], Tensor]
+
+
+def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[str, str]]:
+    """All contestants that can run here, their memory, and why others cannot; hybrid without its table. Collective."""
+    ours = job.communicator
+    entries = {name: ours_entry(ours.with_algorithm(name)) for name in ours.algorithms}
+    entries |= {name: Entry(nobody, "tcp", wire=wire) for name, wire in HYBRIDS.items()}
+    entries["gloo"] = Entry(dist.all_reduce, "plain")
+    allocators: dict[str, Allocate] = {"tcp": allocate_from(ours), "plain": torch.zeros}
+    left_out: dict[str, str] = {}
+    if isinstance(world := peers.open_mpi(job), str):
+        left_out |= {"mpi": world, "hierarchical over mpi": world}
+    else:
+        entries["mpi"] = Entry(partial(sum_by_mpi, world), "plain")
+        over_mpi = connect(
+            backend="mpi",
+            algorithm="hierarchical",
+            interface=job.interface,
+            timeout_seconds=ours.control.timeout_seconds,
+            warn_seconds=ours.control.timeout_seconds,
+        )
+        job.others.append(over_mpi)
+        entries["hierarchical over mpi"] = ours_entry(over_mpi, memory="mpi")
+        allocators["mpi"] = allocate_from(over_mpi)
+    horovod = peers.open_horovod(job)
+    if isinstance(horovod, str):
+        left_out["horovod"] = horovod
+    else:
+        entries["horovod"] = horovod_entry(horovod)
+    return entries, allocators, left_out
+
+
+def allocate_from(communicator: Communicator) -> Allocate:
+    """Tensors that this communicator sums without copies."""
+    return lambda num_elements: communicator.allocate(num_elements, torch.float32)
+
+
+def sum_by_mpi(world: Any, tensor_N: Tensor) -> None:
+    """MPI_Allreduce in place, by the algorithm that the MPI library chooses."""
+    world.Allreduce(import_mpi().IN_PLACE, tensor_N.numpy())
+
+
+def nobody(tensor_N: Tensor) -> None:
+    """Hybrid before its table. Raises: AssertionError."""
+    raise AssertionError("hybrid has no table yet")
+
+
+def ours_entry(communicator: Communicator, *, memory: str = "tcp", wire: str = "float32") -> Entry:
+    """One of our algorithms."""
+    return Entry(lambda tensor_N: communicator.sum_(tensor_N, label="benchmark"), memory, wire=wire)
+
+
+def hybrid_entry(job: Job, table: HybridTable, *, wire: str) -> Entry:
+    """Hybrid with its table. Collective."""
+    own = make_wire(None if wire == "float32" else wire)
+    return ours_entry(job.communicator.with_algorithm("hybrid", table=table, wire=own), wire=wire)
+
+
+def horovod_entry(horovod: Any) -> Entry:
+    """Started for each round of repetitions, with one sum to warm up."""
+
+    def sum_(tensor_N: Tensor) -> None:
+        horovod.allreduce_(tensor_N, op=horovod.Sum, name="benchmark")
+
+    def enter(tensor_N: Tensor) -> None:
+        horovod.init()
+        sum_(tensor_N)
+
+    return Entry(sum_, "plain", enter=enter, leave=horovod.shutdown, round=peers.HOROVOD_ROUND)

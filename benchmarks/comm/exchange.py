@@ -1,0 +1,245 @@
+"""All-reduces by size: ours, gloo's, MPI's and Horovod's in one set of processes, in turn. A rank program.
+
+    bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit --python -- \
+        benchmarks/comm/exchange.py --out exchange.json
+
+For each size every contestant sums whole numbers once, and all elements are compared with the exact sum; that time
+decides who can be repeated within --seconds-per-size, in the order of CONTESTANTS. Hybrid's table is measured at the
+start as `bigbatch comm tune` does, and then stays as it is. A repetition is as many sums in a row as fit into 0.1
+seconds, from 1 to 20; its time is the slowest rank's, divided by them. The limit is 2(m-1)/m * bytes / goodput for m
+nodes, with the goodput of one iperf3 stream between two nodes in this run.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import links
+import peers
+import torch
+from common import (
+    Contestant,
+    Job,
+    add_job_options,
+    choose_contestants,
+    describe_repetitions,
+    gather_facts,
+    join,
+    run_rank,
+    take_turns,
+    write_record,
+)
+from entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
+from torch import Tensor
+
+from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.exact import expected_pattern, limit_of, rank_pattern
+from bigbatch.comm.hybrid import HybridTable, make_hybrid
+from bigbatch.comm.measure import count_different, fill_
+from bigbatch.comm.tuner import measure_times, tune_sizes
+
+SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"
+LOOP_SECONDS, MOST_LOOPS = 0.1, 20
+HOPELESS_BYTES, HOPELESS_RATIO = 1_000_000, 2.0
+"""One of ours that is slower than the best by this factor at such a size is not tried at larger ones."""
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    options = parse()
+    run_rank(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """One case. Collective. Raises: CommError."""
+    job = join(interface=options.interface)
+    facts = gather_facts(job, options)
+    goodput = [options.goodput_mbit * 1e6 if options.goodput_mbit else links.measure_goodput(job, seconds=5)]
+    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s")
+    peers.open_gloo(job)
+    entries, allocators, left_out = make_entries(job)
+    job.say_left_out(left_out)
+    names = choose_contestants(options.contestants, [n for n in CONTESTANTS if n in entries], left_out=left_out)
+    table = tune(job, options) if any(name.startswith("hybrid") for name in names) else None
+    entries |= {name: hybrid_entry(job, table, wire=wire) for name, wire in HYBRIDS.items() if name in names and table}
+    most = max(options.sizes) // 4
+    tensors = {memory: allocate(most) for memory, allocate in allocators.items()}
+    rows: list[dict[str, Any]] = []
+    racing = {name: entries[name] for name in names}
+    for size in options.sizes:
+        at_size = measure_size(job, racing, tensors, size=size, options=options)
+        rows += at_size
+        racing = without_hopeless(racing, at_size, size=size)
+        job.say(show(at_size))
+    goodput.append(goodput[0] if options.goodput_mbit else links.measure_goodput(job, seconds=3))
+    if job.rank == 0:
+        record = {
+            "benchmark": "exchange",
+            "case": options.case,
+            "conditions": facts,
+            "num_nodes": job.num_nodes,
+            "goodput_bits_per_second": goodput,
+            "hybrid_table": str(table),
+            "hybrid_choice": {size: table.choose(size) for size in options.sizes} if table else {},
+            "left_out": left_out,
+            "rows": with_limit(rows, num_nodes=job.num_nodes, goodput=goodput),
+        }
+        write_record(options.out, record)
+    peers.close(job)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_job_options(parser)
+    parser.add_argument("--sizes", type=parse_sizes, default=SIZES, help="bytes (default: %(default)s)")
+    parser.add_argument("--seconds-per-size", type=float, default=110.0, help="for all contestants")
+    parser.add_argument("--tune-seconds", type=float, default=40.0, help="for hybrid's table")
+    options = parser.parse_args(argv)
+    if options.repetitions < 1:
+        parser.error(f"--repetitions {options.repetitions}: give at least 1")
+    return options
+
+
+def parse_sizes(text: str) -> list[int]:
+    """'1e3,2000000' -> [1000, 2000000]: ascending, whole fp32 elements. Raises: argparse.ArgumentTypeError."""
+    try:
+        sizes = sorted({int(float(word)) // 4 * 4 for word in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 4:
+        raise argparse.ArgumentTypeError(f"{text!r}: give bytes, such as 1e3,1e6; an element has 4")
+    return sizes
+
+
+def tune(job: Job, options: argparse.Namespace) -> HybridTable:
+    """Hybrid's table, measured as `bigbatch comm tune` does, with less time. Collective."""
+    times = measure_times(
+        job.communicator,
+        tune_sizes(max(options.sizes)),
+        dtype=torch.float32,
+        seconds=options.tune_seconds,
+        on_size=lambda size, at_size: None,
+    )
+    table = make_hybrid(times)
+    job.say(f"hybrid, from sizes up to {max(times):,} bytes: {table}")
+    return table
+
+
+def measure_size(
+    job: Job, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], *, size: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row for each contestant: of its repetitions, or of its first sum where there is no time for more."""
+    parts = {memory: tensor_N[: size // 4] for memory, tensor_N in tensors.items()}
+    checked = {name: check(job, name, entry, parts[entry.memory]) for name, entry in entries.items()}
+    first = {name: seconds for name, (seconds, _) in checked.items()}
+    chosen = within_time(first, seconds=options.seconds_per_size, repetitions=options.repetitions)
+    loops = {name: max(1, min(MOST_LOOPS, int(LOOP_SECONDS / first[name]))) for name in entries}
+    for part_N in parts.values():
+        part_N.zero_()
+    contestants = [
+        make_contestant(name, entries[name], parts[entries[name].memory], loops=loops[name]) for name in chosen
+    ]
+    measured = take_turns(job, contestants, repetitions=options.repetitions)
+    if any(job.gather(any(bool(part_N.any()) for part_N in parts.values()))):
+        raise CommError(f"sums of zeros are not zero any more, at {size} bytes: one of {', '.join(chosen)} is wrong")
+    wrong = {name: num_wrong for name, (_, num_wrong) in checked.items()}
+    return [
+        {
+            "size": size,
+            "contestant": name,
+            "is_ours": entries[name].memory != "plain",
+            "wire": entries[name].wire,
+            "num_wrong": wrong[name],
+            **(
+                describe_repetitions(measured[name], loops=loops[name])
+                if name in measured
+                else {"seconds": {"n": 1, "median": first[name], "min": first[name], "max": first[name]}}
+            ),
+        }
+        for name in entries
+    ]
+
+
+def make_contestant(name: str, entry: Entry, part_N: Tensor, *, loops: int) -> Contestant:
+    """Sums the same tensor loops times in a row."""
+
+    def work() -> None:
+        for _ in range(loops):
+            entry.sum_(part_N)
+
+    def enter() -> None:
+        entry.enter(part_N)
+
+    def leave() -> None:
+        entry.leave()
+
+    return Contestant(name, work, enter=enter, leave=leave, round=entry.round)
+
+
+def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int]:
+    """The first sum, of numbers whose sum is exact: its seconds, and the wrong elements of all ranks. Collective."""
+    world_size = job.communicator.world_size
+    limit = limit_of(entry.wire)
+    contestant = make_contestant(name, entry, part_N, loops=1)
+    pattern = rank_pattern(job.rank, world_size, limit=limit)
+    contestant = replace(contestant, prepare=lambda: fill_(part_N, pattern), round=1)
+    seconds = take_turns(job, [contestant], repetitions=1)[name][0].seconds
+    return seconds, sum(job.gather(count_different(part_N, expected_pattern(world_size, limit=limit))))
+
+
+def within_time(first: Mapping[str, float], *, seconds: float, repetitions: int) -> list[str]:
+    """The contestants, in order, whose repetitions fit into the time; the first two always do."""
+    chosen: list[str] = []
+    left = seconds
+    for name in sorted(first, key=CONTESTANTS.index):
+        needed = repetitions * max(first[name], LOOP_SECONDS)
+        if len(chosen) < 2 or needed <= left:
+            chosen.append(name)
+            left -= needed
+    return chosen
+
+
+def without_hopeless(entries: Mapping[str, Entry], rows: Sequence[Mapping[str, Any]], *, size: int) -> dict[str, Entry]:
+    """The contestants for the next size."""
+    ours = {row["contestant"]: row["seconds"]["median"] for row in rows if row["is_ours"]}
+    full = [row["seconds"]["median"] for row in rows if row["is_ours"] and row["wire"] == "float32"]
+    if size < HOPELESS_BYTES or not full:
+        return dict(entries)
+    worst = HOPELESS_RATIO * min(full)
+    return {name: entry for name, entry in entries.items() if ours.get(name, 0.0) <= worst}
+
+
+def with_limit(
+    rows: Sequence[Mapping[str, Any]], *, num_nodes: int, goodput: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """Rows with their share of the limit, by the higher goodput that was measured: the stricter one."""
+    known = [each for each in goodput if each]
+    if not known or num_nodes < 2:
+        return [dict(row) | {"limit_share": None} for row in rows]
+    narrow = {"float32": 1.0, "float16": 0.5}
+    return [
+        dict(row)
+        | {
+            "limit_share": links.limit_seconds(
+                row["size"] * narrow[row["wire"]], num_nodes=num_nodes, goodput=max(known)
+            )
+            / row["seconds"]["median"]
+        }
+        for row in rows
+    ]
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One size in a line: milliseconds."""
+    times = ", ".join(
+        f"{row['contestant']} {1e3 * row['seconds']['median']:.4g}{'' if row['seconds']['n'] > 1 else ' (once)'}"
+        for row in rows
+    )
+    wrong = sum(row["num_wrong"] for row in rows)
+    return f"{rows[0]['size']:>11,} bytes, ms: {times}" + (f"; {wrong} WRONG" if wrong else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The gradients of a network without its arithmetic: a module whose backward costs next to nothing."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.trainer.models import build_model
+
+NUM_VALUES = 3
+"""Gradients have one of so many values, so that one in another's place is seen."""
+
+
+class Pace:
+    """When, after the start of backward, each gradient may be ready: backward sleeps until then."""
+
+    def __init__(self, ready_seconds: Sequence[float]) -> None:
+        self._ready_seconds = ready_seconds
+        self._start = 0.0
+
+    def begin(self) -> None:
+        """Backward starts now."""
+        self._start = time.perf_counter()
+
+    def wait_for(self, index: int) -> None:
+        """Return no sooner than gradient number index is ready."""
+        time.sleep(max(0.0, self._start + self._ready_seconds[index] - time.perf_counter()))
+
+
+class _Ready(torch.autograd.Function):
+    """Passes a number on; its backward gives a parameter a gradient of one value, whatever the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, chain_1: Tensor, parameter: Tensor, value: float, wait: Callable[[], None]) -> Tensor:
+        ctx.shape, ctx.value, ctx.wait = parameter.shape, value, wait
+        return chain_1.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.wait()
+        return gradients[0], gradients[0].new_tensor(ctx.value).expand(ctx.shape), None, None
+
+
+class CostlessModel(nn.Module):
+    """Parameters in the order of a real model, whose gradients become ready in the reverse order, one after another.
+
+    The gradient of parameter i is (1 + i % NUM_VALUES) * weight in every element. What remains of backward is to
+    write that down, as any backward must, and what autograd does for each parameter; with a pace, also sleep.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], *, weight: int, pace: Pace | None = None) -> None:
+        super().__init__()
+        self._weight = weight
+        self._pace = pace
+        self._ordered: list[nn.Parameter] = []
+        for name, value in values.items():
+            parameter = nn.Parameter(value)
+            self.register_parameter(name.replace(".", "-"), parameter)
+            self._ordered.append(parameter)
+
+    def forward(self, chain_1: Tensor) -> Tensor:
+        """A loss out of any one number that requires a gradient."""
+        for i, parameter in enumerate(self._ordered):
+            wait = partial(self._pace.wait_for, i) if self._pace else _go_on
+            chain_1 = _Ready.apply(chain_1, parameter, float(gradient_value(i) * self._weight), wait)
+        return chain_1.sum()
+
+
+def _go_on() -> None:
+    """Without a pace."""
+
+
+def start() -> Tensor:
+    """The number that a CostlessModel passes on."""
+    return torch.zeros(1, requires_grad=True)
+
+
+def gradient_value(index: int) -> int:
+    """Of parameter number index, before the weight."""
+    return 1 + index % NUM_VALUES
+
+
+def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a network's parameters, without making it."""
+    with torch.device("meta"):
+        network = build_model(model, num_classes=1000, norm=nn.BatchNorm2d)
+    return {name: tuple(p.shape) for name, p in network.named_parameters()}
+
+
+def make_values(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Zeros that all contestants' parameters share; nobody writes them, so they take no memory."""
+    return {name: torch.zeros(tuple(shape)) for name, shape in shapes.items()}
+
+
+def count_wrong(parameters: Iterable[nn.Parameter], *, expected: float) -> int:
+    """Parameters whose gradient is not `expected` times its value, by the first, middle and last element."""
+    wrong = 0
+    for i, parameter in enumerate(parameters):
+        assert parameter.grad is not None
+        gradient_N = parameter.grad.flatten() if parameter.grad.is_contiguous() else parameter.grad.reshape(-1)
+        some = gradient_N[[0, gradient_N.numel() // 2, -1]]
+        wrong += bool((some != expected * gradient_value(i)).any())
+    return wrong

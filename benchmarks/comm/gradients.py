@@ -1,0 +1,230 @@
+"""All gradients of a network summed over ranks: our reducer, DDP and Horovod in one set of processes, in turn.
+
+    bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit --python -- \
+        benchmarks/comm/gradients.py --model resnet50 --out gradients.json
+
+The gradients are those of the real network, in the order in which its backward makes them ready, but nothing is
+computed: a repetition is the time from the start of backward to the moment when all gradients are summed on all
+ranks. "ours" is the GradientReducer with hierarchical all-reduce and its default plan; "ours tuned" has the table and
+the plan that `bigbatch comm tune` would choose, measured at the start of this run; "ours fp16" is the same with an
+fp16 wire. DDP has its defaults (gloo, fp32, 25 MB buckets), its own fp16 hook, or our hook; Horovod its defaults over
+MPI. Every gradient is checked after every repetition.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import links
+import peers
+import torch
+from common import (
+    Contestant,
+    Job,
+    add_job_options,
+    choose_contestants,
+    describe_repetitions,
+    gather_facts,
+    join,
+    run_rank,
+    take_turns,
+    write_record,
+)
+from gradient_sets import CostlessModel, count_wrong, make_values, parameter_shapes, start
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from tuning import DEFAULT_ALGORITHM, describe_tuned, make_reducer, tune
+
+from bigbatch.comm.ddp_hook import ddp_comm_hook
+from bigbatch.comm.tuner import Findings
+
+CONTESTANTS = ("ours tuned", "ours fp16", "ours", "ddp", "ddp fp16", "ddp with our hook", "horovod")
+WIRES = {"ours fp16": "float16", "ddp fp16": "float16"}
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    options = parse()
+    run_rank(lambda: run(options))
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_job_options(parser)
+    parser.add_argument("--model", default="resnet50", help="whose gradients (default: %(default)s)")
+    parser.add_argument("--tune-seconds", type=float, default=25.0, help="for the table of 'ours tuned'")
+    options = parser.parse_args(argv)
+    if options.repetitions < 1:
+        parser.error(f"--repetitions {options.repetitions}: give at least 1")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    """One case. Collective. Raises: CommError."""
+    job = join(interface=options.interface)
+    facts = gather_facts(job, options)
+    goodput = [options.goodput_mbit * 1e6 if options.goodput_mbit else links.measure_goodput(job, seconds=5)]
+    peers.open_gloo(job)
+    horovod = peers.open_horovod(job)
+    left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
+    job.say_left_out(left_out)
+    available = [name for name in CONTESTANTS if name not in left_out]
+    names = choose_contestants(options.contestants, available, left_out=left_out)
+    values = make_values(parameter_shapes(options.model))
+    tuned = None
+    if {"ours tuned", "ours fp16"} & set(names):
+        model = CostlessModel(values, weight=1)
+        named = dict(model.named_parameters())
+        tuned = tune(job, named, lambda: model(start()), seconds=options.tune_seconds)
+    wrong = dict.fromkeys(names, 0)
+    make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
+    contestants = [make(name, CostlessModel(values, weight=job.rank + 1)) for name in names]
+    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
+    # DDP and our reducer learn the order in the first step; who has rounds warms up in each
+    take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
+    measured = take_turns(job, contestants, repetitions=options.repetitions)
+    goodput.append(goodput[0] if options.goodput_mbit else links.measure_goodput(job, seconds=3))
+    all_wrong = job.gather(wrong)
+    num_bytes = sum(value.nbytes for value in values.values())
+    if job.rank == 0:
+        rows = [
+            {
+                "contestant": name,
+                "wire": WIRES.get(name, "float32"),
+                "num_wrong": sum(each[name] for each in all_wrong),
+                **describe_repetitions(repetitions),
+            }
+            for name, repetitions in measured.items()
+        ]
+        record = {
+            "benchmark": "gradients",
+            "case": options.case,
+            "conditions": facts,
+            "model": options.model,
+            "num_bytes": num_bytes,
+            "num_nodes": job.num_nodes,
+            "goodput_bits_per_second": goodput,
+            "limit_seconds": _limit(num_bytes, goodput, num_nodes=job.num_nodes),
+            "tuned": describe_tuned(tuned),
+            "left_out": left_out,
+            "rows": rows,
+        }
+        write_record(options.out, record)
+        for row in rows:
+            job.say(
+                f"{row['contestant']:20} {row['seconds']['median']:8.3f} s, n = {row['seconds']['n']}, "
+                f"{row['num_wrong']} wrong"
+            )
+    peers.close(job)
+
+
+def _limit(num_bytes: int, goodput: Sequence[float | None], *, num_nodes: int) -> float | None:
+    known = [each for each in goodput if each]
+    return links.limit_seconds(num_bytes, num_nodes=num_nodes, goodput=max(known)) if known else None
+
+
+@dataclass
+class Step:
+    """One contestant's step: forward before the clock starts, backward and the wait for the sums under it."""
+
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+    wait: Callable[[], None]
+    clear: Callable[[], None]
+    expected: float
+    """Times each gradient's value: the sum of all ranks' weights, or their mean."""
+    loss: Tensor | None = None
+
+    def prepare(self) -> None:
+        self.clear()
+        self.loss = self.model(start())
+
+    def run(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.wait()
+
+    def count_wrong(self) -> int:
+        """Parameters with a wrong gradient."""
+        return count_wrong(self.parameters, expected=self.expected)
+
+
+def make_contestant(
+    job: Job, name: str, model: CostlessModel, *, tuned: Findings | None, horovod: Any, wrong: dict[str, int]
+) -> Contestant:
+    """One of CONTESTANTS over its own model. Collective. Wrong gradients are counted in wrong[name]."""
+    if name == "horovod":
+        return _horovod(job, model, horovod, wrong)
+    step = _ddp_step(job, name, model) if name.startswith("ddp") else _ours_step(job, name, model, tuned)
+
+    def finish() -> None:
+        wrong[name] += step.count_wrong()
+
+    return Contestant(name, step.run, prepare=step.prepare, finish=finish)
+
+
+def _sum_of_weights(job: Job) -> float:
+    world_size = job.communicator.world_size
+    return world_size * (world_size + 1) / 2
+
+
+def _ours_step(job: Job, name: str, model: CostlessModel, tuned: Findings | None) -> Step:
+    named = dict(model.named_parameters())
+    reducer = make_reducer(job, named, tuned=None if name == "ours" else tuned, wire=WIRES.get(name))
+    return Step(model, list(model.parameters()), reducer.wait, reducer.zero_grad, _sum_of_weights(job))
+
+
+def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
+    ddp = DistributedDataParallel(model, init_sync=False)  # all ranks have the same parameters: nobody writes them
+    if name == "ddp fp16":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    elif name == "ddp with our hook":
+        ddp.register_comm_hook(None, ddp_comm_hook(job.communicator.with_algorithm(DEFAULT_ALGORITHM)))
+    mean = _sum_of_weights(job) / job.communicator.world_size
+    return Step(ddp, list(model.parameters()), lambda: None, partial(ddp.zero_grad, set_to_none=True), mean)
+
+
+def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]) -> Contestant:
+    """Started for each round of repetitions, with one step to warm up."""
+    parameters = list(model.parameters())
+    made: list[Step] = []
+
+    def step() -> Step:
+        if not made:
+            optimizer = horovod.DistributedOptimizer(
+                torch.optim.SGD(parameters, lr=0.0), named_parameters=model.named_parameters()
+            )
+            mean = _sum_of_weights(job) / job.communicator.world_size
+            made.append(Step(model, parameters, optimizer.synchronize, partial(_drop_gradients, parameters), mean))
+        return made[0]
+
+    def enter() -> None:
+        horovod.init()
+        step().prepare()
+        step().run()
+
+    def finish() -> None:
+        wrong["horovod"] += step().count_wrong()
+
+    return Contestant(
+        "horovod",
+        lambda: step().run(),
+        prepare=lambda: step().prepare(),
+        finish=finish,
+        enter=enter,
+        leave=horovod.shutdown,
+        round=peers.HOROVOD_ROUND,
+    )
+
+
+def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What the gradient reducer costs where there is nobody to sum with: one rank's steps with it and without, in turn.
+
+    python benchmarks/comm/reducer_overhead.py --device cuda --out benchmarks/results/reducer-overhead.json
+
+A step is forward, backward and an SGD update. The plain loop drops its gradients after each step (what PyTorch does by
+default), the one with the reducer keeps them in fusion buffers. On a GPU both also run as CUDA graphs of a whole step.
+A repetition is --steps steps in a row, up to the device's end; contestants take turns. The ratio is that of neighbours
+in one turn: with the reducer / without.
+"""
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import spread, write_record
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.conditions import device_name, source_commit
+from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.reducer import GradientReducer
+from bigbatch.trainer.models import build_model
+
+WARM_UP_STEPS = 5
+"""Before timing and before a graph is captured; the reducer learns the order of gradients in the first one."""
+TARGET = 1.01
+"""With CUDA graphs, on a GPU."""
+
+Step = Callable[[], None]
+
+
+def main() -> None:
+    """Measure, print, write the record."""
+    options = parse()
+    device = torch.device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    alone = ProcessEnv("none", 0, 1, 0, 1, platform.node(), None)
+    communicator = connect(env=alone, device=device)
+    pairs = {"eager": (make_step(options), make_step(options, communicator=communicator))}
+    if device.type == "cuda":
+        pairs["CUDA graph"] = (
+            capture(make_step(options)),
+            capture(make_step(options, communicator=communicator)),
+        )
+    results = {}
+    for kind, seconds in measure(pairs, options=options).items():
+        results[kind] = describe(*seconds, steps=options.steps)
+        ratio = results[kind]["ratio"]
+        print(
+            f"{kind:12} {1e3 * results[kind]['plain_seconds']['median']:9.3f} ms a step without, "
+            f"{1e3 * results[kind]['reducer_seconds']['median']:9.3f} ms with the reducer: ratio {ratio['median']:.4f} "
+            f"({ratio['min']:.4f} to {ratio['max']:.4f}, n = {ratio['n']})"
+        )
+    if options.out:
+        record = {"benchmark": "reducer_overhead", "conditions": facts(options, device), "results": results}
+        write_record(options.out, record)
+        print(f"written: {options.out}", file=sys.stderr)
+    communicator.close()
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; sizes follow from the device where they are not given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    add("--model", help="default: resnet50 on a GPU, resnet18 else")
+    add("--batch", type=int, help="pictures; default: 128 on a GPU, 4 else")
+    add("--image-size", type=int, help="pixels; default: 224 on a GPU, 64 else")
+    add("--precision", choices=("float32", "bfloat16"), help="of autocast; default: bfloat16 on a GPU, float32 else")
+    add("--steps", type=int, default=5, help="per repetition (default: %(default)s)")
+    add("--repetitions", type=int, default=30, help="(default: %(default)s)")
+    add("--threads", type=int, help="of the CPU")
+    add("--out", type=Path, help="JSON file for the results")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    defaults = ("resnet50", 128, 224, "bfloat16") if options.device == "cuda" else ("resnet18", 4, 64, "float32")
+    for name, value in zip(("model", "batch", "image_size", "precision"), defaults, strict=True):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    for name in ("batch", "image_size", "steps", "repetitions"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    return options
+
+
+def make_step(options: argparse.Namespace, *, communicator: Communicator | None = None) -> Step:
+    """A whole step on a fresh network; with a communicator, its gradients go through a reducer."""
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    network = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d)
+    network = network.to(device).to(memory_format=torch.channels_last)
+    images = torch.randn(options.batch, 3, options.image_size, options.image_size, device=device)
+    images_BCHW = images.to(memory_format=torch.channels_last)
+    labels_B = torch.randint(1000, (options.batch,), device=device)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
+    reducer = GradientReducer(network.named_parameters(), communicator) if communicator else None
+
+    def precision() -> AbstractContextManager[Any]:
+        if options.precision == "float32":
+            return nullcontext()
+        # a cached cast would outlive the graph in which it was made
+        return torch.autocast(device.type, dtype=getattr(torch, options.precision), cache_enabled=False)
+
+    def step() -> None:
+        with precision():
+            loss = F.cross_entropy(network(images_BCHW).float(), labels_B)
+        loss.backward()
+        if reducer:
+            reducer.wait()
+        optimizer.step()
+        if reducer:
+            reducer.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def capture(step: Step) -> Step:
+    """The step as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure(
+    pairs: dict[str, tuple[Step, Step]], *, options: argparse.Namespace
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of each repetition, without and with the reducer; who goes first alternates."""
+    timed = partial(seconds_of, count=options.steps, device=options.device)
+    for pair in pairs.values():
+        for step in pair:
+            seconds_of(step, count=WARM_UP_STEPS, device=options.device)
+    seconds: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in pairs}
+    for turn in range(options.repetitions):
+        for kind, pair in pairs.items():
+            for index in (0, 1) if turn % 2 == 0 else (1, 0):
+                seconds[kind][index].append(timed(pair[index]))
+    return seconds
+
+
+def seconds_of(step: Step, *, count: int, device: str) -> float:
+    """Of count steps, up to the device's end."""
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    _finish(device)
+    return time.perf_counter() - start
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) -> dict[str, Any]:
+    """Seconds per step and the ratio of neighbours."""
+    return {
+        "plain_seconds": spread([each / steps for each in plain]),
+        "reducer_seconds": spread([each / steps for each in reducer]),
+        "ratio": spread([b / a for a, b in zip(plain, reducer, strict=True)]),
+    }
+
+
+def facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What another person needs to repeat it."""
+    return {
+        "commit": source_commit(),
+        "device": device_name(device),
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cpu_threads": torch.get_num_threads(),
+        "options": {key: str(value) for key, value in vars(options).items() if key != "out"},
+    }
+
+
+if __name__ == "__main__":
+    main()

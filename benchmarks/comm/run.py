@@ -1,0 +1,90 @@
+"""All measurements of comm on emulated clusters: one JSON file per case, then a summary in Markdown.
+
+    python benchmarks/comm/run.py --out benchmarks/results            # about 40 minutes
+    python benchmarks/comm/run.py --quick --out /tmp/quick            # under four: does everything work?
+    python benchmarks/comm/run.py --only step --out benchmarks/results
+
+Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for all peers mpi4py and
+Horovod built with MPI.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cases import Case, choose_cases, prefix, record_path
+from summary import read_records, summarise
+
+MOST_TIMES_LONGER = 4
+"""A case that takes so many times longer than it should is ended."""
+STOP_SECONDS = 20
+
+
+def main() -> int:
+    """Run the cases, print the summary; 1 where a case failed."""
+    options = parse()
+    if options.list:
+        for case in options.cases:
+            print(f"{case.name:40} about {case.seconds:5} s{'  (--long)' if case.is_long else ''}")
+        return 0
+    total = sum(case.seconds for case in options.cases)
+    print(f"{len(options.cases)} cases, about {total / 60:.0f} minutes", file=sys.stderr)
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = [case.name for case in options.cases if not run_case(case, out=options.out, quick=options.quick)]
+    text = summarise(read_records(options.out, quick=options.quick))
+    (options.out / f"{prefix(quick=options.quick)}summary.md").write_text(text + "\n")
+    print(text)
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("benchmarks/results"), help="folder (default: %(default)s)")
+    add("--quick", action="store_true", help="few cases, sizes and repetitions")
+    add("--long", action="store_true", help="also what takes long at 200 Mbit/s")
+    add("--only", default="", metavar="NAME,...", help="cases whose names contain one of these")
+    add("--list", action="store_true", help="name the cases and how long they take")
+    options = parser.parse_args()
+    try:
+        only = [word for word in options.only.split(",") if word]
+        options.cases = choose_cases(quick=options.quick, long=options.long or options.list, only=only)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def run_case(case: Case, *, out: Path, quick: bool) -> bool:
+    """Run one case; whether it ended well."""
+    path = record_path(out, case, quick=quick).resolve()
+    print(f"\n== {case.name}, about {case.seconds} s ==", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    process = subprocess.Popen(case.command(path))
+    try:
+        code: int | str = process.wait(timeout=MOST_TIMES_LONGER * case.seconds)
+    except subprocess.TimeoutExpired:
+        code = f"took longer than {MOST_TIMES_LONGER * case.seconds} s"
+    finally:
+        stop(process)
+    print(f"== {case.name}: {code or 'done'}, {time.monotonic() - start:.0f} s ==", file=sys.stderr, flush=True)
+    return code == 0
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """Let the emulated cluster be taken down; whatever happens, leave no process."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.terminate()  # nothing, if it has ended
+        process.wait(timeout=STOP_SECONDS)
+        return
+    process.kill()
+    process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The records of one run of benchmarks/comm as Markdown, the issue's targets first. Pure but for reading the files.
+
+python benchmarks/comm/summary.py benchmarks/results
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from cases import prefix
+from targets import Record, Verdict, judge, median, show_size
+
+
+def main() -> None:
+    """Print the summary of a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quick", action="store_true", help="of the records of run.py --quick")
+    options = parser.parse_args()
+    print(summarise(read_records(options.folder, quick=options.quick)))
+
+
+def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
+    """Case -> record, of the files that run.py wrote there."""
+    start = prefix(quick=quick)
+    paths = sorted(folder.glob(f"{start}*.json"))
+    return {
+        path.stem.removeprefix(start): json.loads(path.read_text())
+        for path in paths
+        if quick or not path.name.startswith(prefix(quick=True))
+    }
+
+
+def summarise(records: Mapping[str, Record]) -> str:
+    """All of it."""
+    parts = ["# All-reduce of gradients, measured", *_conditions(records), "## Targets", verdict_table(judge(records))]
+    for case, record in records.items():
+        parts += [f"## {case}", TABLES[record["benchmark"]](record)]
+    return "\n\n".join(parts)
+
+
+def verdict_table(verdicts: Sequence[Verdict]) -> str:
+    """Markdown, what was missed last."""
+    rows = [
+        (v.what, v.case, v.goal, v.measured, "met" if v.is_met else "**not met**")
+        for v in sorted(verdicts, key=lambda v: not v.is_met)
+    ]
+    return table(("target", "case", "goal", "measured", ""), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def exchange_table(record: Record) -> str:
+    """Milliseconds and shares of the limit by size and contestant; what was measured once in brackets."""
+    rows = record["rows"]
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    lines = []
+    for size in sorted({row["size"] for row in rows}):
+        at = {row["contestant"]: row for row in rows if row["size"] == size}
+        lines.append((show_size(size), *(show_cell(at.get(name)) for name in names)))
+    return "\n\n".join(
+        (
+            f"Milliseconds (share of the limit), median of the repetitions; {_goodput(record)}. "
+            f"Hybrid: {record['hybrid_table']}.",
+            table(("", *names), lines),
+            "Sent over a node's link per byte of the tensor, and cores used by all ranks, at the largest size of each: "
+            + "; ".join(_cost(name, rows) for name in names if _cost(name, rows))
+            + ".",
+        )
+    )
+
+
+def show_cell(row: Record | None) -> str:
+    """One contestant at one size."""
+    if row is None:
+        return ""
+    share = row["limit_share"]
+    text = f"{1e3 * median(row):.3g}" if median(row) < 1 else f"{1e3 * median(row):.0f}"
+    text += f" ({share:.2f})" if share is not None and share >= 0.005 else ""
+    return text if row["seconds"]["n"] > 1 else f"[{text}]"
+
+
+def _cost(name: str, rows: Sequence[Record]) -> str:
+    mine = [row for row in rows if row["contestant"] == name and "node_bytes" in row]
+    if not mine:
+        return ""
+    last = max(mine, key=lambda row: int(row["size"]))
+    return (
+        f"{name} {last['node_bytes'] / last['size']:.2f} B, {last['cores_used']:.2f} cores ({show_size(last['size'])})"
+    )
+
+
+def gradients_table(record: Record) -> str:
+    """Seconds of each contestant, and how many times faster ours are."""
+    rows = {row["contestant"]: row for row in record["rows"]}
+    lines = []
+    for name, row in rows.items():
+        seconds = row["seconds"]
+        lines.append(
+            (
+                name,
+                f"{seconds['median']:.3f}",
+                f"{seconds['min']:.3f} to {seconds['max']:.3f}",
+                str(seconds["n"]),
+                f"{median(rows['ddp']) / seconds['median']:.2f}" if "ddp" in rows else "",
+                f"{median(rows['horovod']) / seconds['median']:.2f}" if "horovod" in rows else "",
+                f"{row['node_bytes'] / record['num_bytes']:.2f}",
+                f"{row['cores_used']:.2f}",
+            )
+        )
+    limit = record["limit_seconds"]
+    head = ("", "seconds", "spread", "n", "DDP / this", "Horovod / this", "sent per byte", "cores")
+    at_limit = f"; limit at fp32 {limit:.3f} s" if limit else ""
+    return (
+        f"{record['model']}, {record['num_bytes'] / 1e6:.1f} MB; {_goodput(record)}{at_limit}.\n\n{table(head, lines)}"
+    )
+
+
+def step_table(record: Record) -> str:
+    """Seconds of a step and its parts."""
+    keys = ("seconds", "forward_seconds", "backward_seconds", "exposed_seconds", "limit_exposed_seconds")
+    lines = [
+        (
+            row["contestant"],
+            *(f"{row[key]['median']:.3f}" if key in row else "" for key in keys),
+            f"{row['exposed_over_limit']['median']:.3f}" if "exposed_over_limit" in row else "",
+            str(row["seconds"]["n"]),
+        )
+        for row in record["rows"]
+    ]
+    head = ("", "step", "forward", "backward", "exposed", "limit of exposed", "exposed / limit", "n")
+    return f"{record['model']}, seconds; {_goodput(record)}.\n\n{table(head, lines)}"
+
+
+def overhead_table(record: Record) -> str:
+    """Milliseconds of a step without and with the reducer."""
+    lines = [
+        (
+            kind,
+            f"{1e3 * each['plain_seconds']['median']:.3f}",
+            f"{1e3 * each['reducer_seconds']['median']:.3f}",
+            f"{each['ratio']['median']:.4f} ({each['ratio']['min']:.4f} to {each['ratio']['max']:.4f})",
+            str(each["ratio"]["n"]),
+        )
+        for kind, each in record["results"].items()
+    ]
+    device = record["conditions"]["device"]
+    return f"{device}.\n\n" + table(("", "ms without", "ms with the reducer", "ratio", "n"), lines)
+
+
+def _goodput(record: Record) -> str:
+    known = [f"{each / 1e6:.1f}" for each in record["goodput_bits_per_second"] if each]
+    return f"goodput of a link by iperf3, before and after: {' and '.join(known)} Mbit/s" if known else "no links"
+
+
+def _conditions(records: Mapping[str, Record]) -> list[str]:
+    facts = [record["conditions"] for record in records.values() if record["benchmark"] != "reducer_overhead"]
+    if not facts:
+        return []
+    first = facts[0]
+    commits = ", ".join(sorted({str(each["commit"]) for each in facts}))
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
+    return [
+        f"Commit {commits}; {first['cores'][0]} cores of {first['machine']}, {first['memory_gib']} GiB, "
+        f"{first['kernel']}, Python {first['python']}, torch {first['torch']}, {versions}; "
+        f"TCP {first['congestion_control']}; {first['date'][:10]}. All ranks of a case share these cores. Times are "
+        "medians of the slowest rank's; [ ] marks what there was time for only once."
+    ]
+
+
+TABLES = {
+    "exchange": exchange_table,
+    "gradients": gradients_table,
+    "step": step_table,
+    "reducer_overhead": overhead_table,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What `bigbatch comm tune` would choose for a job and a model, measured in less time. For "ours tuned"."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from common import Job
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import make_wire
+from bigbatch.comm.measure import Links
+from bigbatch.comm.plan_search import PlanSizes
+from bigbatch.comm.ready_times import in_ready_order, measure_backward
+from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.tuner import Findings, choose, measure_times, tune_sizes
+
+DEFAULT_PLAN = PlanSizes(4_000_000, 25_000_000)
+"""GradientReducer's own."""
+DEFAULT_ALGORITHM = "hierarchical"
+"""That of the packaged experiments."""
+
+
+def tune(
+    job: Job, named_parameters: Mapping[str, nn.Parameter], forward: Callable[[], Tensor], *, seconds: float
+) -> Findings:
+    """Measure backward and every algorithm by size, and choose. Collective."""
+    backward = measure_backward(named_parameters, forward, job.communicator, seconds=seconds / 5)
+    for parameter in named_parameters.values():
+        parameter.grad = None
+    tensors = in_ready_order(named_parameters, backward)
+    times = measure_times(
+        job.communicator,
+        tune_sizes(sum(tensor.num_bytes for tensor in tensors)),
+        dtype=torch.float32,
+        seconds=seconds,
+        on_size=lambda size, at_size: None,
+    )
+    return choose(Links(None, None), times, backward, tensors, stated=DEFAULT_PLAN, stated_algorithm=DEFAULT_ALGORITHM)
+
+
+def make_reducer(
+    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: Findings | None, wire: str | None = None
+) -> GradientReducer:
+    """With the tuned table and plan, or with the defaults. Collective."""
+    if tuned is None:
+        communicator, sizes = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)), DEFAULT_PLAN
+    else:
+        communicator = job.communicator.with_algorithm("hybrid", table=tuned.table, wire=make_wire(wire))
+        sizes = tuned.chosen.sizes
+    return GradientReducer(named_parameters.items(), communicator, **dataclasses.asdict(sizes))
+
+
+def describe_tuned(tuned: Findings | None) -> dict[str, Any] | None:
+    """For the record."""
+    if tuned is None:
+        return None
+    return {
+        "table": str(tuned.table),
+        "sizes": dataclasses.asdict(tuned.chosen.sizes),
+        "buffers": str(tuned.chosen.plan).splitlines(),
+        "measured_up_to_bytes": max(tuned.times),
+        "simulated_exposed_seconds": tuned.chosen.exposed_seconds,
+    }
