@@ -1,7 +1,7 @@
 """What the precision between ranks does to a sum: relative error against float64, by wire and predivide factor.
 
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link none --launcher plain --python -- \
-        benchmarks/comm/wire_precision.py --out benchmarks/results/comm-wire-precision.json
+        benchmarks/comm/wire_precision.py --out benchmarks/results/wire-precision.json
 
 Gradients are drawn from a normal distribution, one million per rank: once all of one magnitude, once with magnitudes
 spread over six decades, as layers differ. Prints the relative error of the whole sum (2-norm), the share of values
