@@ -14,19 +14,31 @@ def own_address(*, is_one_host: bool, interface: str | None = None, towards: str
     """IPv4 address of this host: of the named interface, or of the one that leads to host `towards`, or to its name.
 
     Loopback where all ranks run on one host.
-    Raises: CommError for an interface that does not exist, or a name that others cannot reach.
+    Raises: CommError for an interface that does not exist, a name that others cannot reach, or a host `towards` that
+    this one cannot reach by IPv4.
     """
     if interface is not None:
         return interface_address(interface)
     if is_one_host:
         return "127.0.0.1"
     if towards is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # sends nothing: only asks for the route
-            address = str(probe.getsockname()[0])
+        address = _start_of_route(towards)
         if not address.startswith("127."):
             return address
     return _address_of_name()
+
+
+def _start_of_route(towards: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))  # sends nothing: only asks for the route
+        except OSError as error:
+            raise CommError(
+                f"{socket.gethostname()} knows no way by IPv4 to {towards}, where the ranks meet ({error}): set "
+                "MASTER_ADDR to an IPv4 address or a name of one, or comm.interface to the network interface that all "
+                "nodes share"
+            ) from error
+        return str(probe.getsockname()[0])
 
 
 def _address_of_name() -> str:

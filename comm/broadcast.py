@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,8 @@ def broadcast_parameters(
     named = dict(tensors)
     described = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
     communicator.agree("the tensors to broadcast", "\n".join(described))
-
-    def operation() -> None:
-        for tensor in named.values():
-            _broadcast_(tensor.detach(), communicator, root_rank)
-
-    communicator.backend.submit(operation, label=f"broadcast of {len(named)} tensors from rank {root_rank}").wait()
+    values = [tensor.detach() for tensor in named.values()]
+    _broadcast_(values, communicator, root_rank, label=f"broadcast of {len(named)} tensors from rank {root_rank}")
 
 
 def broadcast_optimizer_state(
@@ -63,7 +59,7 @@ def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average"
         raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: average tensor.float(), or sum")
     backend = communicator.backend
     carrier = tensor.dtype if tensor.dtype in backend.capabilities.dtypes else torch.float64
-    total = tensor.detach().to(communicator.device, carrier, copy=True).contiguous()
+    total = tensor.detach().to(communicator.transport_device, carrier, copy=True).contiguous()
     backend.submit(lambda: backend.all_reduce_(total.view(-1), backend.world), label=label).wait()
     if op == "average":
         total.div_(communicator.world_size)
@@ -72,26 +68,30 @@ def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average"
 
 def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:
     """root_rank's payload; the others' does not matter."""
+    label = f"broadcast of an object from rank {root_rank}"
     size_1 = torch.tensor([len(payload)])
-    received: list[Tensor] = []
+    _broadcast_([size_1], communicator, root_rank, label=label)
+    data_N = torch.empty(int(size_1), dtype=torch.uint8)
+    if communicator.rank == root_rank:
+        data_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    _broadcast_([data_N], communicator, root_rank, label=label)
+    return data_N.numpy().tobytes()
+
+
+def _broadcast_(tensors: Sequence[Tensor], communicator: Communicator, root_rank: int, *, label: str) -> None:
+    """By their bytes, so that every dtype travels over every backend, on the device where it reads tensors.
+
+    Copies to that device and back are made on the calling thread, in the order of its stream.
+    """
+    backend = communicator.backend
+    dense = [tensor.to(communicator.transport_device).contiguous() for tensor in tensors]
 
     def operation() -> None:
-        _broadcast_(size_1, communicator, root_rank)
-        data_N = torch.empty(int(size_1), dtype=torch.uint8)
-        if communicator.rank == root_rank:
-            data_N.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        _broadcast_(data_N, communicator, root_rank)
-        received.append(data_N)
+        for each in dense:
+            if each.numel():
+                backend.broadcast_(each.view(-1).view(torch.uint8), backend.world, root=root_rank)
 
-    communicator.backend.submit(operation, label=f"broadcast of an object from rank {root_rank}").wait()
-    return received[0].numpy().tobytes()
-
-
-def _broadcast_(tensor: Tensor, communicator: Communicator, root_rank: int) -> None:
-    """By its bytes, so that every dtype travels over every backend, on the communicator's device."""
-    backend = communicator.backend
-    dense = tensor.to(communicator.device).contiguous()
-    if dense.numel():
-        backend.broadcast_(dense.view(-1).view(torch.uint8), backend.world, root=root_rank)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
+    backend.submit(operation, label=label).wait()
+    for tensor, each in zip(tensors, dense, strict=True):
+        if each.data_ptr() != tensor.data_ptr():
+            tensor.copy_(each)

@@ -9,18 +9,20 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, CommError, InFlight
+from bigbatch.comm.backends.base import Backend, CommError, InFlight, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.control import Control
 from bigbatch.comm.environ import MPI_LAUNCHERS, ProcessEnv, read_process_env
 from bigbatch.comm.host_staging import HostStaging
 from bigbatch.comm.hybrid import HybridTable
-from bigbatch.comm.node_memory import NodeMemory, process_space
+from bigbatch.comm.node_memory import NodeMemory
+from bigbatch.comm.places import meet
 from bigbatch.comm.stall import StallInspector
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.comm.topology import Topology, make_topology
 
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
+WARN_SECONDS = 10.0
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -62,6 +64,11 @@ class Communicator:
         return self.env.world_size
 
     @property
+    def transport_device(self) -> torch.device:
+        """Where the backend itself reads tensors: on the host, where those of a GPU are staged."""
+        return self.device if self.staging is None else torch.device("cpu")
+
+    @property
     def algorithms(self) -> tuple[str, ...]:
         """What can run here, but for hybrid, which needs a table."""
         names = tuple(name for name in ALGORITHMS if name != "hybrid")
@@ -75,20 +82,29 @@ class Communicator:
         Raises: ValueError for one that cannot run here.
         """
         wire = wire or self.wire
+        table = table or self.table
+        _require_wire(wire, self.backend)
         if algorithm in ALGORITHMS and algorithm not in (*self.algorithms, "hybrid"):
             raise ValueError(
                 f"algorithm {algorithm!r} is made of messages between ranks, which {self.backend.name} has not: "
                 f"use {' or '.join(self.algorithms)}, or another backend"
             )
+        strange = [name for name in table.algorithms if name not in self.algorithms] if table else []
+        if algorithm == "hybrid" and strange:
+            raise ValueError(
+                f"the table of algorithm 'hybrid' uses {', '.join(strange)}, but {self.backend.name} has "
+                f"{', '.join(self.algorithms)} only: make a table here by bigbatch comm tune, or take another backend"
+            )
+        self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table or self.table}\n{self.topology.groups}")
         all_reduce_ = make_allreduce(
             algorithm,
             backend=self.backend,
             topology=self.topology,
             memory=self.memory,
             wire=wire,
-            table=table or self.table,
+            table=table,
         )
-        return replace(self, algorithm=algorithm, wire=wire, table=table or self.table, all_reduce_=all_reduce_)
+        return replace(self, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros that can be summed without copies. Collective."""
@@ -116,10 +132,11 @@ class Communicator:
     def _recorded(self, operation: Callable[[], None], tensor_N: Tensor, *, label: str) -> Callable[[], None]:
         self.timeline.mark(label, row="buffers ready")
         wire = str(self.wire.of(tensor_N)).removeprefix("torch.")
+        on_host = self.staging is not None or self.backend.name == "mpi"  # both are done when their thread is
 
         def recorded() -> None:
             facts = {"algorithm": self.algorithm_for(tensor_N), "bytes": tensor_N.nbytes, "wire": wire}
-            with self.timeline.span(label, row="all-reduce", **facts):
+            with self.timeline.span(label, row="all-reduce", on_host=on_host, **facts):
                 operation()
 
         return recorded
@@ -179,16 +196,17 @@ class Communicator:
         digests = self.gather_text(hashlib.sha256(text.encode()).hexdigest())
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
-            texts = self.gather_text(text)
+            texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
             raise CommError(
                 f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; "
                 "start all ranks from the same files with the same command"
             )
 
     def gather_trace(self) -> str:
-        """What the timelines of the first ranks recorded since the last time, as one trace. Collective."""
+        """What the timelines of the first ranks recorded since the last time, as one trace, on rank 0. Collective."""
         mine = self.timeline.take(rank=self.rank, host=self.env.host)
-        return merge(self.gather_text(mine if self.rank < MOST_TRACED_RANKS else ""))
+        texts = self.control.collect_text(mine if self.rank < MOST_TRACED_RANKS else "", what="collection of traces")
+        return merge(texts)
 
     def close(self) -> None:
         """End communication; after a run that went well. Collective. MPI ends with the last connection."""
@@ -245,7 +263,7 @@ def connect(
     table: HybridTable | None = None,
     interface: str | None = None,
     timeout_seconds: float = 60.0,
-    warn_seconds: float = 10.0,
+    warn_seconds: float | None = None,
     env: ProcessEnv | None = None,
     device: torch.device | None = None,
 ) -> Communicator:
@@ -255,15 +273,27 @@ def connect(
     pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
     bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table; group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
-    interface names the network interface of hosts that have several. After warn_seconds in one sum late ranks are
-    named; after timeout_seconds the wait ends in an error.
+    interface names the network interface of hosts that have several. After warn_seconds (10, or timeout_seconds where
+    that is shorter) in one sum late ranks are named; after timeout_seconds the wait ends in an error.
     Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
-    Raises: CommError where the ranks cannot meet; ValueError for an unknown or impossible choice.
+    Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
+    for an unknown or impossible choice.
     """
     env = env or read_process_env()
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     wire = make_wire(wire_dtype, predivide)
+    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
+    if not 0 < warn_seconds <= timeout_seconds:
+        raise ValueError(
+            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
+            "which there is nobody left to warn"
+        )
+    if interface is not None and backend in ("mpi", "horovod"):
+        raise ValueError(
+            f"interface {interface!r} has no effect on backend {backend!r}, whose MPI library chooses its own: leave "
+            "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
+        )
     device = device or choose_device(env, backend=backend)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
@@ -274,11 +304,10 @@ def connect(
         )
     control = Control(env, timeout_seconds=timeout_seconds, interface=interface)
     control.library = backend
-    hosts = control.gather_text(f"{env.host} {process_space()}", what="meeting of all ranks")
-    topology = make_topology(hosts, rank=env.rank, group_size=group_size)
+    nodes = [place.node for place in meet(env, control)]
+    topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport = _connect(env, control, backend, device=device, interface=interface)
     _open.add(control)
-    _require_wire(wire, transport)
     is_native = device.type in transport.capabilities.device_types
     is_of_host = not is_native or device.type == "cpu"
     memory = NodeMemory(topology, control) if is_of_host and transport.capabilities.has_messages else None
@@ -302,7 +331,21 @@ def connect(
         timeline=Timeline(device),
         inspector=inspector,
     )
-    return met.with_algorithm(algorithm, table=table)
+    try:
+        return met.with_algorithm(algorithm, table=table)
+    except PeerLostError:  # the job ends
+        raise
+    except (ValueError, CommError):
+        _abandon(met)
+        raise
+
+
+def _abandon(met: Communicator) -> None:
+    """Leave nothing behind of a connection that was refused, on all ranks alike."""
+    _open.discard(met.control)
+    if met.inspector is not None:
+        met.inspector.close()
+    met.backend.abandon()
 
 
 def _require_wire(wire: Wire, transport: Backend) -> None:
@@ -333,7 +376,7 @@ def _connect(
     if backend == "mpi":
         from bigbatch.comm.backends.mpi import MpiBackend
 
-        return MpiBackend(env, control)
+        return MpiBackend(env, control, device=device)
     if backend == "horovod":
         from bigbatch.comm.backends.horovod import HorovodBackend
 

@@ -55,7 +55,7 @@ def gather_conditions(communicator: Communicator) -> Conditions:
     return Conditions(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         bigbatch=__version__,
-        commit=source_commit(),
+        commit=communicator.gather_text(source_commit() or "" if communicator.rank == 0 else "")[0] or None,
         torch=torch.__version__,
         python=platform.python_version(),
         kernel=f"{platform.system()} {platform.release()}",
@@ -67,6 +67,18 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         backend=communicator.backend.name,
         wire_dtype=None if wire_dtype is None else str(wire_dtype).removeprefix("torch."),
         predivide=communicator.wire.predivide,
+    )
+
+
+def gather_cluster(communicator: Communicator) -> Cluster:
+    """What must be the same for a tuned file to hold. Collective."""
+    devices = set(communicator.gather_text(device_name(communicator.device)))
+    wire_dtype = communicator.wire.dtype
+    return make_cluster(
+        communicator.topology.groups,
+        backend=communicator.backend.name,
+        wire_dtype=None if wire_dtype is None else str(wire_dtype).removeprefix("torch."),
+        device=", ".join(sorted(devices)),
     )
 
 

@@ -3,6 +3,8 @@
 import re
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -17,12 +19,20 @@ ROLL_CALL_SECONDS = 5.0
 LINGER_SECONDS = 2.0
 """How much longer the rank that holds the rendezvous lives after a failure, so that the others can still read it."""
 
+PIECE_BYTES = 4 << 20
+"""torch's store ends a connection over which more than 8 MB come at once."""
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
+"""Between two questions to the store for a key that is not there yet."""
+
 _FAILED = "bigbatch/failed"
 
 _connections = 0
 """How many this process has made: several in one job must not read each other's keys."""
 
-_met: dict[tuple[str, int] | None, tuple[Store, str]] = {}
+Master = tuple[str, int] | None
+"""Address and port of the rendezvous; None where there is none of ours."""
+
+_met: dict[Master, tuple[Store, str, Master]] = {}
 """The rendezvous that this process has joined already: its port can be opened only once."""
 
 
@@ -40,9 +50,10 @@ class Control:
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
         self.library = "control"
-        self.store, self._holder = _open_store(env, timeout_seconds, interface=interface)
+        self.store, self._holder, self.master = _open_store(env, timeout_seconds, interface=interface)
         self._texts = 0
         self._has_failed = False
+        self._has_answered = False
         self.store.set(f"bigbatch/host/{self.rank}", env.host)
 
     def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
@@ -53,21 +64,82 @@ class Control:
         Raises: PeerLostError naming the missing ranks.
         """
         self._texts += 1
+        key, others = f"bigbatch/text/{self._texts}", range(1, self.world_size)
+        with self._explained(what):
+            if self.rank != 0:
+                self._put(f"{key}/{self.rank}", text)
+                all_texts = self._take(key, what=what).split("\0")
+                self.store.set(f"{key}/read/{self.rank}", "1")
+                return all_texts
+            all_texts = [text, *(self._take(f"{key}/{rank}", what=what) for rank in others)]
+            self._put(key, "\0".join(all_texts))
+            for rank in others:
+                self._await(f"{key}/read/{rank}", what=what)
+            return all_texts
+
+    def collect_text(self, text: str, *, what: str) -> list[str]:
+        """As gather_text, but only rank 0 gets the texts, and the others an empty list: for long ones. Collective."""
+        self._texts += 1
         key = f"bigbatch/text/{self._texts}"
+        with self._explained(what):
+            if self.rank != 0:
+                self._put(f"{key}/{self.rank}", text)
+                return []
+            return [text, *(self._take(f"{key}/{rank}", what=what) for rank in range(1, self.world_size))]
+
+    def _put(self, key: str, text: str) -> None:
+        """Write a text in pieces that the store takes."""
+        data = text.encode()
+        pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{key}/piece/{number}", piece)  # type: ignore[arg-type]
+        self.store.set(key, str(len(pieces)))
+
+    def _take(self, key: str, *, what: str) -> str:
+        """Wait for a text and read it."""
+        self._await(key, what=what)
+        count = int(self.store.get(key))
+        return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
+
+    def read(self, key: str, *, what: str) -> str:
+        """A short value that another rank writes, once it is there. Raises: PeerLostError."""
+        with self._explained(what):
+            self._await(key, what=what)
+            return str(self.store.get(key).decode())
+
+    def _await(self, key: str, *, what: str) -> None:
+        """Wait for a key by asking for it: a store that waits itself serves no other thread of this process."""
+        start, pause = time.monotonic(), SHORTEST_PAUSE_SECONDS
+        heeded = start
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            now = time.monotonic()
+            if now - heeded > 1.0:
+                heeded = now
+                self.heed_others(what, now - start)
+            if now - start > self.timeout_seconds:
+                raise TimeoutError("some rank has not come to it")
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
         start = time.monotonic()
         try:
-            self.store.set(f"{key}/{self.rank}", text)
-            if self.rank == 0:
-                all_texts = [self.store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
-                self.store.set(key, "\0".join(all_texts))
-                if self.world_size > 1:
-                    self.store.wait([f"{key}/read/{rank}" for rank in range(1, self.world_size)])
-                return all_texts
-            all_texts = self.store.get(key).decode().split("\0")
-            self.store.set(f"{key}/read/{self.rank}", "1")
-            return all_texts
-        except RuntimeError as error:
+            yield
+        except CommError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
             raise self.explain(what, time.monotonic() - start, error) from error
+
+    def answer_roll_call(self) -> None:
+        """After the loss of another rank: say that this one lives, whatever it does at the moment.
+
+        After a time limit only who waits in an operation answers: who does something else is the one that is missed.
+        """
+        if not self._has_answered and self.store.check([_FAILED]):
+            self._has_answered = True
+            if self.store.get(_FAILED) == b"lost":
+                self.store.set(f"bigbatch/alive/{self.rank}", "1")
 
     def heed_others(self, label: str, seconds: float) -> None:
         """While waiting: another rank's failure ends the wait, so that nobody takes this rank for lost."""
@@ -90,7 +162,8 @@ class Control:
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
         """What failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
         self._has_failed = True
-        who = self._roll_call()
+        is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+        who = self._roll_call("late" if is_late else "lost")
         if self._holder == f"rank {self.rank}":
             time.sleep(LINGER_SECONDS)
         return PeerLostError(
@@ -99,13 +172,15 @@ class Control:
 
     def host_of(self, rank: int) -> str:
         """Where a rank runs."""
-        return str(self.store.get(f"bigbatch/host/{rank}").decode())
+        key = f"bigbatch/host/{rank}"
+        return str(self.store.get(key).decode()) if self.store.check([key]) else "a host that has not met"
 
-    def _roll_call(self) -> str:
+    def _roll_call(self, cause: str) -> str:
         """Which ranks do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
         try:
             self.store.set(f"bigbatch/alive/{self.rank}", "1")
-            self.store.set(_FAILED, "1")
+            if not self.store.check([_FAILED]):
+                self.store.set(_FAILED, cause)
             deadline = time.monotonic() + ROLL_CALL_SECONDS
             missing = list(range(self.world_size))
             while missing and time.monotonic() < deadline:
@@ -123,27 +198,24 @@ def first_line(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
 
 
-def _open_store(env: ProcessEnv, timeout_seconds: float, *, interface: str | None) -> tuple[Store, str]:
-    """The store, and who holds it."""
+def _open_store(env: ProcessEnv, timeout_seconds: float, *, interface: str | None) -> tuple[Store, str, Master]:
+    """The store, who holds it, and where: under mpirun only now known."""
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size == 1:
-        return HashStore(), "rank 0"
+        return HashStore(), "rank 0", env.master
     prefix = f"bigbatch/{_connections}"
     if dist.is_initialized():  # somebody else's script has met already
         store: Store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        store.set_timeout(timeout)
-        return store, "the default process group's store"
+        return store, "the default process group's store", env.master
     if env.master not in _met:
         met = env
         if env.master is None and env.launcher in MPI_LAUNCHERS:
             from bigbatch.comm.backends.mpi import meet_by_mpi
 
-            met = replace(env, master=meet_by_mpi(env, interface=interface))
-        _met[env.master] = rendezvous(met, timeout), "torchrun" if env.master_runs else "rank 0"
-    shared, holder = _met[env.master]
-    store = PrefixStore(prefix, shared)
-    store.set_timeout(timeout)
-    return store, holder
+            met = replace(env, master=meet_by_mpi(env, timeout_seconds=timeout_seconds, interface=interface))
+        _met[env.master] = rendezvous(met, timeout), "torchrun" if env.master_runs else "rank 0", met.master
+    shared, holder, master = _met[env.master]
+    return PrefixStore(prefix, shared), holder, master
 
 
 def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:

@@ -59,7 +59,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hooks = [  # before the reducer's own, which go by is_active
             parameter.register_post_accumulate_grad_hook(partial(self._count_pass, name)) for name, parameter in named
         ]
-        self._reducer = GradientReducer(named, communicator, **reducer_options)
+        try:
+            self._reducer = GradientReducer(named, communicator, **reducer_options)
+        except BaseException:  # the caller may try again with other options
+            self._remove_hooks()
+            raise
         self._reducer.is_active = backward_passes_per_step == 1
 
     def __getattr__(self, name: str) -> Any:
@@ -164,9 +168,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Take the hooks off the parameters, so that another optimizer can be distributed over them."""
+        self._remove_hooks()
+        self._reducer.close()
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._reducer.close()
 
 
 def _require_distributable(optimizer: torch.optim.Optimizer) -> None:

@@ -61,6 +61,8 @@ class ProcessEnv:
     """How often the launcher has restarted all ranks (torchrun --max-restarts)."""
     terminal_columns: int | None = None
     """Width of the terminal that shows this job; None where there is none."""
+    plays_host: bool = False
+    """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
 
     @property
     def is_one_host(self) -> bool:
@@ -75,9 +77,10 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     """
     variables = os.environ if environ is None else environ
     launcher = _launcher(variables)
-    host = _host(variables, launcher)
+    host, plays_host = _host(variables, launcher), bool(variables.get("BIGBATCH_HOST"))
+    columns = terminal_columns(variables)
     if launcher is None:
-        return ProcessEnv("none", 0, 1, 0, 1, host, None, terminal_columns=terminal_columns(variables))
+        return ProcessEnv("none", 0, 1, 0, 1, host, None, terminal_columns=columns, plays_host=plays_host)
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (_number(variables, name, launcher) for name in names[:3])
     local_size = _slurm_local_size(variables) if launcher == "srun" else _number(variables, names[3], launcher)
@@ -95,7 +98,8 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         master=_master(variables, launcher, is_one_host=one_host),
         master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(variables, RESTART_VARIABLE, launcher) if RESTART_VARIABLE in variables else 0,
-        terminal_columns=terminal_columns(variables),
+        terminal_columns=columns,
+        plays_host=plays_host,
     )
 
 

@@ -10,7 +10,7 @@ LEAST_TOLERANCE = 0.01
 """A gain below this is never worth a switch."""
 
 MOST_TOLERANCE = 0.04
-"""However noisy the times, no choice is slower than the best by more than this: below the 5% that hybrid promises."""
+"""However noisy the times, no choice is slower than the fastest median by more than this, so hybrid keeps below 5%."""
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -
         return lambda count: [0.0] * count
     place = list(ring).index(communicator.rank)
     left, right = ring[place - 1], ring[(place + 1) % len(ring)]
-    send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.device) for _ in range(2))
+    send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
     seconds: list[float] = []
 
     def go_round(count: int) -> None:

@@ -146,8 +146,11 @@ def _map(number: int, num_bytes: int) -> Tensor:
 
 
 def process_space() -> str:
-    """What names this process's view of other processes: ranks can share memory only where it is the same."""
+    """What names this process's view of other processes: ranks can share memory only where it is the same.
+
+    A name of this process alone where there is no Linux /proc, and so no memory to share.
+    """
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
-        return ""
+        return f"process {os.getpid()}"

@@ -62,6 +62,12 @@ class PlanSizes:
     buffer_bytes: int
     first_buffer_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not is_size and not (name == "first_buffer_bytes" and value is None):
+                raise ValueError(f"{name}={value!r} must be a positive number of bytes")
+
     def plan(self, tensors: Sequence[TensorSpec]) -> FusionPlan:
         """The plan for gradients in the order in which they become ready."""
         return plan_fusion(
@@ -70,6 +76,10 @@ class PlanSizes:
             buffer_bytes=self.buffer_bytes,
             first_buffer_bytes=self.first_buffer_bytes,
         )
+
+
+DEFAULT_SIZES = PlanSizes(threshold_bytes=4_000_000, buffer_bytes=25_000_000)
+"""Of a plan that nobody has tuned: buffers about as large as DistributedDataParallel's."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.fusion import BufferPlan, FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.plan_search import DEFAULT_SIZES
 
 
 class GradientReducer:
@@ -28,7 +30,8 @@ class GradientReducer:
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
     threshold_bytes, buffer_bytes and first_buffer_bytes are plan_fusion's. The order in which gradients become ready
     is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
-    whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does.
+    whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does. The order decides
+    how sums are rounded: a resumed run that must end with the same bits passes its `order` on.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it.
     All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
     ready for the next one.
@@ -42,13 +45,16 @@ class GradientReducer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         communicator: Communicator,
         *,
-        threshold_bytes: int = 4_000_000,
-        buffer_bytes: int = 25_000_000,
+        threshold_bytes: int = DEFAULT_SIZES.threshold_bytes,
+        buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
         first_buffer_bytes: int | None = None,
+        order: Sequence[str] | None = None,
         learn_order: bool = True,
         unused: Literal["zero", "error"] = "zero",
     ) -> None:
         self._communicator = communicator
+        is_narrow = communicator.wire.dtype is not None
+        self._exactly = communicator.with_algorithm(communicator.algorithm, wire=Wire()) if is_narrow else communicator
         self._parameters = _by_name(named_parameters)
         _require_device(self._parameters, communicator.device)
         self._plan_fusion = partial(
@@ -58,14 +64,18 @@ class GradientReducer:
             first_buffer_bytes=first_buffer_bytes,
         )
         self._unused = unused
-        communicator.agree("the parameters to reduce", describe(self._parameters))
+        sizes = f"{threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}"
+        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\nfusion {sizes}")
         self.is_active = True
         self.exposed = ExposedTime()
-        self._learned: list[str] | None = [] if learn_order else None
+        self._learned: list[str] | None = [] if learn_order and order is None else None
         self._waiting: list[InFlight] = []
         self._extra: list[InFlight] = []
         self._missing: list[set[str]] = []
-        self.plan = self._make_plan(list(reversed(self._parameters)))  # backward finishes the last layer first
+        guessed = list(reversed(self._parameters))  # backward finishes the last layer first
+        self.order = guessed if order is None else _checked(order, self._parameters)
+        """The gradients in the order in which they become ready: for the next reducer of the same run."""
+        self.plan = self._make_plan(self.order)
         self.buffers: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
         self._buffer_of: dict[str, int] = {}
@@ -91,7 +101,7 @@ class GradientReducer:
             for name, view in self._gradient_views(buffer, buffer_N)
         }
         for name, parameter in self._parameters.items():
-            if former and parameter.grad is not None:
+            if parameter.grad is not None:
                 self._views[name].copy_(parameter.grad)
             parameter.grad = self._views[name]
         for buffer_N in former:
@@ -152,8 +162,8 @@ class GradientReducer:
         self._waiting.append(self._communicator.start(self.buffers[index], label=label))
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
-        """Sum one more flat tensor over all ranks, in place, along with this step's gradients."""
-        self._extra.append(self._communicator.start(tensor_N, label=label))
+        """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
+        self._extra.append(self._exactly.start(tensor_N, label=label))
 
     def wait(self) -> None:
         """Return when every gradient is the sum over all ranks.
@@ -185,6 +195,7 @@ class GradientReducer:
         """Lay the buffers out anew in the order in which rank 0's gradients became ready. Collective."""
         unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
         order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
+        self.order = order
         plan = self._make_plan(order)
         if plan != self.plan:
             self._lay_out(plan)
@@ -196,9 +207,11 @@ class GradientReducer:
             buffer_N.zero_()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters; their gradients stay where they are."""
         for hook in self._hooks:
             hook.remove()
+        for buffer_N in self.buffers:
+            self._communicator.release(buffer_N)
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
@@ -209,6 +222,13 @@ def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
 def describe(parameters: Mapping[str, nn.Parameter]) -> str:
     """Names, shapes and dtypes of parameters, a line each, in their order."""
     return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+
+
+def _checked(order: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    if sorted(order) != sorted(parameters):
+        odd = sorted(set(order) ^ set(parameters))
+        raise ValueError(f"order must name each parameter once; {', '.join(odd[:3]) or 'some'} is in only one of both")
+    return list(order)
 
 
 def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:

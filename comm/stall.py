@@ -56,7 +56,8 @@ class StallInspector:
                 return  # the store is gone: the operation itself fails, and knows more
 
     def look(self) -> None:
-        """One look at this rank's operation and at the flag."""
+        """One look at this rank's operation and at the flags."""
+        self._control.answer_roll_call()
         pending = self._oldest()
         waited = time.monotonic() - pending.since if pending else 0.0
         flagged = _flagged(self._control.store)

@@ -14,7 +14,8 @@ class Timeline:
     """Events of one rank while is_active: spans and marks, on a row of their own for each kind.
 
     Times of host work are the host's clock (time.time_ns), so the rows of several hosts fit as well as their clocks
-    do. Spans on a GPU are taken from CUDA events, read when the events are asked for. Thread-safe for appending.
+    do. Spans on a GPU are taken from CUDA events of the calling thread's device, read when the events are asked for.
+    Thread-safe for appending what the host does.
     Source: the Chrome trace event format.
     """
 
@@ -32,11 +33,11 @@ class Timeline:
             self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
 
     @contextmanager
-    def span(self, name: str, *, row: str, **facts: Any) -> Iterator[None]:
-        """What the block does; on a GPU, what it enqueues on the current stream."""
+    def span(self, name: str, *, row: str, on_host: bool = False, **facts: Any) -> Iterator[None]:
+        """What the block does; on a GPU, what it enqueues on the current stream, unless it is the host's work."""
         if not self.is_active:
             yield
-        elif self._is_gpu:
+        elif self._is_gpu and not on_host:
             with self._device_span(name, row=row, **facts):
                 yield
         else:

@@ -72,9 +72,8 @@ class Tuned:
     evidence: Mapping[str, Any]
     """Measured times, simulated exposed times, conditions: for people and for the simulator."""
 
-    def require(self, cluster: Cluster, tensors: Sequence[TensorSpec], *, path: Path) -> None:
-        """Raises: TunedError where this was measured on another cluster or for another model."""
-        self.require_cluster(cluster, path=path)
+    def require_model(self, tensors: Sequence[TensorSpec], *, path: Path) -> None:
+        """Raises: TunedError where this was made for another model."""
         if fingerprint(tensors) != fingerprint(self.tensors):
             raise TunedError(
                 f"{path} was tuned for another model: {_first_difference(self.tensors, tensors)}; "
@@ -153,10 +152,22 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
 
 def read_tuned(path: Path) -> Tuned:
     """What write_tuned wrote. Raises: TunedError for a missing, foreign or damaged file."""
+    return parse_tuned(read_text(path), path=path)
+
+
+def read_text(path: Path) -> str:
+    """Raises: TunedError for a file that cannot be read."""
     try:
-        record = json.loads(path.read_text())
-    except OSError as error:
-        raise TunedError(f"cannot read {path}: {error.strerror}; bigbatch comm tune makes such a file") from error
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise TunedError(f"cannot read {path}: {reason}; bigbatch comm tune makes such a file") from error
+
+
+def parse_tuned(text: str, *, path: Path) -> Tuned:
+    """The text of such a file; path is for messages. Raises: TunedError for a foreign or damaged one."""
+    try:
+        record = json.loads(text)
     except ValueError as error:
         raise TunedError(f"{path} is no JSON ({error}); make it anew with bigbatch comm tune") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:

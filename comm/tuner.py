@@ -1,8 +1,10 @@
 """Choose the algorithm by size and the fusion plan from what this cluster and this model measure."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +19,14 @@ from bigbatch.comm.plan_search import Backward, PlanChoice, PlanSizes, evaluate_
 SMALLEST_BYTES = 1024
 FACTOR = 4
 REPETITIONS = 100
+MOST_REPETITIONS = 400
 CONTENDER_RATIO = 1.5
+SWEEP_SHARE = 0.6
+"""Of the time goes to the sweep over all sizes; the rest to where the choice is uncertain."""
+MOST_NOISE = 0.02
+"""Two contenders at a size are told apart where their medians are known this well; two such errors stay below 4%."""
+LEAST_REFINEMENT = 5
+"""Repetitions below which a second look is not worth its check."""
 BANDWIDTH_BOUND = 2.5
 """Four times the bytes took so many times as long: from here on bytes count, and who is behind stays behind."""
 LARGEST_BYTES = 256 << 20
@@ -41,26 +50,80 @@ def measure_times(
 ) -> Times:
     """Time every algorithm at every size, from the smallest on, as far as seconds allow. Collective.
 
-    seconds must be the same on all ranks. Stops before a size that would exceed them; where time is short,
-    algorithms far from the best are timed only once, and those that fall back while bytes count are given up. Calls
-    on_size on all ranks.
+    seconds must be the same on all ranks. First all sizes, from the smallest on, as far as time allows: where it is
+    short, algorithms far from the best are timed only once, and those that fall back while bytes count are given up.
+    Then sizes between two that choose differently, and again those whose times leave the choice open. Calls on_size
+    on all ranks.
     Raises: CommError where a sum came out wrong; PeerLostError.
     """
-    contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
+    all_contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
     start = time.perf_counter()
     tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
-    effort = Effort(REPETITIONS, seconds / 2 / len(sizes), CONTENDER_RATIO)
     times: dict[int, dict[str, Measured]] = {}
-    for size in sizes:
-        if times and elapsed_seconds(communicator, start) + _least_seconds_of_next(times, contestants) > seconds:
-            break
-        contestants = {name: contestants[name] for name in survivors(times, contestants)}
+
+    def measure(size: int, names: Iterable[str], effort: Effort) -> None:
+        contestants = {name: all_contestants[name] for name in names}
         part_N = tensor_N[: size // dtype.itemsize]
         sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
         _require_right(sums, size)
-        times[size] = {name: each.measured for name, each in sums.items()}
-        on_size(size, times[size])
+        before = times.setdefault(size, {})
+        for name, each in sums.items():
+            earlier = before[name].seconds if name in before else ()
+            before[name] = Measured((*earlier, *each.measured.seconds))
+        on_size(size, before)
+
+    names = list(all_contestants)
+    for number, size in enumerate(sizes):
+        left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start)
+        if times and _least_seconds_of_next(times, names) > left:
+            break
+        names = survivors(times, names)
+        measure(size, names, Effort(REPETITIONS, max(0.0, left) / (len(sizes) - number), CONTENDER_RATIO))
+    while (open_choice := next_open(times, granularity=dtype.itemsize)) is not None:
+        size, names = open_choice
+        left = seconds - elapsed_seconds(communicator, start)
+        each = sum(expected_seconds(times, size, name) for name in names)
+        if (LEAST_REFINEMENT + 2) * each > left:
+            break
+        measure(size, names, Effort(REPETITIONS, left / 4))
+    communicator.release(tensor_N)
     return times
+
+
+def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
+    """A size to look at (again), and the algorithms that contend there; None where the choice is clear everywhere.
+
+    First between two sizes that choose differently and are far apart; then the size with the least certain choice.
+    """
+    table, sizes = make_hybrid(times), sorted(times)
+    for a, b in pairwise(sizes):
+        middle = math.isqrt(a * b) // granularity * granularity
+        if table.choose(a) != table.choose(b) and b >= FACTOR * a and middle not in times:
+            both = [name for name in times[a] if name in times[b]]
+            return middle, [name for name in both if name in (table.choose(a), table.choose(b))] or both
+    doubtful = {size: doubt for size in sizes if (doubt := _doubt(times[size])) and doubt[0] > MOST_NOISE}
+    if not doubtful:
+        return None
+    size = max(doubtful, key=lambda size: doubtful[size][0])
+    return size, doubtful[size][1]
+
+
+def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
+    """How uncertain the choice is, and between whom; None where it is clear, or was looked at often enough."""
+    best = min(at_size, key=lambda name: at_size[name].median)
+    open_ones = {
+        name: noise
+        for name, measured in at_size.items()
+        if name != best
+        and (noise := math.hypot(measured.noise, at_size[best].noise)) >= measured.median / at_size[best].median - 1
+        and len(measured.seconds) < MOST_REPETITIONS
+    }
+    return (max(open_ones.values()), [best, *open_ones]) if open_ones else None
+
+
+def expected_seconds(times: Times, size: int, name: str) -> float:
+    """Of an algorithm at a size that may not have been measured: that of the next larger one."""
+    return next(times[other][name].median for other in sorted(times) if other >= size and name in times[other])
 
 
 def _require_right(sums: Mapping[str, Sums], size: int) -> None:

@@ -1,7 +1,7 @@
 """From a config to the objects of a run: the only file that knows all parts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator, choose_device, connect
-from bigbatch.comm.conditions import gather_conditions
+from bigbatch.comm.conditions import gather_cluster
 from bigbatch.comm.environ import ProcessEnv
-from bigbatch.comm.hybrid import HybridTable
+from bigbatch.comm.plan_search import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.reducer import GradientReducer, tensor_spec
-from bigbatch.comm.tuned import read_tuned
+from bigbatch.comm.tuned import Tuned, TunedError, parse_tuned, read_text
 from bigbatch.errors import UserError
 from bigbatch.trainer.config import BatchConfig, Config, accumulation_steps
 from bigbatch.trainer.config_file import dump_config
@@ -68,8 +68,8 @@ def join_job(config: Config, env: ProcessEnv) -> Communicator:
             device=device,
         )
         communicator.agree("the config", dump_config(config))
-        table = _read_table(config.comm.table, communicator) if config.comm.table else None
-        communicator = communicator.with_algorithm(config.comm.algorithm, table=table)
+        tuned = gather_tuned(config, communicator)
+        communicator = communicator.with_algorithm(config.comm.algorithm, table=tuned.table if tuned else None)
     except UserError:
         raise
     except ValueError as error:
@@ -78,11 +78,42 @@ def join_job(config: Config, env: ProcessEnv) -> Communicator:
     return communicator
 
 
-def _read_table(path: str, communicator: Communicator) -> HybridTable:
-    """The tuned choice by size, if it is of this cluster. Collective. Raises: TunedError."""
-    tuned = read_tuned(Path(path))
-    tuned.require_cluster(gather_conditions(communicator).cluster, path=Path(path))
-    return tuned.table
+def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
+    """What comm.table holds, as rank 0 reads it, if it is of this cluster; None where there is none. Collective.
+
+    Raises: TunedError, on all ranks alike.
+    """
+    if config.comm.table is None:
+        return None
+    path, found = Path(config.comm.table), ""
+    if communicator.rank == 0:
+        try:
+            found = "+" + read_text(path)
+        except TunedError as error:
+            found = "-" + str(error)
+    found = communicator.gather_text(found)[0]
+    if found[0] == "-":
+        raise TunedError(found[1:])
+    tuned = parse_tuned(found[1:], path=path)
+    tuned.require_cluster(gather_cluster(communicator), path=path)
+    return tuned
+
+
+def without_choices(config: Config, *, world_size: int) -> Config:
+    """The config for work that has no global batch and sums no gradients: any number of ranks on any cluster."""
+    batch = replace(config.batch, global_batch_size=config.batch.microbatch_size * world_size)
+    comm = replace(config.comm, algorithm="native", table=None, **asdict(stated_sizes(config)))
+    return replace(config, batch=batch, comm=comm)
+
+
+def stated_sizes(config: Config) -> PlanSizes:
+    """What the config states; DEFAULT_SIZES where it leaves them to a table."""
+    comm = config.comm
+    return PlanSizes(
+        comm.threshold_bytes or DEFAULT_SIZES.threshold_bytes,
+        comm.buffer_bytes or DEFAULT_SIZES.buffer_bytes,
+        comm.first_buffer_bytes,
+    )
 
 
 def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
@@ -185,8 +216,11 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
     )
 
 
-def make_parts(config: Config, communicator: Communicator, *, plan: Plan) -> Parts:
-    """Everything that a step works with. Raises: ConfigError."""
+def make_parts(config: Config, communicator: Communicator, *, plan: Plan, gradient_order: str | None = None) -> Parts:
+    """Everything that a step works with. gradient_order: that of a run to be resumed, a name per line.
+
+    Raises: ConfigError; TunedError.
+    """
     model = make_model(config, communicator)
     precision = Precision(model, name=config.optimizer.precision, device=communicator.device)
     return Parts(
@@ -195,7 +229,12 @@ def make_parts(config: Config, communicator: Communicator, *, plan: Plan) -> Par
         precision=precision,
         optimizer=_make_optimizer(config, model, precision),
         schedule=_make_schedule(config, plan),
-        reducer=GradientReducer(model.named_parameters(), communicator, **_fusion_sizes(config, model, communicator)),
+        reducer=GradientReducer(
+            model.named_parameters(),
+            communicator,
+            order=gradient_order.split("\n") if gradient_order else None,
+            **_fusion_sizes(config, model, communicator),
+        ),
         communicator=communicator,
         normalize=make_normalize(config, communicator),
         stop=StopRequest(),
@@ -203,14 +242,13 @@ def make_parts(config: Config, communicator: Communicator, *, plan: Plan) -> Par
 
 
 def _fusion_sizes(config: Config, model: nn.Module, communicator: Communicator) -> dict[str, Any]:
-    """The config's own sizes, and the tuned ones where it gives none. Raises: TunedError for another model's."""
-    comm = config.comm
-    sizes = {name: getattr(comm, name) for name in ("threshold_bytes", "buffer_bytes", "first_buffer_bytes")}
-    if comm.table is None:
+    """The config's own sizes, and the tuned ones where it gives none. Collective. Raises: TunedError."""
+    sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}
+    tuned = gather_tuned(config, communicator)
+    if tuned is None:
         return sizes
-    tuned = read_tuned(Path(comm.table))
     tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    tuned.require(gather_conditions(communicator).cluster, tensors, path=Path(comm.table))
+    tuned.require_model(tensors, path=Path(str(config.comm.table)))
     return {name: getattr(tuned.sizes, name) if size is None else size for name, size in sizes.items()}
 
 

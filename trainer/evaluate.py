@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bigbatch.comm.environ import read_process_env
@@ -27,9 +26,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(["--config", str(rundir.config), *overrides], prog="bigbatch evaluate")
     path = arguments.checkpoint or _best_path(rundir)
     env = read_process_env()
-    # evaluation has no global batch, so any number of ranks will do
-    batch = replace(config.batch, global_batch_size=config.batch.microbatch_size * env.world_size)
-    config = replace(config, batch=batch)
+    config = build.without_choices(config, world_size=env.world_size)
     communicator = build.join_job(config, env)
     communicator.agree("the checkpoint to evaluate", str(path))
     model = build.make_model(config, communicator)

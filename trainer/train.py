@@ -65,7 +65,8 @@ class _Run:
         self.plan: Plan = build.make_plan(
             config, communicator, num_samples=self.train_split.num_samples, first_step=first_step
         )
-        self.parts: Parts = build.make_parts(config, communicator, plan=self.plan)
+        order = state.get("gradient_order") if state else None  # decides how sums are rounded
+        self.parts: Parts = build.make_parts(config, communicator, plan=self.plan, gradient_order=order)
         if state and resume_from:
             with restoring(resume_from):
                 _restore(self.parts, state)
@@ -177,6 +178,7 @@ class _Run:
             "model": self.parts.precision.model_state(),
             "optimizer": self.parts.optimizer.state_dict(),
             "precision": self.parts.precision.state_dict(),
+            "gradient_order": "\n".join(self.parts.reducer.order),
         }
         keep = self.config.run.keep_checkpoints
         save_checkpoint(self.rundir.checkpoints, state, step=done, top1=top1, keep=keep)

@@ -6,7 +6,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from bigbatch.comm.conditions import Conditions, gather_conditions
 from bigbatch.comm.environ import read_process_env
 from bigbatch.comm.fusion import TensorSpec
 from bigbatch.comm.measure import measure_links
-from bigbatch.comm.plan_search import PlanSizes
 from bigbatch.comm.ready_times import in_ready_order, measure_backward
 from bigbatch.comm.tuned import DEFAULT_FOLDER, Tuned, TunedError, default_path, require_folder, write_tuned
 from bigbatch.comm.tuner import Findings, choose, elapsed_seconds, measure_times, tune_sizes
@@ -34,8 +32,6 @@ from bigbatch.trainer.precision import Precision
 MODEL_CONFIG = "imagenet/resnet50_8k"
 """What --model changes the model of."""
 
-DEFAULT_SIZES = PlanSizes(4_000_000, 25_000_000)
-"""GradientReducer's own."""
 
 NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_buffer_bytes null"
 """What leaves the fusion plan to the table."""
@@ -54,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
-    communicator = build.join_job(_without_choices(config, world_size=env.world_size), env)
+    communicator = build.join_job(build.without_choices(config, world_size=env.world_size), env)
     command = shlex.join(["bigbatch", "comm", "tune", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
@@ -98,30 +94,6 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
     return [*named, *backend, *overrides]
 
 
-def _without_choices(config: Config, *, world_size: int) -> Config:
-    """The config to meet with: any number of ranks will do, and nothing is chosen yet."""
-    batch = replace(config.batch, global_batch_size=config.batch.microbatch_size * world_size)
-    sizes = _stated_sizes(config)
-    comm = replace(
-        config.comm,
-        algorithm="native",
-        table=None,
-        threshold_bytes=sizes.threshold_bytes,
-        buffer_bytes=sizes.buffer_bytes,
-    )
-    return replace(config, batch=batch, comm=comm)
-
-
-def _stated_sizes(config: Config) -> PlanSizes:
-    """What the config states; DEFAULT_SIZES where it leaves them to a table."""
-    comm = config.comm
-    return PlanSizes(
-        comm.threshold_bytes or DEFAULT_SIZES.threshold_bytes,
-        comm.buffer_bytes or DEFAULT_SIZES.buffer_bytes,
-        comm.first_buffer_bytes,
-    )
-
-
 def _measure(
     config: Config, communicator: Communicator, *, budget_seconds: float, say: Callable[[str], None]
 ) -> Findings:
@@ -142,7 +114,9 @@ def _measure(
         seconds=budget_seconds - elapsed_seconds(communicator, start),
         on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
     )
-    return choose(links, times, backward, tensors, stated=_stated_sizes(config), stated_algorithm=config.comm.algorithm)
+    return choose(
+        links, times, backward, tensors, stated=build.stated_sizes(config), stated_algorithm=config.comm.algorithm
+    )
 
 
 def _make_forward(

@@ -63,7 +63,6 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
         over_mpi = connect(
             backend="mpi",
             algorithm="hierarchical",
-            interface=job.interface,
             timeout_seconds=ours.control.timeout_seconds,
             warn_seconds=ours.control.timeout_seconds,
         )

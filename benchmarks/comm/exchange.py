@@ -32,10 +32,11 @@ from common import (
 )
 from entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
 from torch import Tensor
+from tuning import describe_times
 
 from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.exact import expected_pattern, limit_of, rank_pattern
-from bigbatch.comm.hybrid import HybridTable, make_hybrid
+from bigbatch.comm.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.measure import count_different, fill_
 from bigbatch.comm.tuner import measure_times, tune_sizes
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     entries, allocators, left_out = make_entries(job)
     job.say_left_out(left_out)
     names = choose_contestants(options.contestants, [n for n in CONTESTANTS if n in entries], left_out=left_out)
-    table = tune(job, options) if any(name.startswith("hybrid") for name in names) else None
+    times, table = tune(job, options) if any(name.startswith("hybrid") for name in names) else ({}, None)
     entries |= {name: hybrid_entry(job, table, wire=wire) for name, wire in HYBRIDS.items() if name in names and table}
     most = max(options.sizes) // 4
     tensors = {memory: allocate(most) for memory, allocate in allocators.items()}
@@ -81,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
             "hybrid_table": str(table),
+            "hybrid_times": describe_times(times),
             "hybrid_choice": {size: table.choose(size) for size in options.sizes} if table else {},
             "left_out": left_out,
             "rows": with_limit(rows, num_nodes=job.num_nodes, goodput=goodput),
@@ -113,8 +115,8 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def tune(job: Job, options: argparse.Namespace) -> HybridTable:
-    """Hybrid's table, measured as `bigbatch comm tune` does, with less time. Collective."""
+def tune(job: Job, options: argparse.Namespace) -> tuple[Times, HybridTable]:
+    """Every algorithm's times and hybrid's table, measured as `bigbatch comm tune` does, with less time. Collective."""
     times = measure_times(
         job.communicator,
         tune_sizes(max(options.sizes)),
@@ -124,7 +126,7 @@ def tune(job: Job, options: argparse.Namespace) -> HybridTable:
     )
     table = make_hybrid(times)
     job.say(f"hybrid, from sizes up to {max(times):,} bytes: {table}")
-    return table
+    return times, table
 
 
 def measure_size(

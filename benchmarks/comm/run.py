@@ -63,6 +63,7 @@ def parse() -> argparse.Namespace:
 def run_case(case: Case, *, out: Path, quick: bool) -> bool:
     """Run one case; whether it ended well."""
     path = record_path(out, case, quick=quick).resolve()
+    path.unlink(missing_ok=True)  # that of an earlier run must not pass for this one's, should the case fail
     print(f"\n== {case.name}, about {case.seconds} s ==", file=sys.stderr, flush=True)
     start = time.monotonic()
     process = subprocess.Popen(case.command(path))

@@ -22,21 +22,22 @@ def main() -> None:
 
 
 def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
-    """Case -> record, of the files that run.py wrote there."""
+    """Case -> record, of the files that run.py wrote there; other JSON there may be, but says not what it measured."""
     start = prefix(quick=quick)
     paths = sorted(folder.glob(f"{start}*.json"))
-    return {
+    found = {
         path.stem.removeprefix(start): json.loads(path.read_text())
         for path in paths
         if quick or not path.name.startswith(prefix(quick=True))
     }
+    return {case: record for case, record in found.items() if "benchmark" in record}
 
 
 def summarise(records: Mapping[str, Record]) -> str:
     """All of it."""
     parts = ["# All-reduce of gradients, measured", *_conditions(records), "## Targets", verdict_table(judge(records))]
     for case, record in records.items():
-        parts += [f"## {case}", TABLES[record["benchmark"]](record)]
+        parts += [f"## {case}", f"Commit {record['conditions']['commit']}.", TABLES[record["benchmark"]](record)]
     return "\n\n".join(parts)
 
 

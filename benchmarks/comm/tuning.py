@@ -9,6 +9,7 @@ from common import Job
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import make_wire
+from bigbatch.comm.hybrid import Times
 from bigbatch.comm.measure import Links
 from bigbatch.comm.plan_search import PlanSizes
 from bigbatch.comm.ready_times import in_ready_order, measure_backward
@@ -51,6 +52,14 @@ def make_reducer(
     return GradientReducer(named_parameters.items(), communicator, **dataclasses.asdict(sizes))
 
 
+def describe_times(times: Times) -> dict[str, Any]:
+    """What a table rests on: size in bytes -> algorithm -> repetitions and median seconds."""
+    return {
+        str(size): {name: {"n": len(each.seconds), "median": each.median} for name, each in times[size].items()}
+        for size in sorted(times)
+    }
+
+
 def describe_tuned(tuned: Findings | None) -> dict[str, Any] | None:
     """For the record."""
     if tuned is None:
@@ -59,6 +68,7 @@ def describe_tuned(tuned: Findings | None) -> dict[str, Any] | None:
         "table": str(tuned.table),
         "sizes": dataclasses.asdict(tuned.chosen.sizes),
         "buffers": str(tuned.chosen.plan).splitlines(),
+        "times": describe_times(tuned.times),
         "measured_up_to_bytes": max(tuned.times),
         "simulated_exposed_seconds": tuned.chosen.exposed_seconds,
     }

@@ -3,24 +3,26 @@
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link none --launcher plain --python -- \
         benchmarks/comm/wire_precision.py --out benchmarks/results/wire-precision.json
 
-Gradients are drawn from a normal distribution, one million per rank: once all of one magnitude, once with magnitudes
-spread over six decades, as layers differ. Prints the relative error of the whole sum (2-norm), the share of values
-lost to underflow, and of those that overflowed.
+Gradients are drawn from a normal distribution, one million per rank: "small", all with a standard deviation of 1e-3;
+"spread", with magnitudes over six decades, from 1 down to 1e-6, as layers differ; "large", with a standard deviation of
+3e4, near fp16's largest number, so that sums overflow unless predivided. Prints the relative error of the whole sum
+(2-norm, without what overflowed), the share of sums that are zero, and of those that overflowed.
 """
 
 import argparse
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from common import run_rank
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator, connect, make_wire
 from bigbatch.comm.conditions import gather_conditions
 
 NUM_VALUES = 1_000_000
+KINDS = ("small", "spread", "large")
 WIRES = ((None, 1.0), ("float16", 1.0), ("float16", None), ("bfloat16", 1.0))
 """None as predivide: the number of ranks."""
 
@@ -61,14 +63,24 @@ def measure(
 
 def main() -> None:
     """Measure all, print and write a table on rank 0."""
+    options = parse()
+    run_rank(lambda: run(options))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="tcp")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """All kinds of values by all algorithms and wires. Collective. Raises: CommError."""
     torch.set_num_threads(1)
-    communicator = connect(backend=arguments.backend)
+    communicator = connect(backend=options.backend)
     rows = []
-    for kind in ("small", "spread", "large"):
+    for kind in KINDS:
         for algorithm in communicator.algorithms:
             for wire, factor in WIRES:
                 rows.append(measure(communicator, kind, algorithm, wire, factor or float(communicator.world_size)))
@@ -80,10 +92,9 @@ def main() -> None:
                     )
     conditions = asdict(gather_conditions(communicator))
     communicator.close()
-    if communicator.rank == 0 and arguments.out:
-        arguments.out.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+    if communicator.rank == 0 and options.out:
+        options.out.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)

@@ -11,7 +11,7 @@ from bigbatch.comm.backends.base import HALF
 
 @dataclass(frozen=True)
 class Wire:
-    """The precision of values between ranks; dtype None sends them as they are.
+    """The precision of fp32 values between ranks; dtype None sends them as they are. Other dtypes always travel so.
 
     A narrower wire halves the bytes. Sums are made in the tensor's own precision (fp32 for half-precision
     tensors) and rounded to the wire once per hop, so for n terms the error is at most n roundings of partial sums.
@@ -23,10 +23,8 @@ class Wire:
     predivide: float = 1.0
 
     def of(self, tensor_N: Tensor) -> torch.dtype:
-        """The dtype in which this tensor travels: never one wider than its own."""
-        if self.dtype is None or self.dtype.itemsize >= tensor_N.element_size():
-            return tensor_N.dtype
-        return self.dtype
+        """The dtype in which this tensor travels."""
+        return self.dtype if self.dtype is not None and tensor_N.dtype == torch.float32 else tensor_N.dtype
 
     def divide_(self, own_S: Tensor) -> None:
         """A term of this rank's own, made ready for a sum in the wire's precision."""

@@ -118,6 +118,10 @@ class Backend(Protocol):
         """Release the transport after the last collective; collective itself."""
         ...
 
+    def abandon(self) -> None:
+        """Release what this rank holds, without the others: where connect() refuses, and nothing is under way."""
+        ...
+
 
 class Done:
     """An operation that was complete at once."""

@@ -1,6 +1,7 @@
 """Horovod as a transport for host tensors: for clusters that are set up for it, and to measure against."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, CommError, Group, InFlight, Pending
 from bigbatch.comm.backends.in_flight import ThreadQueue
-from bigbatch.comm.backends.mpi import mpi_world
+from bigbatch.comm.backends.mpi import answer_of, mpi_world
 from bigbatch.comm.control import Control, first_line
 from bigbatch.comm.environ import ProcessEnv
 
@@ -57,19 +58,20 @@ class HorovodBackend:
         if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
         mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before we do
-        self._hvd.init(process_sets="dynamic")
+        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        answer_of(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()
         self.world_size: int = self._hvd.size()
         self.world = Group(tuple(range(self.world_size)), self._hvd.global_process_set)
         self._process_sets = {self.world.ranks: self.world.handle}
-        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make a process set of each family that has none yet; Horovod wants every rank to make all of them."""
         for ranks in map(tuple, families):
             assert ranks == tuple(sorted(ranks)), "a process set has no order but that of the ranks"
             if ranks not in self._process_sets:
-                self._process_sets[ranks] = self._hvd.add_process_set(ranks)
+                add = partial(self._hvd.add_process_set, ranks)
+                self._process_sets[ranks] = answer_of(self._queue, add, label=f"Horovod's process set of {len(ranks)}")
         mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
         return Group(mine, self._process_sets[mine])
 
@@ -124,6 +126,10 @@ class HorovodBackend:
         if self._queue.is_closed:
             return
         self.submit(self._hvd.barrier, label="the last barrier").wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Shut Horovod down, so that another connection can start it."""
         self._queue.close()
         self._hvd.shutdown()
 

@@ -4,12 +4,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
 import torch
 
-from bigbatch.comm.backends.base import CommError, InFlight, Pending
+from bigbatch.comm.backends.base import CommError, InFlight, PeerLostError, Pending
 
 POLL_SECONDS = 1.0
 UNHURRIED_SECONDS = 2.0
@@ -69,6 +70,9 @@ class ThreadQueue:
         start = time.monotonic()
         try:
             operation()
+        except PeerLostError as error:  # explained already
+            self._failure = error
+            raise
         except Exception as error:
             self._failure = self._explain(label, time.monotonic() - start, error)
             raise self._failure from error
@@ -121,11 +125,13 @@ class StreamQueue:
 
         Asks the device only about operations of long ago: a query would disturb the capture of a graph.
         """
-        enqueued = self._enqueued.copy()
-        while enqueued:
-            pending, event = enqueued.popleft()
-            if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
-                return pending
+        with suppress(IndexError):  # the thread that submits takes finished ones out, too
+            while True:
+                pending, event = self._enqueued[0]
+                if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
+                    return pending
+                if self._enqueued[0][0] is pending:
+                    self._enqueued.popleft()
         return None
 
     def close(self) -> None:

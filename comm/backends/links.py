@@ -126,17 +126,18 @@ class Links:
         self._callers: dict[int, tuple[socket.socket, bytes]] = {}
         """Who has connected, by file descriptor, and how much of the greeting has come."""
         self._poll = select.poll()
-        towards = env.master[0] if env.master and not env.is_one_host else None
+        self._moved = self._asked = 0.0
+        """When bytes last moved over a link, and when while_waiting was last called; time.monotonic()."""
+        towards = control.master[0] if control.master and not env.is_one_host else None
         address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
-        self.address = address
         where = self._listener.getsockname()
         if env.rank == 0:
             control.store.set("bigbatch/tcp/secret", secrets.token_hex(16))
         control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]}")
-        self._secret = bytes(control.store.get("bigbatch/tcp/secret"))
+        self._secret = control.read("bigbatch/tcp/secret", what="connection to rank 0").encode()
 
     def send(self, data: memoryview, *, to: int) -> Transfer:
         """Start to send; data must not change until waited for."""
@@ -156,26 +157,31 @@ class Links:
 
     def wait_for(self, transfer: Transfer) -> None:
         """Move all transfers forward until this one is done."""
-        start = time.monotonic()
+        self._moved = self._asked = time.monotonic()
         for link in self._links.values():
             self._move(link)
         while not transfer.done:
-            self._step(start)
+            self._step()
 
-    def _step(self, start: float) -> None:
-        """Wait for anything to happen, for POLL_SECONDS at most, and deal with it."""
+    def _step(self) -> None:
+        """Wait for anything to happen, for POLL_SECONDS at most, and deal with it.
+
+        Only what comes over links is a sign of life: callers at the door do not keep a wait going.
+        """
         for link in self._links.values():
             self._watch(link)
-        events = self._poll.poll(POLL_SECONDS * 1000)
-        for number, _ in events:
+        for number, _ in self._poll.poll(POLL_SECONDS * 1000):
             if number in self._by_number:
                 self._move(self._by_number[number])
+                self._moved = time.monotonic()
             elif number in self._callers:
                 self._greet(number)
             else:
                 self._let_in()
-        if not events:
-            self._while_waiting(time.monotonic() - start)
+        now = time.monotonic()
+        if now - max(self._moved, self._asked) > POLL_SECONDS:
+            self._asked = now
+            self._while_waiting(now - self._moved)
 
     def _move(self, link: Link) -> None:
         if link.incoming:
@@ -199,13 +205,13 @@ class Links:
         if peer < self._rank:
             self._add(peer, self._connect(peer))
         else:
-            start = time.monotonic()
+            self._moved = self._asked = time.monotonic()
             while peer not in self._links:
-                self._step(start)
+                self._step()
         return self._links[peer]
 
     def _connect(self, peer: int) -> socket.socket:
-        address, port = self._control.store.get(f"bigbatch/tcp/{peer}").decode().split()
+        address, port = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}").split()
         try:
             stream = socket.create_connection((address, int(port)), timeout=self._control.timeout_seconds)
         except OSError as error:
@@ -221,7 +227,7 @@ class Links:
         """Take in a caller, the expected one or another; one that says nothing holds up nobody."""
         try:
             stream, _ = self._listener.accept()
-        except OSError:  # has left already
+        except (BlockingIOError, ConnectionAbortedError):  # has left already
             return
         stream.setblocking(False)
         self._callers[stream.fileno()] = stream, b""

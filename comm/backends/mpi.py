@@ -4,7 +4,7 @@ import ctypes
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from torch import Tensor
 from bigbatch.comm.addresses import own_address
 from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, CommError, Group, InFlight, Pending
 from bigbatch.comm.backends.in_flight import ThreadQueue
-from bigbatch.comm.control import Control
+from bigbatch.comm.control import Control, first_line
 from bigbatch.comm.environ import ProcessEnv
+
+T = TypeVar("T")
+HOST = torch.device("cpu")
 
 
 def import_mpi() -> Any:
@@ -51,16 +54,17 @@ def mpi_world(env: ProcessEnv) -> Any:
     return world
 
 
-def meet_by_mpi(env: ProcessEnv, *, interface: str | None = None) -> tuple[str, int]:
+def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int]:
     """Address and free port on rank 0's host, the same on all ranks. Collective over MPI's world.
 
-    Raises: CommError where rank 0's host name leads nowhere or only to itself.
+    Raises: CommError where rank 0's host name leads nowhere or only to itself, and after timeout_seconds without
+    the other ranks.
     """
     world = mpi_world(env)
     answer: tuple[str, int] | str | None = None
     if world.rank == 0:
         answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
-    answer = world.bcast(answer, root=0)
+    answer = _within(timeout_seconds, lambda: world.bcast(answer, root=0), what=f"rank {env.rank}: meeting by MPI")
     if isinstance(answer, str):
         raise CommError(answer)
     assert answer is not None
@@ -78,6 +82,29 @@ def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, in
         return address, probe.getsockname()[1]
 
 
+def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) -> T:
+    """The operation's result, before there is a control that could explain its failure."""
+
+    def explain(label: str, seconds: float, error: Exception) -> CommError:
+        return CommError(f"{label} failed after {seconds:.1f} s ({first_line(error)}): see that all ranks started")
+
+    def give_up(label: str, seconds: float) -> None:
+        if seconds > timeout_seconds:
+            raise explain(label, seconds, TimeoutError("some rank has not come to it"))
+
+    queue = ThreadQueue(explain, while_waiting=give_up)
+    answer = answer_of(queue, operation, label=what)
+    queue.close()
+    return answer
+
+
+def answer_of(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T:
+    """Run a step of the set-up on the queue's thread, so that the queue's time limit holds for it, too."""
+    answers: list[T] = []
+    queue.submit(lambda: answers.append(operation()), label=label).wait()
+    return answers[0]
+
+
 def finalize_mpi() -> None:
     """End MPI where it was started; collective, so only after a run that went well."""
     MPI = import_mpi()
@@ -90,25 +117,29 @@ class MpiBackend:
 
     On host memory; a CUDA-aware MPI reads and writes that of GPUs, too. There is no half-precision sum in MPI:
     reductions of fp16 and bf16 are carried in fp32, copies in their own bytes. It knows no timeout either: wait()
-    gives up after the control's.
+    gives up after the control's. device is where the tensors to sum are.
     """
 
     name = "mpi"
 
-    def __init__(self, env: ProcessEnv, control: Control) -> None:
+    def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device = HOST) -> None:
         self._MPI = import_mpi()
-        communicator = mpi_world(env).Dup()
+        world = mpi_world(env)
         self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
+        self._gpu = device if device.type == "cuda" and "cuda" in self.capabilities.device_types else None
+        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        communicator = answer_of(self._queue, world.Dup, label="MPI's copy of its world")
         self.rank = communicator.rank
         self.world_size = communicator.size
         self.world = Group(tuple(range(self.world_size)), communicator)
-        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Split the world by family, keeping the order within each."""
         color = next(i for i, ranks in enumerate(families) if self.rank in ranks)
         ranks = tuple(families[color])
-        return Group(ranks, self.world.handle.Split(color, ranks.index(self.rank)))
+        place = ranks.index(self.rank)
+        handle = answer_of(self._queue, lambda: self.world.handle.Split(color, place), label="MPI's split of its world")
+        return Group(ranks, handle)
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         """MPI_Allreduce in place."""
@@ -145,7 +176,7 @@ class MpiBackend:
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         """MPI_Irecv of the bytes."""
         data = _bytes(tensor_N)
-        return _Request(self.world.handle.Irecv(data, source), data)
+        return _Receipt(self.world.handle.Irecv(data, source), data, tensor_N.nbytes, source, self._MPI)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """MPI_Irecv and MPI_Isend."""
@@ -153,15 +184,17 @@ class MpiBackend:
 
     def submit(self, operation: Callable[[], None], *, label: str) -> InFlight:
         """Start the operation on a thread, beside backward; behind what the GPU has been given so far."""
-        if not torch.cuda.is_initialized():
+        gpu = self._gpu
+        if gpu is None:
             return self._queue.submit(operation, label=label)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(gpu))
 
         def on_gpu() -> None:
-            ready.synchronize()  # MPI knows nothing of streams
-            operation()
-            torch.cuda.current_stream().synchronize()
+            with torch.cuda.device(gpu):  # a thread starts with the first GPU as its current one
+                ready.synchronize()  # MPI knows nothing of streams
+                operation()
+                torch.cuda.current_stream(gpu).synchronize()
 
         return self._queue.submit(on_gpu, label=label)
 
@@ -176,6 +209,10 @@ class MpiBackend:
         self.submit(self.world.handle.Barrier, label="the last barrier").wait()
         self._queue.close()
 
+    def abandon(self) -> None:
+        """Stop the thread; what MPI holds stays until MPI ends."""
+        self._queue.close()
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -186,6 +223,27 @@ class _Request:
 
     def wait(self) -> None:
         self.request.Wait()
+
+
+@dataclass(frozen=True)
+class _Receipt:
+    """A message to come: MPI lets a shorter one pass without a word."""
+
+    request: Any
+    data: Any
+    num_bytes: int
+    source: int
+    MPI: Any
+
+    def wait(self) -> None:
+        status = self.MPI.Status()
+        self.request.Wait(status)
+        count = status.Get_count(self.MPI.BYTE)
+        if count != self.num_bytes:
+            raise CommError(
+                f"rank {self.source} sent a message of {count} bytes where {self.num_bytes} were expected: all ranks "
+                "must sum the same tensors in the same order"
+            )
 
 
 class _Summable:
@@ -211,7 +269,11 @@ def is_cuda_aware() -> bool:
 
 
 def _for_mpi(tensor_N: Tensor) -> Any:
-    return tensor_N if tensor_N.is_cuda else tensor_N.numpy()
+    """What MPI can read at once: on a GPU, after the kernels that write it or read what it held."""
+    if not tensor_N.is_cuda:
+        return tensor_N.numpy()
+    torch.cuda.current_stream(tensor_N.device).synchronize()
+    return tensor_N
 
 
 def _bytes(tensor_N: Tensor) -> Any:

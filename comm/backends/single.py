@@ -61,3 +61,6 @@ class SingleBackend:
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def abandon(self) -> None:
+        """Nothing to release."""

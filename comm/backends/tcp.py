@@ -129,6 +129,11 @@ class TcpBackend:
         self._control.gather_text("", what="the last barrier")
         self._links.close()
 
+    def abandon(self) -> None:
+        """Stop the thread and close the connections."""
+        self._queue.close()
+        self._links.close()
+
 
 def as_bytes(tensor_N: Tensor) -> memoryview:
     """A flat tensor's own memory. Raises: ValueError if it is not contiguous."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import AllOf, Capabilities, CommError, Group, InFlight, Pending
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
-from bigbatch.comm.control import Control, first_line
+from bigbatch.comm.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control, first_line
 from bigbatch.comm.environ import ProcessEnv, prefer_interface
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
@@ -33,7 +33,9 @@ class TorchDistributedBackend:
         self.world_size = env.world_size
         self.capabilities = Capabilities(("cuda",) if library == "nccl" else ("cpu",))
         self._control = control
-        self._timeout = timedelta(seconds=control.timeout_seconds)
+        # NCCL's own watchdog comes after our verdict, which takes a roll call
+        grace = ROLL_CALL_SECONDS + LINGER_SECONDS if library == "nccl" else 0.0
+        self._timeout = timedelta(seconds=control.timeout_seconds + grace)
         self._owns_default = not dist.is_initialized()
         prefer_interface(interface, is_one_host=env.is_one_host)
         everyone = tuple(range(env.world_size))
@@ -55,6 +57,8 @@ class TorchDistributedBackend:
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
                 f"{first_line(error)}; set comm.interface to the network interface that all nodes share"
             ) from error
+        if library == "nccl":
+            dist.barrier(group=self.world.handle)  # a group's first operation must be one of all its ranks
         self._queue = (
             StreamQueue(device)
             if library == "nccl"
@@ -136,6 +140,14 @@ class TorchDistributedBackend:
             dist.barrier(group=self.world.handle)
         except RuntimeError as error:
             raise self._control.explain("the last barrier", time.monotonic() - start, error) from error
+        self._destroy()
+
+    def abandon(self) -> None:
+        """Stop the thread and give up the process group, so that another connection can make one."""
+        self._queue.close()
+        self._destroy()
+
+    def _destroy(self) -> None:
         if self._owns_default:
             dist.destroy_process_group()
         else:

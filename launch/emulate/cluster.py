@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.commands import port, shape_commands
+from bigbatch.launch.emulate.counters import LinkBytes, read_counters
 from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import Cluster, is_alive, load, save
@@ -31,8 +32,8 @@ WHY_NOT = (
 )
 
 
-def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str]) -> Cluster:
-    """Build a cluster and leave it running.
+def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: int | None = None) -> Cluster:
+    """Build a cluster and leave it running; with a lifeline, a file descriptor, until nobody can write to that.
 
     Raises: EmulationError when one of that name runs, a tool is missing or the kernel does not let this user.
     """
@@ -50,7 +51,7 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str]) -> Cluster:
             f"{plan.name} is being started, or its start was cut short: bigbatch launch emulate down --name {plan.name}"
         ) from None
     try:
-        said = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path})
+        said = _start_keeper(plan, folder=folder, environ=dict(environ) | {"PATH": path}, lifeline=lifeline)
         cluster = load(folder)
         if said != "ok" or cluster is None:
             raise EmulationError(f"this machine lets us emulate no cluster ({said}); it {WHY_NOT}")
@@ -60,12 +61,12 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str]) -> Cluster:
     return cluster
 
 
-def _start_keeper(plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str]) -> str:
+def _start_keeper(plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str], lifeline: int | None) -> str:
     argv = [sys.executable, "-m", "bigbatch.launch.emulate.keeper", str(folder), json.dumps(asdict(plan))]
     keeper = subprocess.Popen(
-        argv,
+        [*argv, "once"] if lifeline is not None else argv,
         env=environ,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL if lifeline is None else lifeline,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -119,7 +120,8 @@ def down(name: str, *, root: Path) -> bool:
         _end(cluster)
     if not folder.exists():
         return False
-    shutil.rmtree(folder)
+    with suppress(FileNotFoundError):  # another `down`, or the keeper of a cluster for one job, was faster
+        shutil.rmtree(folder)
     return True
 
 
@@ -138,15 +140,47 @@ def _end(cluster: Cluster) -> None:
             os.close(keeper)
 
 
+def count(cluster: Cluster) -> tuple[LinkBytes, ...] | None:
+    """Bytes on each link so far; None where the cluster is gone."""
+    with suppress(OSError, KeyError):  # it may end meanwhile, its ports before its keeper
+        if is_alive(cluster):
+            return read_counters(cluster.keeper, num_nodes=cluster.plan.num_nodes)
+    return None
+
+
+@contextmanager
+def reaching(cluster: Cluster) -> Iterator[None]:
+    """Raises: EmulationError for whatever the system refuses inside, as it does once the cluster is taken down."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        what = error if isinstance(error, OSError) else "a process could not enter its node"
+        raise EmulationError(
+            f"{cluster.plan.name}: {what}; was it taken down, or the working directory removed? "
+            "bigbatch launch emulate status"
+        ) from error
+
+
+def join(cluster: Cluster) -> None:
+    """Let the children of this process, which has one thread, be processes of the cluster. Raises: EmulationError."""
+    with reaching(cluster):
+        namespaces.enter_cluster(cluster.keeper)
+    if not is_alive(cluster):  # then the number meant another process already when we followed it
+        raise EmulationError(
+            f"{cluster.plan.name} was taken down meanwhile: bigbatch launch emulate status shows what is up"
+        )
+
+
 def shape(cluster: Cluster, *, rate: int | None, root: Path, environ: Mapping[str, str]) -> Cluster:
     """Give all links another rate, at once, also under a running job. Raises: EmulationError."""
     path = _require_tools(environ)
-    for node in range(cluster.plan.num_nodes):
-        for device, where in (("eth0", node), (port(node), None)):
-            for argv in shape_commands(device, rate):
-                _run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
     changed = replace(cluster, plan=replace(cluster.plan, rate=rate))
-    save(root / cluster.plan.name, changed)
+    with reaching(cluster):
+        for node in range(cluster.plan.num_nodes):
+            for device, where in (("eth0", node), (port(node), None)):
+                for argv in shape_commands(device, rate):
+                    _run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
+        save(root / cluster.plan.name, changed)
     return changed
 
 
@@ -167,9 +201,10 @@ def _run_inside(cluster: Cluster, argv: list[str], *, node: int | None, environ:
 def only_job(cluster: Cluster, *, root: Path) -> Iterator[None]:
     """One job at a time: two would share the links, and neither figure would mean anything.
 
-    Raises: EmulationError when another job runs.
+    Raises: EmulationError when another job runs, or the cluster is gone.
     """
-    fd = os.open(root / cluster.plan.name, os.O_RDONLY)
+    with reaching(cluster):
+        fd = os.open(root / cluster.plan.name, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -12,7 +12,7 @@ from types import FrameType
 from bigbatch.comm.environ import FIRST_SLURM_PORT, NUM_SLURM_PORTS, terminal_columns
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.commands import build_commands
-from bigbatch.launch.emulate.counters import format_table, read_counters
+from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import (
     ASKS_TO_STOP,
     LAUNCHERS,
@@ -22,10 +22,11 @@ from bigbatch.launch.emulate.launchers import (
     mpirun_start,
     plain_starts,
     torchrun_starts,
+    without_master,
 )
-from bigbatch.launch.emulate.plan import DEFAULT_NAME, ClusterPlan, format_rate, make_plan, parse_name, parse_rate
+from bigbatch.launch.emulate.plan import DEFAULT_NAME, ClusterPlan, format_rate, host, make_plan, parse_name, parse_rate
 from bigbatch.launch.emulate.run import run_job
-from bigbatch.launch.emulate.state import Cluster, is_alive, load, state_root
+from bigbatch.launch.emulate.state import Cluster, load, state_root
 from bigbatch.launch.installed import find_mpirun
 from bigbatch.launch.local import STOP_SIGNALS
 from bigbatch.trainer.errors import ConfigError
@@ -124,9 +125,9 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
         return _run_on(found, arguments, job, root=root, environ=environ)
     plan = _plan(arguments, name=arguments.name or f"run-{os.getpid()}")
     if arguments.dry_run:
-        return _run_on(Cluster(plan, 0, 0), arguments, job, root=root, environ=environ)
-    with _interruptible():
-        built = clusters.up(plan, root=root, environ=environ)
+        return _run_on(Cluster(plan, 0, 0, ""), arguments, job, root=root, environ=environ)
+    with _interruptible(), _lifeline() as lifeline:
+        built = clusters.up(plan, root=root, environ=environ, lifeline=lifeline)
         try:
             return _run_on(built, arguments, job, root=root, environ=environ)
         finally:
@@ -137,17 +138,18 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
 def _run_on(
     cluster: Cluster, arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]
 ) -> int:
+    environ = without_master(environ)
     starts = _starts(arguments, job, cluster.plan, folder=root / cluster.plan.name, environ=environ)
     if arguments.dry_run:
         for start in starts:
             variables = [f"{name}={value}" for name, value in start.variables]
-            print(f"n{start.node}: {shlex.join([*variables, *start.argv])}")
+            print(f"{host(start.node)}: {shlex.join([*variables, *start.argv])}")
         return 0
     return run_job(
         starts,
         cluster=cluster,
         root=root,
-        environ={"OMP_NUM_THREADS": "1"} | dict(environ),
+        environ={"OMP_NUM_THREADS": "1"} | environ,
         asks_to_stop=ASKS_TO_STOP[arguments.launcher],
         counters=arguments.counters,
     )
@@ -170,6 +172,17 @@ def _starts(
         return (start,)
     ranks = torchrun_starts if launcher == "torchrun" else plain_starts
     return ranks(job, plan, order=order, master_port=FIRST_SLURM_PORT + os.getpid() % NUM_SLURM_PORTS)
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """What the keeper of a cluster for one job listens at: its other end closes with this process, also by kill -9."""
+    reader, writer = os.pipe()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @contextmanager
@@ -198,11 +211,12 @@ def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) ->
 def _status(root: Path) -> int:
     for name in clusters.names(root):
         cluster = load(root / name)
-        if cluster is None or not is_alive(cluster):
+        counted = clusters.count(cluster) if cluster else None
+        if cluster is None or counted is None:
             print(f"{name}: ended; to remove what is left: bigbatch launch emulate down --name {name}")
             continue
         print(_describe(cluster.plan))
-        print(format_table(read_counters(cluster.keeper, num_nodes=cluster.plan.num_nodes)))
+        print(format_table(counted))
     return 0
 
 

@@ -1,10 +1,10 @@
 """Argument lists of ip and tc that build the network; pure, so that --dry-run and tests can read them."""
 
-from bigbatch.launch.emulate.plan import ClusterPlan, address, mac
+from bigbatch.launch.emulate.plan import ClusterPlan, address, host, mac
 
 MIN_BURST_BYTES = 16_384
 BURST_SECONDS = 1e-3
-"""How late a timer of a busy machine may be without costing throughput: measured, see docs/emulate.md."""
+"""How late a timer of a busy machine may be without costing throughput; what it costs: docs/emulate.md, "Burst"."""
 
 QUEUE_MS = 20
 """How long a packet may wait in a full link before it is dropped."""
@@ -79,5 +79,5 @@ def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
     for node in range(plan.num_nodes):
         inside = [*node_commands(node), *shape_commands("eth0", plan.rate)]
         outside = [*port_commands(node, bridged=bridged), *shape_commands(port(node), plan.rate)]
-        commands += [(f"n{node}", argv) for argv in inside] + [("switch", argv) for argv in outside]
+        commands += [(host(node), argv) for argv in inside] + [("switch", argv) for argv in outside]
     return commands

@@ -19,14 +19,14 @@ class LinkBytes:
 
 
 def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
-    """Read /proc/net/dev of the switch: what its port receives, the node has sent."""
+    """Read /proc/net/dev of the switch: what its port receives, the node has sent. Raises: KeyError without a port."""
     rows = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in text.splitlines())}
     ports = [rows[port(node)] for node in range(num_nodes)]
     return tuple(LinkBytes(host(node), int(row[0]), int(row[8])) for node, row in enumerate(ports))
 
 
 def read_counters(keeper: int, *, num_nodes: int) -> tuple[LinkBytes, ...]:
-    """The counters now; keeper is the process that is in the switch's network."""
+    """The counters now; keeper is the process that is in the switch's network. Raises: OSError, KeyError."""
     return parse_counters(Path(f"/proc/{keeper}/net/dev").read_text(), num_nodes=num_nodes)
 
 

@@ -1,15 +1,18 @@
 """The process that is the cluster: first of its process namespace, holder of the nodes' namespaces.
 
 When it ends, however that comes about, the kernel ends every process of the cluster and removes the network.
-`python -m bigbatch.launch.emulate.keeper FOLDER PLAN` prints one line when the cluster is up: ok, or what is wrong.
+`python -m bigbatch.launch.emulate.keeper FOLDER PLAN [once]` prints one line when the cluster is up: ok, or what is
+wrong. With `once` the cluster ends, and its folder goes, when standard input does.
 """
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import NoReturn
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.commands import build_commands, port
 from bigbatch.launch.emulate.plan import ClusterPlan, host, hosts_file
-from bigbatch.launch.emulate.state import Cluster, save, start_ticks
+from bigbatch.launch.emulate.state import Cluster, boot_id, save, start_ticks
 from bigbatch.launch.emulate.switch import forward, open_port
 
 
@@ -31,14 +34,14 @@ def main(argv: Sequence[str]) -> None:
             namespaces.become_root()
         namespaces.unshare(namespaces.NEWPID)
         if os.fork() == 0:
-            _keep(plan, folder)
+            _keep(plan, folder, is_once=argv[2:] == ["once"])
     except OSError as error:
         _report(f"{error.filename}: {error.strerror}")
     except subprocess.CalledProcessError as error:
         _report(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
 
 
-def _keep(plan: ClusterPlan, folder: Path) -> NoReturn:
+def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     pid = int(os.readlink("/proc/self"))  # as the rest of the machine numbers it: /proc is still theirs
     namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # ours, so that we may come back
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
@@ -53,14 +56,25 @@ def _keep(plan: ClusterPlan, folder: Path) -> NoReturn:
     _build(plan)
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are buried without a word
-    save(folder, Cluster(plan, pid, start_ticks("self") or 0))
+    save(folder, Cluster(plan, pid, start_ticks("self") or 0, boot_id()))
     _report("ok")  # fails, and ends the cluster, where no one waits for it any more
     os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
+    if is_once:
+        threading.Thread(target=_end_with_input, args=[folder], daemon=True).start()
     if ports:
         forward(ports, delay_us=plan.delay_us)
     while True:
         signal.pause()
+
+
+def _end_with_input(folder: Path) -> None:
+    """Wait until nobody is left who could write to standard input; then leave nothing."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.kill(-1, signal.SIGKILL)  # all but us, so that no one writes to the folder any more
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _make_node(node: int, hosts: Path) -> None:

@@ -1,8 +1,9 @@
 """What is started in which node: mpirun, one torchrun per node, or the ranks themselves; pure."""
 
+import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,8 @@ ORDERS = ("block", "cyclic")
 
 ASKS_TO_STOP = {"mpirun": mpirun.ASKS_TO_STOP, "torchrun": torchrun.ASKS_TO_STOP, "plain": signal.SIGTERM}
 
-AGENT = (sys.executable, "-m", "bigbatch.launch.emulate.agent")
-"""Stands in for ssh."""
+AGENT = "bigbatch.launch.emulate.agent"
+"""The module that stands in for ssh."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Job:
     def words(self) -> tuple[str, ...]:
         """What comes behind the interpreter."""
         return self.command if self.is_python else ("-m", "bigbatch", *self.command)
+
+
+def without_master(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: the master of another one, around this, is none of its nodes."""
+    return {name: value for name, value in environ.items() if not name.startswith("MASTER_")}
 
 
 def plain_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int) -> tuple[Start, ...]:
@@ -93,11 +99,17 @@ def mpirun_start(
 
     Everyone is root inside. Ranks that wait yield their core: they share a few. What mpirun writes goes to the
     cluster's folder: hosts of several clusters have the same names.
+    Raises: ConfigError for a Python that mpirun cannot be told of.
     """
+    if re.search(r"[\s:]", sys.executable):  # mpirun parts its agents at colons and their words at blanks; no quotes
+        raise ConfigError(
+            f"mpirun cannot call {sys.executable!r}, as its path has a blank or a colon: use --launcher torchrun or "
+            "plain, or a virtual environment elsewhere"
+        )
     argv = [mpirun_path, "-n", str(plan.world_size), "--bind-to", "none", "--allow-run-as-root"]
     argv += ["--map-by", "slot" if order == "block" else "node"]
     argv += ["--host", ",".join(f"{host(node)}:{count}" for node, count in enumerate(plan.ranks_per_node))]
-    argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", " ".join(AGENT)]
+    argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", f"{sys.executable} -m {AGENT}"]
     argv += ["--prtemca", "prte_tmpdir_base", str(folder), "--mca", "mpi_yield_when_idle", "1"]
     for name in sorted(name for name in variables if name.startswith(mpirun.FORWARDED)):
         argv += ["-x", name]

@@ -1,6 +1,7 @@
 """Linux namespaces by their system calls (os.setns and os.unshare exist from Python 3.12 on only)."""
 
 import ctypes
+import errno
 import os
 
 NEWNS = 0x00020000
@@ -57,11 +58,14 @@ def enter_node(keeper: int, node: int) -> None:
 def enter_cluster(keeper: int) -> None:
     """Let the children of this process be processes of the cluster, where no user but its owner has a say.
 
-    This process must have one thread, and can start none afterwards. Raises: OSError.
+    This process must have one thread, and can start none afterwards. Raises: OSError; also where keeper's number means
+    another process by now, one beside us: what is meant for the cluster must never reach our own neighbours.
     """
     if os.stat(f"/proc/{keeper}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
         enter(f"/proc/{keeper}/ns/user")
     enter(f"/proc/{keeper}/ns/pid")
+    if os.stat("/proc/self/ns/pid_for_children").st_ino == os.stat("/proc/self/ns/pid").st_ino:
+        raise OSError(errno.ESRCH, os.strerror(errno.ESRCH), f"keeper {keeper}")
 
 
 def become_root() -> None:

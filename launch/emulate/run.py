@@ -2,20 +2,24 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.cluster import only_job
-from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, read_counters
+from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
+from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
 from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.launchers import Start
-from bigbatch.launch.emulate.state import Cluster, is_alive
+from bigbatch.launch.emulate.state import Cluster
 from bigbatch.launch.emulate.supervise import run_together
+
+WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
+"""Kills every process of its process namespace, but the first one and itself, once nobody can write to its input."""
 
 
 def run_job(
@@ -29,31 +33,61 @@ def run_job(
 ) -> int:
     """Start the processes in their nodes and wait; the job's exit code.
 
-    Bytes of each link go to standard error, and to the file counters. What outlives the job is killed. Raises:
-    EmulationError when another job runs, or the cluster is removed under this one; ConfigError for a missing launcher.
+    Bytes of each link go to standard error, and to the file counters. What outlives the job is killed, and the job
+    itself where this process is killed. Raises: EmulationError when another job runs, the cluster is removed under
+    this one or the file cannot be written; ConfigError for a missing launcher.
     """
     with only_job(cluster, root=root):
+        if counters:
+            _clear(counters)
         before, start = _count(cluster), time.monotonic()
-        namespaces.enter_cluster(cluster.keeper)
+        join(cluster)
         sweep()
-        try:
+        with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
             code = run_together(starts, environ=environ, enter=enter, asks_to_stop=asks_to_stop)
-        finally:
-            seconds = time.monotonic() - start
-            sweep()
+        seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)
     print(format_table(counted), file=sys.stderr, flush=True)
     if counters:
-        counters.write_text(format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=code))
+        try:
+            counters.write_text(format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=code))
+        except OSError as error:  # the job is done, and its exit code says more
+            print(f"bigbatch: --counters {counters}: {error.strerror}", file=sys.stderr, flush=True)
     return code
 
 
+def _clear(counters: Path) -> None:
+    """Find out before the job whether the file can be written; what an earlier job left must not pass for this one's.
+
+    Raises: EmulationError.
+    """
+    try:
+        counters.write_text("")
+    except OSError as error:
+        raise EmulationError(f"--counters {counters}: {error.strerror}; name a file that can be written") from error
+
+
 def _count(cluster: Cluster) -> tuple[LinkBytes, ...]:
-    with suppress(OSError):
-        if is_alive(cluster):
-            return read_counters(cluster.keeper, num_nodes=cluster.plan.num_nodes)
-    raise EmulationError(f"{cluster.plan.name} was taken down under the job")
+    counted = count(cluster)
+    if counted is None:
+        raise EmulationError(f"{cluster.plan.name} was taken down under the job")
+    return counted
+
+
+@contextmanager
+def _swept() -> Iterator[None]:
+    """Sweep in the end, however it comes: should this process be killed, a watcher in the cluster does it.
+
+    A signal at the parent's death (prctl) would reach the launchers only, not what torchrun or a rank has started.
+    Raises: OSError where the cluster is gone.
+    """
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(WATCHER, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True):
+        try:
+            yield
+        finally:
+            sweep()  # the watcher, too
 
 
 def sweep() -> None:

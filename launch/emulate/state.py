@@ -20,6 +20,8 @@ class Cluster:
     keeper: int
     start_ticks: int
     """When the keeper started: another process may get its number later."""
+    boot_id: str
+    """Of the kernel that ran it: ticks count from boot."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
@@ -61,7 +63,7 @@ def load(folder: Path) -> Cluster | None:
     try:
         facts = json.loads((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
-        return Cluster(ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]))
+        return Cluster(ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]), str(facts["boot_id"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -75,6 +77,14 @@ def start_ticks(pid: int | str) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def boot_id() -> str:
+    """Another one after each start of the kernel; empty where there is no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def is_alive(cluster: Cluster) -> bool:
     """The keeper runs."""
-    return start_ticks(cluster.keeper) == cluster.start_ticks
+    return cluster.boot_id == boot_id() and start_ticks(cluster.keeper) == cluster.start_ticks

@@ -27,8 +27,9 @@ def run_together(
     """Start all and wait; 0 where all ended well, else the code of the first that failed, 128 + signal.
 
     enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only
-    this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL.
-    Raises: ConfigError when a program is not installed.
+    this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. Before all are there, the
+    first one ends those that are: none can have done anything that is worth saving.
+    Raises: ConfigError when a program is not installed; SubprocessError when a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
     asked = 0
@@ -46,6 +47,8 @@ def run_together(
             for start in starts:
                 process = _start(start, environ=environ, enter=enter)
                 running[os.pidfd_open(process.pid)] = process
+                if asked:
+                    return 128 + signal.SIGINT
             return _wait(running)
         finally:
             _send(running, signal.SIGKILL)

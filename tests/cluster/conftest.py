@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -17,6 +18,13 @@ from bigbatch.launch.emulate.state import Cluster, state_root
 
 PROBE = str(Path(__file__).with_name("probe.py"))
 Emulate = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def skip_unless_promised(reason: str) -> NoReturn:
+    """Skip; fail where BIGBATCH_EXPECT_CLUSTER=1 says that clusters can be built here."""
+    if os.environ.get("BIGBATCH_EXPECT_CLUSTER") == "1":
+        pytest.fail(f"a cluster was promised, but {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,9 +41,7 @@ def runtime_folder() -> Iterator[Path]:
         )
     except EmulationError as error:
         shutil.rmtree(folder)
-        if os.environ.get("BIGBATCH_EXPECT_CLUSTER") == "1":
-            pytest.fail(f"a cluster was promised, but {error}", pytrace=False)
-        pytest.skip(str(error))
+        skip_unless_promised(str(error))
     clusters.down("can-we", root=root)
     yield folder
     for name in clusters.names(root):

@@ -21,7 +21,8 @@ def numbers() -> list[int]:
 def who(*arguments: str) -> dict[str, object]:
     """Where am I?"""
     name = socket.gethostname()
-    facts = {"host": name, "address": socket.gethostbyname(name), "arguments": arguments}
+    facts: dict[str, object] = {"host": name, "address": socket.gethostbyname(name), "arguments": arguments}
+    facts["master"] = os.environ.get("MASTER_ADDR")
     return facts | {"interfaces": sorted(os.listdir("/sys/class/net")), "shm": os.listdir("/dev/shm")}
 
 

@@ -1,12 +1,14 @@
 """Law 2: kill or stop a run at any moment; the resumed one ends with the bits of the uninterrupted one."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from bigbatch.trainer.checkpoint import list_checkpoints
 from bigbatch.trainer.rundir import RunDir, read_records
 
 from .jobs import (
@@ -102,3 +104,30 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
 
 def _steps(run_folder: Path) -> list[int]:
     return [r["step"] for r in read_records(RunDir(run_folder).metrics) if r["kind"] == "train"]
+
+
+def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: Path) -> None:
+    """In a ring of three the place of a gradient in its buffer decides in which order it is added up.
+
+    A ResNet's shortcuts are used in another order than they are made, so the first step lays the buffers out anew.
+    """
+    overrides = {
+        **SGD,
+        "schedule.base_lr": 0.01,
+        "model.name": "resnet18",
+        "model.width": "null",
+        "batch.global_batch_size": 24,
+        "run.epochs": 1,
+        "schedule.warmup_epochs": 0,
+        "comm.algorithm": "ring",
+    }
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run(mpirun(train_command(data, whole, overrides), ranks=3))
+    shutil.copytree(whole, resumed)
+    (resumed / "summary.json").unlink()
+    checkpoints = list_checkpoints(resumed / "checkpoints")
+    for later in checkpoints[2:]:
+        shutil.rmtree(later.path)
+    done = run(mpirun(train_command(data, resumed, overrides), ranks=3))
+    assert f"resumed after step {checkpoints[1].step}" in done.stdout
+    assert_identical(final_state(resumed), final_state(whole))

@@ -41,7 +41,7 @@ def connect_as(hosts: str, **options: Any) -> Communicator:
     """Connect as if the ranks ran on these hosts, "a,a,b"; "-" leaves them where they are."""
     env = read_process_env()
     if hosts != "-":
-        env = replace(env, host=hosts.split(",")[env.rank])
+        env = replace(env, host=hosts.split(",")[env.rank], plays_host=True)
     return connect(env=env, **options)
 
 

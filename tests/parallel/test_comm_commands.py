@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_parallel import needs_mpi, run_job
 
 from bigbatch.comm.fusion import TensorSpec
 from bigbatch.comm.tuned import read_tuned
+from bigbatch.trainer.data.generated import write_dataset
 
 SMALL_MODEL = ("--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4")
 ONE_SIZE = ("--min-bytes", "40000", "--max-bytes", "40000", "--repetitions", "2")
@@ -151,3 +153,64 @@ def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorS
     assert exposed["chosen"] <= exposed["stated_with_table"] + 0.001 * evidence["backward_seconds"]
     ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]
     assert ready == sorted(ready)
+
+
+@needs_mpi
+def test_a_run_trains_with_what_was_tuned_and_is_evaluated_anywhere(tmp_path: Path) -> None:
+    """The options that tune prints, then a run folder that another number of ranks evaluates, without the table."""
+    write_dataset(tmp_path / "shapes", train_per_class=32, val_per_class=7)
+    table, run = tmp_path / "tuned.json", tmp_path / "run"
+    tiny = ("--batch.global_batch_size", "64", "--batch.microbatch_size", "16", "--batch.bn_span", "16")
+    tiny += ("--schedule.warmup_epochs", "1", "--data.root", str(tmp_path / "shapes"), "--data.loader", "torchvision")
+    code, text = launch(
+        "comm", "tune", "--config", "quickstart", *tiny, "--budget-seconds", "4", "--output", str(table), num_ranks=2
+    )
+    assert code == 0, text
+    options = re.search(r"to train with it: (.*)", text)
+    assert options, text
+    train = (
+        "train",
+        "--config",
+        "quickstart",
+        *tiny,
+        "--run.epochs",
+        "1",
+        "--run.directory",
+        str(run),
+        *options[1].split(),
+    )
+    code, text = launch(*train, num_ranks=2)
+    assert code == 0, text
+    sizes = read_tuned(table).sizes
+    assert json.loads((run / "summary.json").read_text())["algorithm"] == "hybrid"
+    buffers = [line for line in text.splitlines() if line.startswith("buffer ")]
+    assert buffers, text
+    assert len(buffers) == 1 or sizes.buffer_bytes < 2_000_000
+    code, text = launch(*train, "--run.epochs", "2", num_ranks=1)
+    assert code != 0
+    assert "was tuned on another cluster" in text
+    table.unlink()
+    code, text = launch("evaluate", str(run), num_ranks=1)
+    assert code == 0, text
+    assert "70 pictures" in text
+
+
+@needs_mpi
+def test_counts_survive_a_narrow_wire(tmp_path: Path) -> None:
+    """fp16 knows only every fourth number beyond 4,096: evaluation and reports must not travel as gradients do."""
+    write_dataset(tmp_path / "shapes", train_per_class=16, val_per_class=411)
+    train = ("train", "--config", "quickstart", "--batch.global_batch_size", "32", "--batch.microbatch_size", "16")
+    train += (
+        "--batch.bn_span",
+        "16",
+        "--schedule.warmup_epochs",
+        "1",
+        "--run.epochs",
+        "1",
+        "--data.loader",
+        "torchvision",
+    )
+    train += ("--data.root", str(tmp_path / "shapes"), "--run.directory", str(tmp_path / "run"))
+    code, text = launch(*train, "--comm.wire_dtype", "float16", "--comm.predivide", "2", num_ranks=2)
+    assert code == 0, text
+    assert "(4110 pictures" in text

@@ -63,6 +63,15 @@ def test_a_route_within_the_host_is_no_address_for_others(monkeypatch: pytest.Mo
     assert own_address(is_one_host=False, towards="node0") == "10.0.0.8"
 
 
+@pytest.mark.parametrize("towards", ["::1", "2001:db8::7"])
+def test_a_meeting_point_without_ipv4_is_named(towards: str) -> None:
+    expected = (
+        rf"\S+ knows no way by IPv4 to {towards}, where the ranks meet \(.+\): set MASTER_ADDR .* or comm.interface"
+    )
+    with pytest.raises(CommError, match=expected):
+        own_address(is_one_host=False, towards=towards)
+
+
 @pytest.mark.parametrize(
     ("resolves_to", "message"),
     [("127.0.1.1", "resolves to 127.0.1.1, which other nodes cannot reach"), (None, r"does not resolve \(Name or")],

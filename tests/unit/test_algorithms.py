@@ -165,9 +165,9 @@ def test_the_other_ranks_of_a_node_are_brought_into_the_sum(algorithm: Callable[
     ("wire", "dtype", "travels_as"),
     [
         (None, FP32, FP32),
-        (FP16, FP64, FP16),
+        (FP16, FP64, FP64),  # counts and losses
         (FP16, FP32, FP16),
-        (FP32, FP64, FP32),
+        (FP32, FP64, FP64),
         (FP32, FP32, FP32),
         (FP32, BF16, BF16),  # never wider than its own
         (BF16, FP16, FP16),  # nor another of its width

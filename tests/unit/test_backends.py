@@ -1,14 +1,18 @@
 """Transports without peers: the one of a single process, and how the others fail. With peers: tests/parallel."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, current_thread
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bigbatch.comm import addresses, control
-from bigbatch.comm.backends import mpi
+from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.base import ALL_DTYPES, CommError, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
@@ -168,7 +172,7 @@ def test_an_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.Mon
 
 def test_the_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
-    address, port = mpi.meet_by_mpi(UNLAUNCHED)
+    address, port = mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=5)
     with listen(address, port):
         assert address == "127.0.0.1"
 
@@ -178,5 +182,153 @@ def test_all_ranks_hear_that_rank_0_has_no_address(interface: str | None, monkey
     fake_mpi(monkeypatch, rank=0, size=2)
     monkeypatch.setattr(addresses.socket, "gethostbyname", lambda _: "127.0.1.1")
     expected = "which other nodes cannot reach: mend /etc/hosts" if interface is None else "'ib7': .* has no such"
+    env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None)
     with pytest.raises(CommError, match=expected):
-        mpi.meet_by_mpi(ProcessEnv("openmpi", 0, 2, 0, 1, "here", None), interface=interface)
+        mpi.meet_by_mpi(env, timeout_seconds=5, interface=interface)
+
+
+def forever(*_: object, **__: object) -> None:
+    """A library without a time limit waits for a rank that never comes."""
+    Event().wait(60)
+
+
+def test_a_meeting_by_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
+    world = SimpleNamespace(rank=0, size=2, bcast=forever)
+    monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    expected = (
+        r"rank 0: meeting by MPI failed after 0\.\d s \(some rank has not come to it\): see that all ranks started"
+    )
+    with pytest.raises(CommError, match=expected):
+        mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
+
+
+def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> mpi.MpiBackend:
+    """Rank 0 of two over a library whose calls are these."""
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(mpi, "is_cuda_aware", lambda: False)
+    world = SimpleNamespace(rank=0, size=2, Dup=lambda: SimpleNamespace(rank=0, size=2, **calls))
+    vars(world).update(calls)
+    library = SimpleNamespace(COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")
+    monkeypatch.setattr(mpi, "import_mpi", lambda: library)
+    return mpi.MpiBackend(UNLAUNCHED, half_a_job(0.3))
+
+
+def test_setting_up_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
+    with pytest.raises(PeerLostError, match=f"rank 0: MPI's copy of its world {expected}"):
+        mpi_backend(monkeypatch, Dup=forever)
+    backend = mpi_backend(monkeypatch, Split=forever)
+    with pytest.raises(PeerLostError, match=f"rank 0: MPI's split of its world {expected}"):
+        backend.new_group([[0], [1]])
+
+
+def test_a_group_of_mpi_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = mpi_backend(monkeypatch, Split=lambda color, key: (color, key))
+    group = backend.new_group([[1], [0]])
+    assert (group.ranks, group.handle) == ((0,), (1, 0))
+    backend.abandon()
+    with pytest.raises(CommError, match="late comes too late"):
+        backend.submit(lambda: None, label="late")
+
+
+def test_a_message_over_mpi_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI itself refuses a longer one; a shorter one would leave old values behind."""
+
+    class Arrived:
+        """A message of eight bytes."""
+
+        def Wait(self, status: SimpleNamespace) -> None:
+            """As MPI's."""
+            status.Get_count = {"byte": 8}.__getitem__
+
+    backend = mpi_backend(monkeypatch, Irecv=lambda data, source: Arrived())
+    backend.start_receive(torch.zeros(2), source=1).wait()
+    with pytest.raises(CommError, match="rank 1 sent a message of 8 bytes where 12 were expected: all ranks must sum"):
+        backend.start_receive(torch.zeros(3), source=1).wait()
+
+
+def test_mpi_reads_a_gpus_memory_after_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stream is waited for, and when; that it is the right one is for a machine with a GPU."""
+    order: list[str] = []
+
+    class FakeStream:
+        """A stream of a device."""
+
+        def __init__(self, device: torch.device) -> None:
+            self.name = str(device)
+
+        def synchronize(self) -> None:
+            """Take it down."""
+            order.append(f"wait for {self.name}")
+
+    class FakeEvent:
+        """An event of a stream."""
+
+        def record(self, stream: FakeStream) -> None:
+            """Take it down."""
+            order.append(f"event on {stream.name}")
+
+        def synchronize(self) -> None:
+            """Take it down."""
+            order.append("wait for the event")
+
+    @contextmanager
+    def use(device: torch.device) -> Iterator[None]:
+        assert current_thread().name == "bigbatch-comm"
+        order.append(f"use {device}")
+        yield
+
+    class FakeTensor(SimpleNamespace):
+        """Of the second GPU."""
+
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "device", use)
+    backend = mpi_backend(monkeypatch)
+    backend.submit(lambda: order.append("on the host"), label="sum").wait()
+    assert order == ["on the host"]
+    order.clear()
+    backend._gpu = torch.device("cuda", 1)
+    tensor_N: Any = FakeTensor()
+
+    def operation() -> None:
+        assert mpi._for_mpi(tensor_N) is tensor_N
+        order.append("MPI reads")
+
+    backend.submit(operation, label="sum").wait()
+    ends = ["wait for cuda:1", "MPI reads", "wait for cuda:1"]
+    assert order == ["event on cuda:1", "use cuda:1", "wait for the event", *ends]
+
+
+def test_only_a_cuda_aware_mpi_is_given_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi_backend(monkeypatch)
+    gpu = torch.device("cuda", 1)
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu is None
+    monkeypatch.setattr(mpi, "is_cuda_aware", lambda: True)
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu == gpu
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=CPU)._gpu is None
+
+
+# --- Horovod without Horovod ---
+
+
+def test_setting_up_horovod_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
+    names: dict[str, Any] = {"is_initialized": lambda: False, "rank": lambda: 0, "size": lambda: 2}
+    hvd = SimpleNamespace(**names, init=forever, global_process_set="all", add_process_set=forever)
+    monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
+    monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
+    expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
+    with pytest.raises(PeerLostError, match=f"rank 0: start of Horovod {expected}"):
+        horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
+    hvd.init, hvd.shutdown = lambda process_sets: None, lambda: stopped.append(True)
+    backend = horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
+    assert backend.new_group([[0, 1]]).handle == "all"
+    with pytest.raises(PeerLostError, match=f"rank 0: Horovod's process set of 1 {expected}"):
+        backend.new_group([[0], [1]])
+    stopped: list[bool] = []
+    horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU).abandon()
+    assert stopped == [True]

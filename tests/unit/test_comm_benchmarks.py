@@ -28,11 +28,14 @@ import gradients  # noqa: E402
 import links  # noqa: E402
 import plot  # noqa: E402
 import reducer_overhead  # noqa: E402
+import run as driver  # noqa: E402
 import step  # noqa: E402
 import summary  # noqa: E402
 import targets  # noqa: E402
+import tuning  # noqa: E402
 
 from bigbatch.comm.backends.base import CommError  # noqa: E402
+from bigbatch.comm.hybrid import Measured  # noqa: E402
 
 # --- links ---
 
@@ -227,6 +230,14 @@ def test_the_hopeless_are_dropped_but_no_peer() -> None:
     ]
     assert list(exchange.without_hopeless(racing, rows, size=10**6)) == ["hierarchical", "hybrid fp16", "mpi"]
     assert list(exchange.without_hopeless(racing, rows, size=10**5)) == list(racing)
+
+
+def test_what_a_table_rests_on_is_kept() -> None:
+    times = {4096: {"ring": Measured((2.0, 1.0, 6.0))}, 1024: {"ring": Measured((3.0,)), "doubling": Measured((1, 2))}}
+    assert tuning.describe_times(times) == {
+        "1024": {"ring": {"n": 1, "median": 3.0}, "doubling": {"n": 2, "median": 1.5}},
+        "4096": {"ring": {"n": 3, "median": 2.0}},
+    }
 
 
 def test_a_size_is_measured_and_wrong_sums_are_seen() -> None:
@@ -453,6 +464,10 @@ def test_verdicts_of_an_exchange() -> None:
     bad["rows"][0]["num_wrong"] = 3
     assert set(verdicts({"x": bad}).values()) == {False}
     assert len(verdicts({"x": bad})) == 4
+    text = {v.what: v.measured for v in targets.judge({"x": good})}
+    assert text["hybrid against the best single algorithm, at any size"] == (
+        "1.040 at 10 MB (best: hierarchical, of hierarchical); at all sizes 2 of 4 were measured once and do not count"
+    )
     once = exchange_record(*at(10**7, 1.0, 0.5, 1.0, 0.5, n=1))
     assert list(verdicts({"x": once})) == [("wrong values, all contestants", "x")]
 
@@ -498,13 +513,15 @@ def test_the_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
     for name, record in records.items():
         common.write_record(tmp_path / f"comm-{name}.json", record)
     common.write_record(tmp_path / "comm-quick-x.json", records["exchange-4x2-1gbit"])
-    assert list(summary.read_records(tmp_path)) == list(records)
+    (tmp_path / "comm-wire-precision.json").write_text('{"conditions": {}, "rows": []}')
+    assert list(summary.read_records(tmp_path)) == list(records), "other JSON is left alone"
     assert list(summary.read_records(tmp_path, quick=True)) == ["x"]
     text = summary.summarise(records)
     assert "| 10 MB | 130 (0.94) | [150 (0.94)] |" in text
     assert "| ours tuned against ddp | gradients-resnet50-1gbit | at least 1.25 times faster | 1.20 " in text
     assert text.count("**not met**") == 1
     assert "Commit abc; 2 cores of an EPYC" in text
+    assert text.count("Commit abc.") == 2, "of each case: they may differ"
     assert "mpi4py 4" in text
     assert "horovod" not in text.split("## Targets")[0]
 
@@ -531,6 +548,14 @@ def test_the_picture(tmp_path: Path) -> None:
     assert list(chosen) == ["ResNet-50, 100 MB\n1 Gbit/s", "ResNet-50, 100 MB\n1 Gbit/s, cyclic ranks"]
     plot.draw([exchange_record(*rows)] * 2, chosen, tmp_path / "docs/comm.png")
     assert (tmp_path / "docs/comm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
+    case = cases.Case("broken", "no-such-script.py", seconds=10)
+    path = cases.record_path(tmp_path, case, quick=False)
+    path.write_text("{}")
+    assert not driver.run_case(case, out=tmp_path, quick=False)
+    assert not path.exists()
 
 
 def test_the_driver_lists_its_cases() -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from bigbatch.comm.backends.base import Done, Group, InFlight
+from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.broadcast import allreduce, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from bigbatch.comm.communicator import Communicator, connect
 from bigbatch.comm.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.measure import _make_hop
 
 SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
 """Several buffers for make_model()."""
@@ -361,6 +365,19 @@ def test_after_close_another_wrapper_can_take_over() -> None:
     assert_same(model, plain)
 
 
+def test_a_reducer_that_refuses_leaves_no_hooks() -> None:
+    model, plain = twins()
+    with pytest.raises(ValueError, match="threshold_bytes=0 must be a positive number of bytes"):
+        wrap(model, threshold_bytes=0)
+    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
+    for step in range(3):  # a hook of the first one would count these passes, and never a step
+        for twin, either in ((model, optimizer), (plain, reference)):
+            either.zero_grad()
+            loss_of(twin, step).backward()
+            either.step()
+    assert_same(model, plain)
+
+
 def test_what_cannot_be_distributed_is_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="op='mean' is unknown; choose one of average, sum"):
@@ -400,6 +417,54 @@ def test_allreduce_returns_a_new_tensor(dtype: torch.dtype) -> None:
     assert total.dtype == dtype
     assert torch.equal(total, tensor.T)
     assert total.data_ptr() != tensor.data_ptr()
+
+
+class HostOnly(SingleBackend):
+    """Takes down where the tensors are that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        """Of one rank."""
+        self.seen.append(tensor_N.device.type)
+
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Of one rank."""
+        self.seen.append(tensor_N.device.type)
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """With nobody."""
+        self.seen += [send.device.type, receive.device.type]
+        return Done()
+
+
+def test_a_transport_of_host_tensors_is_given_those() -> None:
+    """The device of the ranks is meta here, where a tensor would lose its content."""
+    host, model = HostOnly(), make_model()
+    ranks = replace(communicator(), device=torch.device("meta"), staging=SimpleNamespace(), backend=host)  # type: ignore
+    assert ranks.transport_device == torch.device("cpu")
+    assert allreduce(torch.tensor([1.0, 2.0]), ranks).tolist() == [1.0, 2.0]
+    assert broadcast_object({"epoch": 3}, ranks) == {"epoch": 3}
+    before = copy.deepcopy(model.state_dict())
+    broadcast_parameters(model.state_dict(), ranks)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    _make_hop(ranks, (0, 1), 8)(2)
+    assert host.seen == ["cpu"] * (1 + 2 + len(before) + 4)
+    assert replace(ranks, staging=None).transport_device == torch.device("meta")
+
+
+def test_a_broadcast_reaches_tensors_that_are_not_contiguous() -> None:
+    class Ones(HostOnly):
+        """Rank 0 is elsewhere, and sends bytes of 1."""
+
+        def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+            """Of another rank."""
+            tensor_N.fill_(1)
+
+    tensor = torch.zeros(3, 2, dtype=torch.uint8)
+    broadcast_parameters({"transposed": tensor.T, "empty": torch.zeros(0)}, replace(communicator(), backend=Ones()))
+    assert tensor.tolist() == [[1, 1]] * 3
 
 
 def test_allreduce_refuses() -> None:

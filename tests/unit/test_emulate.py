@@ -1,6 +1,8 @@
 """The emulated cluster as text: plans, argument lists, counters, the switch's decisions."""
 
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from bigbatch.launch.emulate import agent
 from bigbatch.launch.emulate.commands import build_commands, burst_bytes, gso_bytes, shape_commands
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
 from bigbatch.launch.emulate.launchers import Job, mpirun_start, plain_starts, torchrun_starts
-from bigbatch.launch.emulate.namespaces import node_fd
+from bigbatch.launch.emulate.namespaces import enter_cluster, node_fd
 from bigbatch.launch.emulate.plan import (
     ClusterPlan,
     format_rate,
@@ -159,6 +161,14 @@ def test_no_two_nodes_share_a_descriptor_or_an_address() -> None:
     assert len({mac(node) for node in range(100)}) == 100
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_a_process_beside_us_is_no_keeper() -> None:
+    """Its number was reused: a kill that is meant for all of the cluster would reach all of this machine."""
+    with pytest.raises(OSError, match=r"keeper|setns") as caught:
+        enter_cluster(os.getpid())
+    assert caught.value.errno in (errno.ESRCH, errno.EPERM), "not allowed at all without root"
+
+
 # --- launchers ---
 
 
@@ -181,6 +191,13 @@ def test_mpirun_from_the_first_node() -> None:
         *("-x", "NCCL_DEBUG", "-x", "BIGBATCH_TERMINAL_COLUMNS=80"),
         *(sys.executable, "-m", "bigbatch", *JOB.command),
     ]
+
+
+@pytest.mark.parametrize("path", ["/home/a b/python", "/home/a:b/python"])
+def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", path)
+    with pytest.raises(ConfigError, match="has a blank or a colon: use --launcher torchrun or plain"):
+        mpirun_start(JOB, UNEVEN, mpirun_path="m", folder=Path("/x"), terminal_columns=0, variables=(), order="block")
 
 
 def test_one_torchrun_per_node_each_with_its_own_number_of_ranks() -> None:

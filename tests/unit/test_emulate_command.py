@@ -5,16 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bigbatch.launch.command import main
-from bigbatch.launch.emulate import cluster, supervise
+from bigbatch.launch.emulate import cluster, command, supervise
 from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.launchers import Start
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import Cluster, is_alive, load, save, start_ticks, state_root
+from bigbatch.launch.emulate.state import Cluster, boot_id, is_alive, load, save, start_ticks, state_root
 from bigbatch.trainer.errors import ConfigError
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
@@ -54,7 +55,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_clusters_are_written_and_read(tmp_path: Path) -> None:
-    written = Cluster(UNEVEN, 4711, 99)
+    written = Cluster(UNEVEN, 4711, 99, "1-2-3")
     save(tmp_path, written)
     assert load(tmp_path) == written
 
@@ -70,8 +71,9 @@ def test_what_is_no_cluster_is_none(text: str, tmp_path: Path) -> None:
 def test_another_process_with_the_same_number_is_not_the_keeper() -> None:
     now = start_ticks(os.getpid())
     assert now is not None
-    assert is_alive(Cluster(UNEVEN, os.getpid(), now))
-    assert not is_alive(Cluster(UNEVEN, os.getpid(), now - 1))
+    assert is_alive(Cluster(UNEVEN, os.getpid(), now, boot_id()))
+    assert not is_alive(Cluster(UNEVEN, os.getpid(), now - 1, boot_id()))
+    assert not is_alive(Cluster(UNEVEN, os.getpid(), now, "another boot")), "ticks count from boot"
     child = subprocess.Popen(["true"])
     while start_ticks(child.pid) is not None:  # ended, but not waited for
         time.sleep(0.01)
@@ -104,6 +106,24 @@ def test_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.startswith("n0: WORLD_SIZE=3 MASTER_ADDR=10.77.0.1 MASTER_PORT=")
     assert last.startswith("n1: ")
     assert last.endswith(f"RANK=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 {sys.executable} script.py '$(touch x)'")
+
+
+def test_the_master_of_another_job_is_not_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.99")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert emulate("run", "--nodes", "2", "--dry-run", "--", "train") == 0
+    line = capsys.readouterr().out
+    assert "-x NCCL_DEBUG" in line
+    assert "MASTER" not in line
+    given: dict[str, str] = {}
+    found = Cluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    monkeypatch.setattr(cluster, "find", lambda name, root: found)
+    monkeypatch.setattr(command, "run_job", lambda starts, environ, **_: given.update(environ) or 0)
+    assert emulate("run", "--", "train") == 0
+    assert given["NCCL_DEBUG"] == "INFO"
+    assert "MASTER_ADDR" not in given
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
@@ -148,11 +168,51 @@ def test_a_name_that_is_a_path_removes_nothing(name: str, tmp_path: Path) -> Non
 def test_what_a_crash_left_is_shown_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box"
     folder.mkdir()
-    save(folder, Cluster(UNEVEN, os.getpid(), 0))  # another process has its number now, and must not be hurt
+    save(folder, Cluster(UNEVEN, os.getpid(), 0, boot_id()))  # another process has its number now, and must not be hurt
     assert emulate("status") == 0
     assert "box: ended" in capsys.readouterr().out
     assert emulate("down") == 0
     assert not folder.exists()
+
+
+@pytest.fixture
+def vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Taken down at the worst moment: the keeper was there a moment ago, but its number is that of this process now."""
+    if sys.platform != "linux":
+        pytest.skip("clusters need Linux")
+    folder = state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box"
+    folder.mkdir()
+    found = Cluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    save(folder, found)
+    monkeypatch.setattr(cluster, "_require_tools", lambda environ: os.defpath)
+    return found
+
+
+def test_a_cluster_that_vanishes_costs_one_line(vanished: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert emulate("status") == 0
+    assert capsys.readouterr().out.startswith("box: ended; to remove what is left")
+    with pytest.raises(EmulationError, match="box was taken down under the job"):
+        emulate("run", "--", "train")
+    with pytest.raises(EmulationError, match="box: a process could not enter its node; was it taken down"):
+        emulate("shape", "--link", "1gbit")
+    with pytest.raises(EmulationError, match=r"box: .*(keeper|setns).*; was it taken down"):
+        cluster.join(vanished)
+
+
+def test_a_keeper_that_vanishes_while_we_follow_it_is_seen(vanished: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then its number meant a process of another container."""
+    monkeypatch.setattr("bigbatch.launch.emulate.namespaces.enter_cluster", lambda keeper: None)
+    cluster.join(vanished)
+    with pytest.raises(EmulationError, match="box was taken down meanwhile"):
+        cluster.join(replace(vanished, start_ticks=0))
+
+
+def test_a_folder_that_vanishes_before_the_job_costs_one_line(vanished: Cluster, tmp_path: Path) -> None:
+    with (
+        pytest.raises(EmulationError, match=r"box: .*No such file.*; was it taken down"),
+        cluster.only_job(vanished, root=tmp_path / "elsewhere"),
+    ):
+        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
@@ -220,6 +280,34 @@ def test_a_missing_launcher_ends_what_was_started() -> None:
     starts = [Start(0, ("sleep", "60")), Start(0, ("no-such-mpirun",))]
     with pytest.raises(ConfigError, match="no-such-mpirun is not installed"):
         supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
+
+
+@linux
+def test_who_cannot_enter_ends_what_was_started() -> None:
+    def enter(node: int) -> None:
+        if node == 1:
+            raise FileNotFoundError
+
+    starts = [Start(0, ("sleep", "60")), Start(1, ("sleep", "60"))]
+    with pytest.raises(subprocess.SubprocessError):
+        supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+
+
+@linux
+def test_ctrl_c_before_all_are_there_ends_those_that_are(tmp_path: Path) -> None:
+    """Whoever is being started in this moment could not have been asked."""
+
+    def enter(node: int) -> None:
+        if node == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+
+    stubborn = "trap '' TERM; touch {}; exec sleep 60"
+    starts = [Start(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
+    start = time.monotonic()
+    code = supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - start < 10
+    assert not (tmp_path / "2").exists(), "no more are started"
 
 
 PARENT = """

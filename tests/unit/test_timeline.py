@@ -2,17 +2,22 @@
 
 import json
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import Communicator, connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.comm.timeline import Timeline, merge
 
 CPU = torch.device("cpu")
+ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 
 
 def test_an_idle_timeline_records_nothing() -> None:
@@ -45,6 +50,35 @@ def test_spans_and_marks_have_rows_and_microseconds() -> None:
     assert len(events(timeline)) == 1  # taken is gone
 
 
+def test_what_the_host_does_beside_a_gpu_has_the_hosts_clock() -> None:
+    timeline = Timeline(torch.device("cuda", 0))  # an event of this device would fail here
+    timeline.is_active = True
+    with timeline.span("sleep", row="all-reduce", on_host=True, bytes=3):
+        time.sleep(0.02)
+    span = events(timeline)[-1]
+    assert (span["name"], span["args"]) == ("sleep", {"bytes": 3})
+    assert 20_000 <= span["dur"] < 200_000
+
+
+class NamedMpi(SingleBackend):
+    """Of the name of a transport that finishes on a thread of its own."""
+
+    name = "mpi"
+
+
+def staged() -> Communicator:
+    """As for tensors of a GPU over a transport of the host's."""
+    return replace(connect(env=ALONE, device=CPU), staging=SimpleNamespace(), memory=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [staged, lambda: replace(connect(env=ALONE, device=CPU), backend=NamedMpi())])
+def test_transports_on_a_thread_are_timed_there(make: Callable[[], Communicator]) -> None:
+    ranks = replace(make(), timeline=Timeline(torch.device("cuda", 0)))
+    ranks.timeline.is_active = True
+    ranks.sum_(torch.ones(3), label="buffer 0")
+    assert [event["name"] for event in events(ranks.timeline) if event["ph"] == "X"] == ["buffer 0"]
+
+
 def test_ranks_stand_side_by_side() -> None:
     texts = []
     for rank in range(3):
@@ -58,7 +92,7 @@ def test_ranks_stand_side_by_side() -> None:
 
 @pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
 def test_each_buffer_is_ready_started_and_done_beside_backward(algorithm: str) -> None:
-    alone = connect(algorithm=algorithm, env=ProcessEnv("none", 0, 1, 0, 1, "here", None), device=CPU)
+    alone = connect(algorithm=algorithm, env=ALONE, device=CPU)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     reducer = GradientReducer(model.named_parameters(), alone, threshold_bytes=1, buffer_bytes=1)
     alone.timeline.is_active = True

@@ -60,7 +60,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         write_tuned(tuned, path)
         assert read_tuned(path) == tuned
     assert [p.name for p in path.parent.iterdir()] == ["tuned.json"]  # nothing half-written beside it
-    tuned.require(CLUSTER, TENSORS[::-1], path=path)  # the order of parameters is no difference
+    tuned.require_cluster(CLUSTER, path=path)
+    tuned.require_model(TENSORS[::-1], path=path)  # the order of parameters is no difference
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_another_cluster_is_refused(groups: Any, changed: dict[str, Any], message: str) -> None:
     other = make_cluster(groups, **{"backend": "tcp", "wire_dtype": None, "device": "cpu", **changed})
     with pytest.raises(TunedError) as error:
-        TUNED.require(other, TENSORS, path=Path("a.json"))
+        TUNED.require_cluster(other, path=Path("a.json"))
     assert str(error.value) == (
         f"a.json was tuned on another cluster: {message}; measure this one, with the ranks that will train: "
         "bigbatch comm tune --config small"
@@ -95,7 +96,7 @@ def test_another_cluster_is_refused(groups: Any, changed: dict[str, Any], messag
 )
 def test_another_model_is_refused(tensors: tuple[TensorSpec, ...], message: str) -> None:
     with pytest.raises(TunedError) as error:
-        TUNED.require(CLUSTER, tensors, path=Path("a.json"))
+        TUNED.require_model(tensors, path=Path("a.json"))
     assert str(error.value).startswith("a.json was tuned for another model: ")
     assert message in str(error.value)
     assert str(error.value).endswith("tune for this one: bigbatch comm tune --config small, with its own --config")

@@ -1,0 +1,100 @@
+"""What the ranks say about where they run, compared before anything relies on it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.control import Control
+from bigbatch.comm.environ import LAUNCHER_VARIABLES, ProcessEnv
+from bigbatch.comm.node_memory import process_space
+
+MOST_NAMED_RANKS = 8
+_REMEDY = (
+    "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
+    "one host, name them by BIGBATCH_HOST"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs, by its own account."""
+
+    rank: int
+    host: str
+    space: str
+    """process_space(): which other processes it sees."""
+    local_rank: int
+    local_size: int
+    plays_host: bool = False
+
+    @property
+    def node(self) -> str:
+        """Ranks can share memory where this is the same."""
+        return f"{self.host} {self.space}"
+
+
+def meet(env: ProcessEnv, control: Control) -> list[Place]:
+    """Where every rank runs, in rank order. Collective.
+
+    Raises: CommError where two processes are the same rank, or the ranks of a host contradict each other.
+    """
+    mine = Place(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host)
+    _claim_rank(env, control)
+    texts = control.gather_text(json.dumps(asdict(mine)), what="meeting of all ranks")
+    places = [Place(**json.loads(text)) for text in texts]
+    require_consistent(places)
+    return places
+
+
+def _claim_rank(env: ProcessEnv, control: Control) -> None:
+    """The second process of one rank would never be missed, as the first one answers in its place."""
+    key = f"bigbatch/claim/{env.rank}"
+    if control.store.add(key, 1) == 1:
+        control.store.set(f"{key}/host", env.host)
+        return
+    first = control.read(f"{key}/host", what=f"question who else is rank {env.rank}")
+    variables = LAUNCHER_VARIABLES.get(env.launcher)
+    raise CommError(
+        f"two processes are rank {env.rank}, one on {first} and one on {env.host}: start every process in one job, "
+        f"with a {variables[0] if variables else 'rank'} of its own"
+    )
+
+
+def require_consistent(places: Sequence[Place]) -> None:
+    """Local ranks choose GPUs, and their number says whether a host is alone: both must fit what the hosts are called.
+
+    A host is what has the name, or a container on it that sees its own processes alone. Says nothing about hosts that
+    are played.
+    Raises: CommError naming ranks and host.
+    """
+    if any(place.plays_host for place in places):
+        return
+    problem = _contradiction(places, lambda place: place.host)
+    if problem and _contradiction(places, lambda place: place.node):
+        raise CommError(f"{problem}: {_REMEDY}")
+
+
+def _contradiction(places: Sequence[Place], host_of: Callable[[Place], str]) -> str | None:
+    hosts: dict[str, list[Place]] = {}
+    for place in places:
+        hosts.setdefault(host_of(place), []).append(place)
+    for together in hosts.values():
+        host = together[0].host
+        firsts: dict[int, Place] = {}
+        for place in together:
+            first = firsts.setdefault(place.local_rank, place)
+            if first is not place:
+                return f"rank {first.rank} and rank {place.rank} are both local rank {place.local_rank} of {host}"
+        for place in together:
+            if place.local_size != len(together):
+                return (
+                    f"rank {place.rank} was started as one of {place.local_size} on {host}, where {len(together)} run "
+                    f"(rank {_named(together)})"
+                )
+    return None
+
+
+def _named(places: Sequence[Place]) -> str:
+    names = [str(place.rank) for place in places]
+    return ", ".join(names[:MOST_NAMED_RANKS]) + (" and more" if len(names) > MOST_NAMED_RANKS else "")

@@ -1,0 +1,61 @@
+"""The benchmarks of comm as jobs across emulated nodes: tiny, to see that they run, agree and can be summarised."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.plan import make_plan
+from bigbatch.launch.emulate.state import Cluster, state_root
+from tests.cluster.conftest import Emulate
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/comm"
+SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}
+SCRIPTS = {
+    # script: (launcher, options)
+    "exchange.py": (
+        "mpirun",
+        ("--sizes", "1e3,1e5", "--seconds-per-size", "5", "--contestants", "hybrid,hierarchical,doubling,gloo,mpi"),
+    ),
+    "gradients.py": ("plain", ("--model", "resnet9", "--contestants", "ours tuned,ours fp16,ours,ddp")),
+    "step.py": ("plain", ("--model", "resnet9", "--image-size", "32", "--contestants", "ours tuned,ddp,local")),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(runtime_folder: Path) -> Iterator[Cluster]:
+    """Two nodes with one rank at 1 Gbit/s."""
+    root = state_root(os.environ)
+    plan = make_plan(name="pair", nodes=2, ranks_per_node="1", link="1gbit", delay="0")
+    yield clusters.up(plan, root=root, environ=os.environ)
+    clusters.down("pair", root=root)
+
+
+def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Cluster, tmp_path: Path) -> None:
+    """The goodput is given, so that no iperf3 is needed; Horovod takes no part."""
+    common = ("--repetitions", "1", "--tune-seconds", "1", "--goodput-mbit", "956", "--setting", json.dumps(SETTING))
+    for script, (launcher, options) in SCRIPTS.items():
+        out = ("--out", str(tmp_path / f"comm-{Path(script).stem}.json"))
+        job = (str(FOLDER / script), *out, *common, *options)
+        done = emulate("run", "--name", "pair", "--launcher", launcher, "--python", "--", *job)
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("comm-*.json")}
+    exchange = records["comm-exchange"]
+    assert {(row["size"], row["contestant"]) for row in exchange["rows"]} == {
+        (size, name) for size in (1000, 100_000) for name in SCRIPTS["exchange.py"][1][-1].split(",")
+    }
+    assert set(exchange["hybrid_times"]["1024"]) >= {"hierarchical", "doubling", "ring"}
+    ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
+    assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
+    assert {row["contestant"] for row in records["comm-step"]["rows"]} == {"ours tuned", "ddp", "local"}
+    argv = [sys.executable, str(FOLDER / "summary.py"), str(tmp_path)]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+    verdicts = [line for line in text.splitlines() if line.startswith("| wrong values, all contestants")]
+    assert [line.endswith("| none | 0 | met |") for line in verdicts] == [True, True]
+    for heading in ("## exchange", "## gradients", "## step"):
+        assert heading in text
