@@ -34,6 +34,13 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/training.py --quickstart --out benchmarks/results/training.json": (
         "training.py --model resnet18 --image-size 32 --batch 4 --steps 4 --repeats 1 --precisions fp32 --out out.json"
     ),
+    ".venv/bin/python benchmarks/comm/reducer_overhead.py --device cuda --out benchmarks/results/comm-reducer-overhead.json": (  # noqa: E501
+        "comm/reducer_overhead.py --device cpu --repetitions 2 --out out.json"
+    ),
+    ".venv/bin/python benchmarks/comm/run.py --out benchmarks/results": "comm/run.py --list --out .",
+    ".venv/bin/python benchmarks/comm/plot.py benchmarks/results --out docs/comm.png": (
+        f"comm/plot.py {ROOT}/benchmarks/results --out comm.png"
+    ),
     ".venv/bin/python benchmarks/lars_step.py --device cuda": (
         "lars_step.py --device cpu --model resnet18 --repeats 1 --threads 1"
     ),
