@@ -209,7 +209,9 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
 
 def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
     """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
-    command = mpirun(train_command(data, tmp_path / "run", {**LONG, "comm.timeout_seconds": 4}), ranks=2)
+    command = mpirun(
+        train_command(data, tmp_path / "run", {**LONG, "comm.timeout_seconds": 4, "comm.warn_seconds": 2}), ranks=2
+    )
     log = tmp_path / "log"
     process = start(command, log)
     wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=process, log=log)
