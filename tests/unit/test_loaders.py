@@ -85,7 +85,7 @@ def make(request):
     if request.param == "dali":
         pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
         loader_class, extra = DaliLoader, {"device_id": None}
-    made = []
+    made, before = [], bigbatch_threads()
 
     def make(index, **changed):
         made.append(loader_class(index=index, **(SETTINGS | extra | changed)))
@@ -95,7 +95,12 @@ def make(request):
     for loader in made:
         loader.close()
         loader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bigbatch")]
+    assert not bigbatch_threads() - before
+
+
+def bigbatch_threads():
+    """Those alive; a test of another file may have left some, so look at the difference."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("bigbatch")}
 
 
 def requests(index, *, microbatch_size=4):
@@ -298,7 +303,7 @@ def test_ahead_keeps_order_and_bounds_its_lead():
 
 
 def test_closing_ahead_ends_its_source():
-    ended = []
+    ended, before = [], bigbatch_threads()
 
     def source():
         try:
@@ -311,7 +316,7 @@ def test_closing_ahead_ends_its_source():
     next(items)
     items.close()
     assert ended == [True]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bigbatch")]
+    assert not bigbatch_threads() - before
 
 
 def test_ahead_raises_in_its_place():
