@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, CommError, InFlight, PeerLostError
+from bigbatch.comm.backends.base import Backend, CommError, InFlight, PeerLostError, dtype_name
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.control import Control
 from bigbatch.comm.environ import MPI_LAUNCHERS, ProcessEnv, read_process_env
@@ -95,7 +95,7 @@ class Communicator:
                 f"the table of algorithm 'hybrid' uses {', '.join(strange)}, but {self.backend.name} has "
                 f"{', '.join(self.algorithms)} only: make a table here by bigbatch comm tune, or take another backend"
             )
-        self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table or self.table}\n{self.topology.groups}")
+        self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table}\n{self.topology.groups}")
         all_reduce_ = make_allreduce(
             algorithm,
             backend=self.backend,
@@ -131,7 +131,7 @@ class Communicator:
 
     def _recorded(self, operation: Callable[[], None], tensor_N: Tensor, *, label: str) -> Callable[[], None]:
         self.timeline.mark(label, row="buffers ready")
-        wire = str(self.wire.of(tensor_N)).removeprefix("torch.")
+        wire = dtype_name(self.wire.of(tensor_N))
         on_host = self.staging is not None or self.backend.name == "mpi"  # both are done when their thread is
 
         def recorded() -> None:
@@ -149,7 +149,7 @@ class Communicator:
         if tensor_N.device != self.device:
             raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {self.device}")
         if tensor_N.dtype not in self.backend.capabilities.dtypes:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.backend.capabilities.dtypes)
+            names = ", ".join(map(dtype_name, self.backend.capabilities.dtypes))
             raise ValueError(f"{self.backend.name} cannot sum {tensor_N.dtype}; it sums {names}")
         if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
             raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
@@ -157,7 +157,7 @@ class Communicator:
     def _sum_of(self, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
         if not tensor_N.numel():
             return lambda: None
-        if self.memory is None or self.memory.views(tensor_N) is not None:
+        if self.memory is None or self.memory.holds(tensor_N):
             return lambda: self.all_reduce_(tensor_N)
         scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, what=label)
         if self.staging is not None:
@@ -283,25 +283,11 @@ def connect(
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     wire = make_wire(wire_dtype, predivide)
-    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
-    if not 0 < warn_seconds <= timeout_seconds:
-        raise ValueError(
-            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
-            "which there is nobody left to warn"
-        )
-    if interface is not None and backend in ("mpi", "horovod"):
-        raise ValueError(
-            f"interface {interface!r} has no effect on backend {backend!r}, whose MPI library chooses its own: leave "
-            "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
-        )
+    warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
     device = device or choose_device(env, backend=backend)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
-    if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"), ("horovod", "cuda")):
-        raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and horovod for CPUs, "
-            "tcp and mpi for both"
-        )
+    _require_usable(backend, device=device, interface=interface)
     control = Control(env, timeout_seconds=timeout_seconds, interface=interface)
     control.library = backend
     nodes = [place.node for place in meet(env, control)]
@@ -340,6 +326,29 @@ def connect(
         raise
 
 
+def _checked_warning(warn_seconds: float | None, *, timeout_seconds: float) -> float:
+    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
+    if not 0 < warn_seconds <= timeout_seconds:
+        raise ValueError(
+            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
+            "which there is nobody left to warn"
+        )
+    return warn_seconds
+
+
+def _require_usable(backend: str, *, device: torch.device, interface: str | None) -> None:
+    if interface is not None and backend in ("mpi", "horovod"):
+        raise ValueError(
+            f"interface {interface!r} has no effect on backend {backend!r}, whose MPI library chooses its own: leave "
+            "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
+        )
+    if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"), ("horovod", "cuda")):
+        raise ValueError(
+            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and horovod for CPUs, "
+            "tcp and mpi for both"
+        )
+
+
 def _abandon(met: Communicator) -> None:
     """Leave nothing behind of a connection that was refused, on all ranks alike."""
     _open.discard(met.control)
@@ -350,8 +359,9 @@ def _abandon(met: Communicator) -> None:
 
 def _require_wire(wire: Wire, transport: Backend) -> None:
     if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
-        name = str(wire.dtype).removeprefix("torch.")
-        raise ValueError(f"{transport.name} cannot sum {name}: choose another wire_dtype, or another backend")
+        raise ValueError(
+            f"{transport.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another backend"
+        )
 
 
 def make_wire(wire_dtype: str | None, predivide: float = 1.0) -> Wire:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from bigbatch import __version__
+from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuned import Cluster, make_cluster
 
@@ -51,7 +52,6 @@ def gather_conditions(communicator: Communicator) -> Conditions:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     texts = communicator.gather_text(f"{cores}\n{communicator.env.host}\n{device_name(communicator.device)}")
     each = [text.split("\n") for text in texts]
-    wire_dtype = communicator.wire.dtype
     return Conditions(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         bigbatch=__version__,
@@ -65,7 +65,7 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         device=", ".join(sorted({device for _, _, device in each})),
         launcher=communicator.env.launcher,
         backend=communicator.backend.name,
-        wire_dtype=None if wire_dtype is None else str(wire_dtype).removeprefix("torch."),
+        wire_dtype=_wire_name(communicator),
         predivide=communicator.wire.predivide,
     )
 
@@ -73,13 +73,16 @@ def gather_conditions(communicator: Communicator) -> Conditions:
 def gather_cluster(communicator: Communicator) -> Cluster:
     """What must be the same for a tuned file to hold. Collective."""
     devices = set(communicator.gather_text(device_name(communicator.device)))
-    wire_dtype = communicator.wire.dtype
     return make_cluster(
         communicator.topology.groups,
         backend=communicator.backend.name,
-        wire_dtype=None if wire_dtype is None else str(wire_dtype).removeprefix("torch."),
+        wire_dtype=_wire_name(communicator),
         device=", ".join(sorted(devices)),
     )
+
+
+def _wire_name(communicator: Communicator) -> str | None:
+    return dtype_name(communicator.wire.dtype) if communicator.wire.dtype else None
 
 
 def device_name(device: torch.device) -> str:

@@ -63,17 +63,15 @@ class Control:
         it can fail next without taking the answer with it.
         Raises: PeerLostError naming the missing ranks.
         """
-        self._texts += 1
-        key, others = f"bigbatch/text/{self._texts}", range(1, self.world_size)
+        all_texts = self.collect_text(text, what=what)
+        key = f"bigbatch/text/{self._texts}"
         with self._explained(what):
             if self.rank != 0:
-                self._put(f"{key}/{self.rank}", text)
                 all_texts = self._take(key, what=what).split("\0")
                 self.store.set(f"{key}/read/{self.rank}", "1")
                 return all_texts
-            all_texts = [text, *(self._take(f"{key}/{rank}", what=what) for rank in others)]
             self._put(key, "\0".join(all_texts))
-            for rank in others:
+            for rank in range(1, self.world_size):
                 self._await(f"{key}/read/{rank}", what=what)
             return all_texts
 

@@ -73,6 +73,10 @@ class NodeMemory:
             self._scratch_N = self.allocate(size, torch.uint8, what=what)
         return self._scratch_N[:num_bytes].view(dtype)
 
+    def holds(self, tensor_N: Tensor) -> bool:
+        """Whether views() knows this tensor."""
+        return not self._needs_sharing or self._region_of(tensor_N) is not None
+
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
         """The same place in the memory of every rank of the node group, or None for a tensor that lies elsewhere."""
         region = self._region_of(tensor_N)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.backends.base import InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.fusion import BufferPlan, FusionPlan, TensorSpec, plan_fusion
 from bigbatch.comm.plan_search import DEFAULT_SIZES
@@ -75,11 +75,10 @@ class GradientReducer:
         guessed = list(reversed(self._parameters))  # backward finishes the last layer first
         self.order = guessed if order is None else _checked(order, self._parameters)
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
-        self.plan = self._make_plan(self.order)
         self.buffers: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
         self._buffer_of: dict[str, int] = {}
-        self._lay_out(self.plan)
+        self._lay_out(self._make_plan(self.order))
         self._start_over()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
@@ -194,9 +193,8 @@ class GradientReducer:
     def _apply_order(self, learned: Sequence[str]) -> None:
         """Lay the buffers out anew in the order in which rank 0's gradients became ready. Collective."""
         unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
-        order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
-        self.order = order
-        plan = self._make_plan(order)
+        self.order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
+        plan = self._make_plan(self.order)
         if plan != self.plan:
             self._lay_out(plan)
             self._start_over()
@@ -216,7 +214,7 @@ class GradientReducer:
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
     """What fusion needs to know of a gradient."""
-    return TensorSpec(name, parameter.numel(), parameter.element_size(), str(parameter.dtype).removeprefix("torch."))
+    return TensorSpec(name, parameter.numel(), parameter.element_size(), dtype_name(parameter.dtype))
 
 
 def describe(parameters: Mapping[str, nn.Parameter]) -> str:

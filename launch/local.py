@@ -3,14 +3,43 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from bigbatch.trainer.errors import ConfigError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
+
+
+class Stopper:
+    """A signal handler that asks a job to stop, more firmly each time: send is called with the next of steps."""
+
+    def __init__(self, send: Callable[[signal.Signals], None], *steps: signal.Signals) -> None:
+        self._send, self._steps = send, steps
+        self.asked = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Say so the first time; the last step repeats."""
+        self.asked += 1
+        if self.asked == 1:
+            with suppress(OSError):  # the terminal may be gone
+                print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
+        self._send(self._steps[min(self.asked, len(self._steps)) - 1])
+
+
+@contextmanager
+def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """STOP_SIGNALS go to the handler meanwhile; under nohup a closed terminal changes nothing."""
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+    previous = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
 
 
 def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> int:
@@ -27,22 +56,6 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_st
         raise ConfigError(
             f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
         ) from error
-    asked = 0
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            with suppress(OSError):  # the terminal may be gone
-                print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
-        process.send_signal(asks_to_stop if asked == 1 else signal.SIGTERM)
-
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
-    previous = {number: signal.signal(number, pass_on) for number in heeded}
-    try:
+    with handling_stops(Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)):
         code = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return code if code >= 0 else 128 - code

@@ -48,8 +48,8 @@ class Split:
     index: PictureIndex | None
 
 
-def join_job(config: Config, env: ProcessEnv) -> Communicator:
-    """Meet the other ranks, and make sure that all run the same experiment. Collective.
+def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
+    """Meet the other ranks, and make sure that all run the same experiment; and what comm.table holds. Collective.
 
     Raises: ConfigError; CommError.
     """
@@ -75,7 +75,7 @@ def join_job(config: Config, env: ProcessEnv) -> Communicator:
     except ValueError as error:
         raise ConfigError(f"comm: {error}") from error
     settle(communicator)
-    return communicator
+    return communicator, tuned
 
 
 def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
@@ -216,7 +216,14 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
     )
 
 
-def make_parts(config: Config, communicator: Communicator, *, plan: Plan, gradient_order: str | None = None) -> Parts:
+def make_parts(
+    config: Config,
+    communicator: Communicator,
+    *,
+    plan: Plan,
+    tuned: Tuned | None = None,
+    gradient_order: str | None = None,
+) -> Parts:
     """Everything that a step works with. gradient_order: that of a run to be resumed, a name per line.
 
     Raises: ConfigError; TunedError.
@@ -233,7 +240,7 @@ def make_parts(config: Config, communicator: Communicator, *, plan: Plan, gradie
             model.named_parameters(),
             communicator,
             order=gradient_order.split("\n") if gradient_order else None,
-            **_fusion_sizes(config, model, communicator),
+            **_fusion_sizes(config, model, tuned),
         ),
         communicator=communicator,
         normalize=make_normalize(config, communicator),
@@ -241,10 +248,9 @@ def make_parts(config: Config, communicator: Communicator, *, plan: Plan, gradie
     )
 
 
-def _fusion_sizes(config: Config, model: nn.Module, communicator: Communicator) -> dict[str, Any]:
-    """The config's own sizes, and the tuned ones where it gives none. Collective. Raises: TunedError."""
+def _fusion_sizes(config: Config, model: nn.Module, tuned: Tuned | None) -> dict[str, Any]:
+    """The config's own sizes, and the tuned ones where it gives none. Raises: TunedError."""
     sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}
-    tuned = gather_tuned(config, communicator)
     if tuned is None:
         return sizes
     tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -15,14 +15,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand of `bigbatch comm`; its exit code."""
+    what = "; ".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="bigbatch comm",
         usage=f"bigbatch comm {{{','.join(COMMANDS)}}} [OPTION ...]",
-        description="Measure the network between the ranks of a job. "
-        + "; ".join(f"{n}: {t}" for n, (_, t) in COMMANDS.items()),
+        description=f"Measure the network between the ranks of a job. {what}",
         epilog="example: bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",
     )
-    what = "; ".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items())
     parser.add_argument("command", choices=tuple(COMMANDS), help=what)
     command = parser.parse_args(argv[:1]).command
     return int(import_module(COMMANDS[command][0]).main(argv[1:]))

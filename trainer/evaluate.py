@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     path = arguments.checkpoint or _best_path(rundir)
     env = read_process_env()
     config = build.without_choices(config, world_size=env.world_size)
-    communicator = build.join_job(config, env)
+    communicator, _ = build.join_job(config, env)
     communicator.agree("the checkpoint to evaluate", str(path))
     model = build.make_model(config, communicator)
     precision = Precision(model, name=config.optimizer.precision, device=communicator.device)

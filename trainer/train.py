@@ -13,6 +13,7 @@ import yaml
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import source_commit
 from bigbatch.comm.environ import ProcessEnv, read_process_env
+from bigbatch.comm.tuned import Tuned
 from bigbatch.trainer import build
 from bigbatch.trainer.checkpoint import (
     best_checkpoint,
@@ -41,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     """Train the experiment that argv describes; the exit code. Collective over the job's ranks."""
     config = load_config(argv)
     env = read_process_env()
-    communicator = build.join_job(config, env)
-    code = _Run(config, communicator, env).run()
+    communicator, tuned = build.join_job(config, env)
+    code = _Run(config, communicator, env, tuned=tuned).run()
     communicator.close()
     return code
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 class _Run:
     """The life of one run: files on the first rank, collectives on all."""
 
-    def __init__(self, config: Config, communicator: Communicator, env: ProcessEnv) -> None:
+    def __init__(self, config: Config, communicator: Communicator, env: ProcessEnv, *, tuned: Tuned | None) -> None:
         self.config = config
         self.communicator = communicator
         self.rundir = RunDir(Path(config.run.directory))
@@ -66,7 +67,7 @@ class _Run:
             config, communicator, num_samples=self.train_split.num_samples, first_step=first_step
         )
         order = state.get("gradient_order") if state else None  # decides how sums are rounded
-        self.parts: Parts = build.make_parts(config, communicator, plan=self.plan, gradient_order=order)
+        self.parts: Parts = build.make_parts(config, communicator, plan=self.plan, tuned=tuned, gradient_order=order)
         if state and resume_from:
             with restoring(resume_from):
                 _restore(self.parts, state)

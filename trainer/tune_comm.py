@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
-    communicator = build.join_job(build.without_choices(config, world_size=env.world_size), env)
+    communicator, _ = build.join_job(build.without_choices(config, world_size=env.world_size), env)
     command = shlex.join(["bigbatch", "comm", "tune", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)

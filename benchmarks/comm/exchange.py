@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
     job = join(interface=options.interface)
     facts = gather_facts(job, options)
-    goodput = [options.goodput_mbit * 1e6 if options.goodput_mbit else links.measure_goodput(job, seconds=5)]
+    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
     job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s")
     peers.open_gloo(job)
     entries, allocators, left_out = make_entries(job)
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         rows += at_size
         racing = without_hopeless(racing, at_size, size=size)
         job.say(show(at_size))
-    goodput.append(goodput[0] if options.goodput_mbit else links.measure_goodput(job, seconds=3))
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=3))
     if job.rank == 0:
         record = {
             "benchmark": "exchange",
@@ -217,16 +217,14 @@ def with_limit(
     rows: Sequence[Mapping[str, Any]], *, num_nodes: int, goodput: Sequence[float | None]
 ) -> list[dict[str, Any]]:
     """Rows with their share of the limit, by the higher goodput that was measured: the stricter one."""
-    known = [each for each in goodput if each]
-    if not known or num_nodes < 2:
+    best = links.best_goodput(goodput)
+    if best is None or num_nodes < 2:
         return [dict(row) | {"limit_share": None} for row in rows]
     narrow = {"float32": 1.0, "float16": 0.5}
     return [
         dict(row)
         | {
-            "limit_share": links.limit_seconds(
-                row["size"] * narrow[row["wire"]], num_nodes=num_nodes, goodput=max(known)
-            )
+            "limit_share": links.limit_seconds(row["size"] * narrow[row["wire"]], num_nodes=num_nodes, goodput=best)
             / row["seconds"]["median"]
         }
         for row in rows

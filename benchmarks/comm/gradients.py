@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
     job = join(interface=options.interface)
     facts = gather_facts(job, options)
-    goodput = [options.goodput_mbit * 1e6 if options.goodput_mbit else links.measure_goodput(job, seconds=5)]
+    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
     peers.open_gloo(job)
     horovod = peers.open_horovod(job)
     left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
     # DDP and our reducer learn the order in the first step; who has rounds warms up in each
     take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
-    goodput.append(goodput[0] if options.goodput_mbit else links.measure_goodput(job, seconds=3))
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=3))
     all_wrong = job.gather(wrong)
     num_bytes = sum(value.nbytes for value in values.values())
     if job.rank == 0:
@@ -123,8 +123,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _limit(num_bytes: int, goodput: Sequence[float | None], *, num_nodes: int) -> float | None:
-    known = [each for each in goodput if each]
-    return links.limit_seconds(num_bytes, num_nodes=num_nodes, goodput=max(known)) if known else None
+    best = links.best_goodput(goodput)
+    return links.limit_seconds(num_bytes, num_nodes=num_nodes, goodput=best) if best else None
 
 
 @dataclass

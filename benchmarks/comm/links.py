@@ -43,6 +43,16 @@ def limit_seconds(num_bytes: float, *, num_nodes: int, goodput: float) -> float:
     return least_seconds(num_bytes, num_nodes=num_nodes, bytes_per_second=goodput / 8)
 
 
+def best_goodput(goodput: Sequence[float | None]) -> float | None:
+    """The highest that was measured: it makes the strictest limit. None where there is no link."""
+    return max((each for each in goodput if each), default=None)
+
+
+def find_goodput(job: "Job", given_mbit: float | None, *, seconds: float) -> float | None:
+    """Bits per second of a link: as given, else measured. Collective."""
+    return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds)
+
+
 def measure_goodput(job: "Job", *, seconds: float) -> float | None:
     """Bits per second that one TCP stream of iperf3 brings from the second node to the first. Collective.
 

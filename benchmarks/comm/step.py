@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
     job = join(interface=options.interface)
     facts = gather_facts(job, options)
-    goodput = [options.goodput_mbit * 1e6 if options.goodput_mbit else links.measure_goodput(job, seconds=5)]
+    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
     peers.open_gloo(job)
     names = choose_contestants(options.contestants, CONTESTANTS, left_out={})
     make_model = choose_model(job, options)
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
     take_turns(job, contestants, repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
-    goodput.append(goodput[0] if options.goodput_mbit else links.measure_goodput(job, seconds=3))
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=3))
     if job.rank == 0:
         num_bytes = [p.numel() * 4 for p in steps[names[0]].parameters]
         rows = [
@@ -222,7 +222,7 @@ def describe_step(
     goodput: Sequence[float | None],
 ) -> dict[str, Any]:
     """One contestant's row: seconds of the step and its parts, exposed communication, and its limit."""
-    known = [each for each in goodput if each]
+    best = links.best_goodput(goodput)
     row = {"contestant": name, **describe_repetitions(repetitions)}
     row["forward_seconds"] = spread([each.marks[0] for each in repetitions])
     row["backward_seconds"] = spread([max(each.marks[1:-1]) - each.marks[0] for each in repetitions])
@@ -231,14 +231,14 @@ def describe_step(
     row["ready_seconds"] = [
         statistics.median(column) for column in zip(*(r.marks[1:-1] for r in repetitions), strict=True)
     ]
-    if known and num_nodes > 1:
+    if best is not None and num_nodes > 1:
         wire_bytes = [round(each * WIRE_BYTES[name]) for each in num_bytes]
         limits = [
-            links.least_exposed_seconds(r.marks[1:-1], wire_bytes, num_nodes=num_nodes, goodput=max(known))
+            links.least_exposed_seconds(r.marks[1:-1], wire_bytes, num_nodes=num_nodes, goodput=best)
             for r in repetitions
         ]
         row["limit_exposed_seconds"], row["each_limit_exposed_seconds"] = spread(limits), limits
-        row["bytes_seconds"] = links.limit_seconds(sum(wire_bytes), num_nodes=num_nodes, goodput=max(known))
+        row["bytes_seconds"] = links.limit_seconds(sum(wire_bytes), num_nodes=num_nodes, goodput=best)
         if min(limits) > 0:
             row["exposed_over_limit"] = spread([a / b for a, b in zip(exposed, limits, strict=True)])
     return row

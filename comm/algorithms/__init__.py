@@ -64,10 +64,8 @@ def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging)
         backend.all_reduce_(buffer_N, backend.world)
         return
     packed_N = staging.take("packed", buffer_N.numel(), buffer_N, dtype)
-    if wire.predivide != 1.0:
-        buffer_N.mul_(1.0 / wire.predivide)
-    packed_N.copy_(buffer_N)
-    backend.all_reduce_(packed_N, backend.world)
+    wire.divide_(buffer_N)
+    backend.all_reduce_(wire.pack(buffer_N, packed_N), backend.world)
     wire.unpack_(buffer_N, packed_N)
 
 
@@ -89,9 +87,8 @@ def _make_hierarchical(
     across = _make_across("ring", column, backend=backend, wire=wire)
     if memory is not None:
         owners = Owners(count, across, ring_order(topology.num_nodes, topology.node_rank))
-        return lambda buffer_N: shared_allreduce_(
-            buffer_N, backend=backend, memory=memory, node=topology.node, owners=owners
-        )
+        ranks = topology.node
+        return lambda buffer_N: shared_allreduce_(buffer_N, backend=backend, memory=memory, node=ranks, owners=owners)
     node = backend.new_group(topology.groups)
     if count == 1:
         return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across)

@@ -13,6 +13,11 @@ HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as float16: as configs, tables and people write it."""
+    return str(dtype).removeprefix("torch.")
+
+
 class CommError(UserError, RuntimeError):
     """Communication could not be set up or carried out; the message says what to do."""
 

