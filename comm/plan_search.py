@@ -12,8 +12,9 @@ NUM_FIRST_SIZES = 16
 NUM_THRESHOLDS = 8
 """How many values of each are tried: some thousand plans, 0.2 seconds for ResNet-50's 161 gradients."""
 
-LEAST_GAIN = 0.001
-"""Share of backward: what a plan must save to be worth more buffers, each of which costs the host some work."""
+LEAST_GAIN = 0.002
+"""Share of backward and exposed time: what a plan must save to be worth more buffers, each of which costs the host
+some work."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: S
         if first is None or first < buffer
         for threshold in thresholds
     ]
-    good = min(c.exposed_seconds for c in choices) + LEAST_GAIN * backward.seconds
+    best = min(c.exposed_seconds for c in choices)
+    good = best + LEAST_GAIN * (backward.seconds + best)
     return min(
         (c for c in choices if c.exposed_seconds <= good),
         key=lambda c: (len(c.plan.buffers), c.exposed_seconds, -c.sizes.threshold_bytes),

@@ -21,6 +21,8 @@ FACTOR = 4
 REPETITIONS = 100
 MOST_REPETITIONS = 400
 CONTENDER_RATIO = 1.5
+LAG_RATIO = 1.05
+"""Who is behind the best by more than this while bytes count, and falls back further, is given up."""
 SWEEP_SHARE = 0.6
 """Of the time goes to the sweep over all sizes; the rest to where the choice is uncertain."""
 MOST_NOISE = 0.02
@@ -33,11 +35,12 @@ LARGEST_BYTES = 256 << 20
 
 
 def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
-    """Sizes to measure: 1 KiB, and four times the last one until all gradients fit into one; at most 256 MiB."""
+    """Sizes to measure: 1 KiB, four times that and so on, and last one that holds all gradients; at most 256 MiB."""
+    largest = min(math.ceil(gradient_bytes / SMALLEST_BYTES) * SMALLEST_BYTES, LARGEST_BYTES)
     sizes = [SMALLEST_BYTES]
-    while sizes[-1] < min(gradient_bytes, LARGEST_BYTES):
+    while FACTOR * sizes[-1] <= largest / 2:
         sizes.append(FACTOR * sizes[-1])
-    return tuple(sizes)
+    return tuple(dict.fromkeys((*sizes, largest)))
 
 
 def measure_times(
@@ -143,8 +146,8 @@ def elapsed_seconds(communicator: Communicator, start: float) -> float:
 def survivors(times: Times, names: Iterable[str]) -> list[str]:
     """Algorithms that may still be the best at a larger size.
 
-    Given up is who was CONTENDER_RATIO times slower than the best at the last two sizes, and did not catch up,
-    while the best's time grew with the bytes. Who is slow for its latency catches up, and stays.
+    Given up is who was LAG_RATIO times slower than the best at the last two sizes, and did not catch up, while the
+    best's time grew with the bytes. Who is slow for its latency catches up, and stays.
     """
     if len(times) < 2:
         return list(names)
@@ -153,7 +156,7 @@ def survivors(times: Times, names: Iterable[str]) -> list[str]:
     if best_last < BANDWIDTH_BOUND * best_before:
         return list(names)
     lags = {name: (before[name].median / best_before, last[name].median / best_last) for name in names}
-    return [name for name, (was, now) in lags.items() if min(was, now) < CONTENDER_RATIO or now < was]
+    return [name for name, (was, now) in lags.items() if min(was, now) < LAG_RATIO or now < was]
 
 
 def _least_seconds_of_next(times: Times, names: Iterable[str]) -> float:
@@ -211,5 +214,14 @@ def choose(
 
 
 def seconds_by(times: Times, choose: Callable[[int], str]) -> SecondsOf:
-    """Seconds of an all-reduce of any size, when choose names the algorithm of each measured one."""
-    return interpolate({size: at_size[choose(size)].median for size, at_size in times.items()})
+    """Seconds of an all-reduce of any size, when choose names the algorithm of each measured one.
+
+    A byte never counts as dearer in a larger sum, which could be sent as several smaller ones: the longest sums are
+    repeated least, and by their noise alone a plan would seem to gain from more buffers.
+    """
+    seconds: dict[int, float] = {}
+    for size in sorted(times):
+        median = times[size][choose(size)].median
+        smaller = max(seconds, default=None)
+        seconds[size] = median if smaller is None else min(median, seconds[smaller] * size / smaller)
+    return interpolate(seconds)

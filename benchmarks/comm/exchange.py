@@ -6,7 +6,7 @@
 For each size every contestant sums whole numbers once, and all elements are compared with the exact sum; that time
 decides who can be repeated within --seconds-per-size, in the order of CONTESTANTS. Hybrid's table is measured at the
 start as `bigbatch comm tune` does, and then stays as it is. A repetition is as many sums in a row as fit into 0.1
-seconds, from 1 to 20; its time is the slowest rank's, divided by them. The limit is 2(m-1)/m * bytes / goodput for m
+seconds, from 1 to 50; its time is the slowest rank's, divided by them. The limit is 2(m-1)/m * bytes / goodput for m
 nodes, with the goodput of one iperf3 stream between two nodes in this run.
 """
 
@@ -41,7 +41,7 @@ from bigbatch.comm.measure import count_different, fill_
 from bigbatch.comm.tuner import measure_times, tune_sizes
 
 SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"
-LOOP_SECONDS, MOST_LOOPS = 0.1, 20
+LOOP_SECONDS, MOST_LOOPS = 0.1, 50
 HOPELESS_BYTES, HOPELESS_RATIO = 1_000_000, 2.0
 """One of ours that is slower than the best by this factor at such a size is not tried at larger ones."""
 

@@ -6,13 +6,13 @@
 The gradients are those of the real network, in the order in which its backward makes them ready, but nothing is
 computed: a repetition is the time from the start of backward to the moment when all gradients are summed on all
 ranks. "ours" is the GradientReducer with hierarchical all-reduce and its default plan; "ours tuned" has the table and
-the plan that `bigbatch comm tune` would choose, measured at the start of this run; "ours fp16" is the same with an
-fp16 wire. DDP has its defaults (gloo, fp32, 25 MB buckets), its own fp16 hook, or our hook; Horovod its defaults over
-MPI. Every gradient is checked after every repetition.
+the plan that `bigbatch comm tune` would choose, measured at the start of this run; "ours fp16" is the same with, and
+tuned for, an fp16 wire. DDP has its defaults (gloo, fp32, 25 MB buckets), its own fp16 hook, or our hook; Horovod its
+defaults over MPI. Every gradient is checked after every repetition.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from gradient_sets import CostlessModel, count_wrong, make_values, parameter_sha
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from tuning import DEFAULT_ALGORITHM, describe_tuned, make_reducer, tune
+from tuning import DEFAULT_ALGORITHM, describe_tuned, make_reducer, tune_each
 
 from bigbatch.comm.ddp_hook import ddp_comm_hook
 from bigbatch.comm.tuner import Findings
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_job_options(parser)
     parser.add_argument("--model", default="resnet50", help="whose gradients (default: %(default)s)")
-    parser.add_argument("--tune-seconds", type=float, default=25.0, help="for the table of 'ours tuned'")
+    parser.add_argument("--tune-seconds", type=float, default=25.0, help="for each tuned contestant's table and plan")
     options = parser.parse_args(argv)
     if options.repetitions < 1:
         parser.error(f"--repetitions {options.repetitions}: give at least 1")
@@ -75,11 +75,9 @@ def run(options: argparse.Namespace) -> None:
     available = [name for name in CONTESTANTS if name not in left_out]
     names = choose_contestants(options.contestants, available, left_out=left_out)
     values = make_values(parameter_shapes(options.model))
-    tuned = None
-    if {"ours tuned", "ours fp16"} & set(names):
-        model = CostlessModel(values, weight=1)
-        named = dict(model.named_parameters())
-        tuned = tune(job, named, lambda: model(start()), seconds=options.tune_seconds)
+    model = CostlessModel(values, weight=1)
+    named = dict(model.named_parameters())
+    tuned = tune_each(job, names, named, lambda: model(start()), seconds=options.tune_seconds)
     wrong = dict.fromkeys(names, 0)
     make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
     contestants = [make(name, CostlessModel(values, weight=job.rank + 1)) for name in names]
@@ -109,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
             "limit_seconds": _limit(num_bytes, goodput, num_nodes=job.num_nodes),
-            "tuned": describe_tuned(tuned),
+            "tuned": {name: describe_tuned(findings) for name, findings in tuned.items()},
             "left_out": left_out,
             "rows": rows,
         }
@@ -154,12 +152,12 @@ class Step:
 
 
 def make_contestant(
-    job: Job, name: str, model: CostlessModel, *, tuned: Findings | None, horovod: Any, wrong: dict[str, int]
+    job: Job, name: str, model: CostlessModel, *, tuned: Mapping[str, Findings], horovod: Any, wrong: dict[str, int]
 ) -> Contestant:
     """One of CONTESTANTS over its own model. Collective. Wrong gradients are counted in wrong[name]."""
     if name == "horovod":
         return _horovod(job, model, horovod, wrong)
-    step = _ddp_step(job, name, model) if name.startswith("ddp") else _ours_step(job, name, model, tuned)
+    step = _ddp_step(job, name, model) if name.startswith("ddp") else _ours_step(job, name, model, tuned.get(name))
 
     def finish() -> None:
         wrong[name] += step.count_wrong()
@@ -174,7 +172,7 @@ def _sum_of_weights(job: Job) -> float:
 
 def _ours_step(job: Job, name: str, model: CostlessModel, tuned: Findings | None) -> Step:
     named = dict(model.named_parameters())
-    reducer = make_reducer(job, named, tuned=None if name == "ours" else tuned, wire=WIRES.get(name))
+    reducer = make_reducer(job, named, tuned=tuned, wire=WIRES.get(name))
     return Step(model, list(model.parameters()), reducer.wait, reducer.zero_grad, _sum_of_weights(job))
 
 

@@ -20,7 +20,7 @@ of it that the real network's backward was measured to have at the start of this
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from common import (
 from gradient_sets import CostlessModel, Pace, make_values, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tuning import describe_tuned, make_reducer, tune
+from tuning import TUNED_WIRES, describe_tuned, make_reducer, tune_each
 
 from bigbatch.comm.ready_times import measure_backward
 from bigbatch.comm.tuner import Findings
@@ -56,7 +56,6 @@ from bigbatch.trainer.models import build_model
 CONTESTANTS = ("ours tuned", "ours", "ours fp16", "ddp", "local")
 WIRE_BYTES = {"ours tuned": 1.0, "ours": 1.0, "ours fp16": 0.5, "ddp": 1.0, "local": 0.0}
 """Bytes on the wire per byte of a gradient."""
-TUNED = {"ours tuned", "ours fp16"}
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=1, help="pictures per rank (default: %(default)s)")
     add("--image-size", type=int, default=64, help="pixels (default: %(default)s)")
     add("--pace", type=float, metavar="SECONDS", help="backward sleeps so long instead of computing")
-    add("--tune-seconds", type=float, default=25.0, help="for 'ours tuned' and 'ours fp16' (default: %(default)s)")
+    add("--tune-seconds", type=float, default=25.0, help="for each tuned contestant (default: %(default)s)")
     options = parser.parse_args(argv)
     for name in ("repetitions", "batch", "image_size"):
         if getattr(options, name) < 1:
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     peers.open_gloo(job)
     names = choose_contestants(options.contestants, CONTESTANTS, left_out={})
     make_model = choose_model(job, options)
-    tuned = tune_model(job, make_model(), seconds=options.tune_seconds) if TUNED & set(names) else None
+    tuned = tune_model(job, names, make_model(), seconds=options.tune_seconds)
     steps = {name: make_step(job, name, make_model(), tuned=tuned) for name in names}
     contestants = [Contestant(name, step.run, prepare=step.clear) for name, step in steps.items()]
     job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
@@ -112,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
             "model": options.model,
             "num_bytes": sum(num_bytes),
             "pace_seconds": options.pace,
-            "tuned": describe_tuned(tuned),
+            "tuned": {name: describe_tuned(findings) for name, findings in tuned.items()},
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
             "rows": rows,
@@ -159,15 +158,15 @@ def make_real_model(job: Job, options: argparse.Namespace) -> Model:
     return Model(network, lambda net: F.cross_entropy(net(images_BCHW), labels_B))
 
 
-def tune_model(job: Job, model: Model, *, seconds: float) -> Findings:
-    """Table and plan for this model. Collective."""
+def tune_model(job: Job, names: Sequence[str], model: Model, *, seconds: float) -> dict[str, Findings]:
+    """Tables and plans for this model. Collective."""
 
     def forward() -> Tensor:
         loss = model.loss_of(model.network)
         model.begin_backward()
         return loss
 
-    return tune(job, dict(model.network.named_parameters()), forward, seconds=seconds)
+    return tune_each(job, names, dict(model.network.named_parameters()), forward, seconds=seconds)
 
 
 @dataclass
@@ -197,7 +196,7 @@ class Step:
         self.ready[index] = time.perf_counter()
 
 
-def make_step(job: Job, name: str, model: Model, *, tuned: Findings | None) -> Step:
+def make_step(job: Job, name: str, model: Model, *, tuned: Mapping[str, Findings]) -> Step:
     """One of CONTESTANTS over its own model. Collective."""
     network = model.network
     step = Step(model, network, list(network.parameters()), nothing, partial(network.zero_grad, set_to_none=True))
@@ -206,9 +205,8 @@ def make_step(job: Job, name: str, model: Model, *, tuned: Findings | None) -> S
     if name == "ddp":
         step.network = DistributedDataParallel(network, init_sync=False)  # all ranks have the same weights
     elif name != "local":
-        wire = "float16" if name == "ours fp16" else None
-        own = tuned if name in TUNED else None
-        reducer = make_reducer(job, dict(network.named_parameters()), tuned=own, wire=wire)
+        named = dict(network.named_parameters())
+        reducer = make_reducer(job, named, tuned=tuned.get(name), wire=TUNED_WIRES.get(name))
         step.wait, step.clear = reducer.wait, reducer.zero_grad
     return step
 

@@ -169,8 +169,9 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
     return [
         f"Commit {commits}; {first['cores'][0]} cores of {first['machine']}, {first['memory_gib']} GiB, "
         f"{first['kernel']}, Python {first['python']}, torch {first['torch']}, {versions}; "
-        f"TCP {first['congestion_control']}; {first['date'][:10]}. All ranks of a case share these cores. Times are "
-        "medians of the slowest rank's; [ ] marks what there was time for only once."
+        f"TCP {first['congestion_control']} (never bbr in backend tcp); {first['date'][:10]}. "
+        "All ranks of a case share these cores. Times are medians of the slowest rank's; [ ] marks what there was time "
+        "for only once."
     ]
 
 

@@ -1,7 +1,7 @@
 """What `bigbatch comm tune` would choose for a job and a model, measured in less time. For "ours tuned"."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,33 @@ DEFAULT_PLAN = PlanSizes(4_000_000, 25_000_000)
 """GradientReducer's own."""
 DEFAULT_ALGORITHM = "hierarchical"
 """That of the packaged experiments."""
+TUNED_WIRES = {"ours tuned": None, "ours fp16": "float16"}
+"""Contestants that are tuned, each with its own wire, as a user would."""
+
+
+def tune_each(
+    job: Job,
+    contestants: Iterable[str],
+    named_parameters: Mapping[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    *,
+    seconds: float,
+) -> dict[str, Findings]:
+    """Findings of those of the contestants that are to be tuned; seconds for each. Collective."""
+    return {
+        name: tune(job, named_parameters, forward, wire=TUNED_WIRES[name], seconds=seconds)
+        for name in contestants
+        if name in TUNED_WIRES
+    }
 
 
 def tune(
-    job: Job, named_parameters: Mapping[str, nn.Parameter], forward: Callable[[], Tensor], *, seconds: float
+    job: Job,
+    named_parameters: Mapping[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    *,
+    wire: str | None,
+    seconds: float,
 ) -> Findings:
     """Measure backward and every algorithm by size, and choose. Collective."""
     backward = measure_backward(named_parameters, forward, job.communicator, seconds=seconds / 5)
@@ -31,7 +54,7 @@ def tune(
         parameter.grad = None
     tensors = in_ready_order(named_parameters, backward)
     times = measure_times(
-        job.communicator,
+        job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)),
         tune_sizes(sum(tensor.num_bytes for tensor in tensors)),
         dtype=torch.float32,
         seconds=seconds,
@@ -60,10 +83,8 @@ def describe_times(times: Times) -> dict[str, Any]:
     }
 
 
-def describe_tuned(tuned: Findings | None) -> dict[str, Any] | None:
+def describe_tuned(tuned: Findings) -> dict[str, Any]:
     """For the record."""
-    if tuned is None:
-        return None
     return {
         "table": str(tuned.table),
         "sizes": dataclasses.asdict(tuned.chosen.sizes),

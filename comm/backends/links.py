@@ -8,6 +8,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from bigbatch.comm.addresses import own_address
 from bigbatch.comm.backends.base import CommError
@@ -17,6 +18,9 @@ from bigbatch.comm.environ import ProcessEnv
 POLL_SECONDS = 1.0
 GREETING = struct.Struct("!32sI")
 """What a connecting rank says first: the job's secret and its own rank."""
+
+BURSTY = ("cubic", "reno")
+"""Congestion controls that fill a link at once, in the order of preference."""
 
 LENGTH = struct.Struct("!Q")
 """What precedes each message: its length in bytes."""
@@ -50,6 +54,21 @@ class Transfer:
             self.links.wait_for(self)
 
 
+def leave_bbr(stream: socket.socket) -> None:
+    """Take another congestion control than BBR, where the system has BBR for all and lets a user choose.
+
+    BBR sends at the speed that it last saw and drains the link to measure its delay; a ring's bursts and pauses
+    mislead it. Any other control was chosen for this network, and stays (docs/decisions/019).
+    """
+    option = getattr(socket, "TCP_CONGESTION", None)  # Linux
+    if option is None or not stream.getsockopt(socket.IPPROTO_TCP, option, 16).startswith(b"bbr"):
+        return
+    for name in BURSTY:
+        with suppress(OSError):  # not in this kernel, or only for root
+            stream.setsockopt(socket.IPPROTO_TCP, option, name.encode())
+            return
+
+
 class Link:
     """The stream to one peer, and what is to be sent and received over it, in order."""
 
@@ -58,6 +77,7 @@ class Link:
     def __init__(self, peer: int, stream: socket.socket) -> None:
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        leave_bbr(stream)
         self.peer = peer
         self.socket = stream
         self.number = stream.fileno()

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from bigbatch.comm.backends import links
 from bigbatch.comm.backends.base import CommError
-from bigbatch.comm.backends.links import GREETING, LENGTH, Links
+from bigbatch.comm.backends.links import GREETING, LENGTH, Links, leave_bbr
 from bigbatch.comm.backends.tcp import as_bytes
 from bigbatch.comm.environ import ProcessEnv
 
@@ -267,3 +267,58 @@ def test_a_rank_that_waits_for_a_caller_goes_on_sending(store: HashStore, thread
     assert hear(jobs[0], 4, source=2) == b"here"
     for other in others:
         other.result()
+
+
+# --- congestion control ---
+
+
+class KnownStream:
+    """A socket with a congestion control, and those that its kernel would allow."""
+
+    def __init__(self, control: str, allowed: tuple[str, ...]) -> None:
+        self.control, self.allowed = control, allowed
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """The control in use, padded as the kernel does."""
+        return self.control.encode().ljust(size, b"\0")
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        """Another control. Raises: OSError where this one is missing or for root only."""
+        if value.decode() not in self.allowed:
+            raise FileNotFoundError(2, "No such file or directory")
+        self.control = value.decode()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
+@pytest.mark.parametrize(
+    ("default", "allowed", "taken"),
+    [
+        ("bbr", ("cubic", "reno"), "cubic"),
+        ("bbr", ("reno",), "reno"),
+        ("bbr", (), "bbr"),
+        ("bbr2", ("cubic",), "cubic"),
+        ("cubic", ("cubic", "reno"), "cubic"),
+        ("dctcp", ("cubic", "reno"), "dctcp"),
+    ],
+)
+def test_bbr_alone_is_left(default: str, allowed: tuple[str, ...], taken: str) -> None:
+    stream = KnownStream(default, allowed)
+    leave_bbr(stream)  # type: ignore[arg-type]
+    assert stream.control == taken
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
+def test_no_connection_between_ranks_uses_bbr_where_another_is_allowed(
+    store: HashStore, threads: ThreadPoolExecutor
+) -> None:
+    a, b = join(store, 0), join(store, 1)
+    received = bytearray(1)
+    sent = threads.submit(lambda: b.send(memoryview(b"x"), to=0).wait())
+    a.receive(memoryview(received), source=1).wait()
+    sent.result()
+    for end in (a, b):
+        (link,) = end._links.values()
+        control = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert not control.startswith(b"bbr")  # any user may take reno
+    a.close()
+    b.close()
