@@ -284,10 +284,11 @@ def connect(
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     wire = make_wire(wire_dtype, predivide)
     warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
+    _require_own_interface(backend, interface)
     device = device or choose_device(env, backend=backend)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
-    _require_usable(backend, device=device, interface=interface)
+    _require_device(backend, device)
     control = Control(env, timeout_seconds=timeout_seconds, interface=interface)
     control.library = backend
     nodes = [place.node for place in meet(env, control)]
@@ -336,12 +337,15 @@ def _checked_warning(warn_seconds: float | None, *, timeout_seconds: float) -> f
     return warn_seconds
 
 
-def _require_usable(backend: str, *, device: torch.device, interface: str | None) -> None:
+def _require_own_interface(backend: str, interface: str | None) -> None:
     if interface is not None and backend in ("mpi", "horovod"):
         raise ValueError(
             f"interface {interface!r} has no effect on backend {backend!r}, whose MPI library chooses its own: leave "
             "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
         )
+
+
+def _require_device(backend: str, device: torch.device) -> None:
     if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"), ("horovod", "cuda")):
         raise ValueError(
             f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and horovod for CPUs, "

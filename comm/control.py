@@ -63,9 +63,8 @@ class Control:
         it can fail next without taking the answer with it.
         Raises: PeerLostError naming the missing ranks.
         """
-        all_texts = self.collect_text(text, what=what)
-        key = f"bigbatch/text/{self._texts}"
         with self._explained(what):
+            key, all_texts = self._collect(text, what=what)
             if self.rank != 0:
                 all_texts = self._take(key, what=what).split("\0")
                 self.store.set(f"{key}/read/{self.rank}", "1")
@@ -77,13 +76,17 @@ class Control:
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
         """As gather_text, but only rank 0 gets the texts, and the others an empty list: for long ones. Collective."""
+        with self._explained(what):
+            return self._collect(text, what=what)[1]
+
+    def _collect(self, text: str, *, what: str) -> tuple[str, list[str]]:
+        """The key of this exchange, and collect_text's answer."""
         self._texts += 1
         key = f"bigbatch/text/{self._texts}"
-        with self._explained(what):
-            if self.rank != 0:
-                self._put(f"{key}/{self.rank}", text)
-                return []
-            return [text, *(self._take(f"{key}/{rank}", what=what) for rank in range(1, self.world_size))]
+        if self.rank != 0:
+            self._put(f"{key}/{self.rank}", text)
+            return key, []
+        return key, [text, *(self._take(f"{key}/{rank}", what=what) for rank in range(1, self.world_size))]
 
     def _put(self, key: str, text: str) -> None:
         """Write a text in pieces that the store takes."""

@@ -11,8 +11,8 @@ LARGEST = 63
 
 
 def limit_of(dtype: str) -> int:
-    """How far a dtype, with or without 'torch.', counts without a gap. Raises: KeyError for an unknown one."""
-    return LIMITS[dtype.removeprefix("torch.")]
+    """How far a dtype, such as float16, counts without a gap. Raises: KeyError for an unknown one."""
+    return LIMITS[dtype]
 
 
 def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:

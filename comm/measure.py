@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.cost_model import Link, fit_link
 from bigbatch.comm.exact import expected_pattern, limit_of, rank_pattern
@@ -117,7 +118,7 @@ def _total(counts: Mapping[str, int], communicator: Communicator) -> dict[str, i
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
     """Sum numbers whose sum is exact, and count this rank's elements that differ from it."""
     dtype = communicator.wire.of(tensor_N)
-    limit = min(limit_of(str(tensor_N.dtype)), limit_of(str(dtype)))
+    limit = min(limit_of(dtype_name(tensor_N.dtype)), limit_of(dtype_name(dtype)))
     fill_(tensor_N, rank_pattern(communicator.rank, communicator.world_size, limit=limit))
     communicator.sum_(tensor_N, label=label)
     return count_different(tensor_N, expected_pattern(communicator.world_size, limit=limit))

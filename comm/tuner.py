@@ -21,8 +21,11 @@ FACTOR = 4
 REPETITIONS = 100
 MOST_REPETITIONS = 400
 CONTENDER_RATIO = 1.5
+"""Where time is short, who is slower than the best by more than this is timed once."""
 LAG_RATIO = 1.05
-"""Who is behind the best by more than this while bytes count, and falls back further, is given up."""
+"""Who is surely behind the best by more than this while bytes count, and falls back further, is given up."""
+NOISY_RISE = 1.15
+"""Up to this, a larger sum's dearer bytes are put down to noise: the longest sums may be timed twice only."""
 SWEEP_SHARE = 0.6
 """Of the time goes to the sweep over all sizes; the rest to where the choice is uncertain."""
 MOST_NOISE = 0.02
@@ -36,7 +39,7 @@ LARGEST_BYTES = 256 << 20
 
 def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
     """Sizes to measure: 1 KiB, four times that and so on, and last one that holds all gradients; at most 256 MiB."""
-    largest = min(math.ceil(gradient_bytes / SMALLEST_BYTES) * SMALLEST_BYTES, LARGEST_BYTES)
+    largest = min(max(1, math.ceil(gradient_bytes / SMALLEST_BYTES)) * SMALLEST_BYTES, LARGEST_BYTES)
     sizes = [SMALLEST_BYTES]
     while FACTOR * sizes[-1] <= largest / 2:
         sizes.append(FACTOR * sizes[-1])
@@ -78,7 +81,7 @@ def measure_times(
     names = list(all_contestants)
     for number, size in enumerate(sizes):
         left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start)
-        if times and _least_seconds_of_next(times, names) > left:
+        if times and _least_seconds_of(size, times, names) > left:
             break
         names = survivors(times, names)
         measure(size, names, Effort(REPETITIONS, max(0.0, left) / (len(sizes) - number), CONTENDER_RATIO))
@@ -146,23 +149,28 @@ def elapsed_seconds(communicator: Communicator, start: float) -> float:
 def survivors(times: Times, names: Iterable[str]) -> list[str]:
     """Algorithms that may still be the best at a larger size.
 
-    Given up is who was LAG_RATIO times slower than the best at the last two sizes, and did not catch up, while the
-    best's time grew with the bytes. Who is slow for its latency catches up, and stays.
+    Given up is who was, beyond noise, LAG_RATIO times slower than the best at the last two sizes, and did not catch
+    up, while the best's time grew with the bytes. Who is slow for its latency catches up, and stays.
     """
     if len(times) < 2:
         return list(names)
     before, last = (times[size] for size in sorted(times)[-2:])
-    best_before, best_last = (min(m.median for m in at_size.values()) for at_size in (before, last))
-    if best_last < BANDWIDTH_BOUND * best_before:
+    best_before, best_last = (min(at_size.values(), key=lambda m: m.median) for at_size in (before, last))
+    if best_last.median < BANDWIDTH_BOUND * best_before.median:
         return list(names)
-    lags = {name: (before[name].median / best_before, last[name].median / best_last) for name in names}
-    return [name for name, (was, now) in lags.items() if min(was, now) < LAG_RATIO or now < was]
+
+    def is_behind(name: str) -> bool:
+        was, now = before[name].median / best_before.median, last[name].median / best_last.median
+        noise = math.hypot(last[name].noise, best_last.noise)
+        return min(was, now - noise) >= LAG_RATIO and now >= was
+
+    return [name for name in names if not is_behind(name)]
 
 
-def _least_seconds_of_next(times: Times, names: Iterable[str]) -> float:
-    """A check and two repetitions of each algorithm, where four times the bytes take four times as long."""
-    last = times[max(times)]
-    return 3 * FACTOR * sum(last[name].median for name in survivors(times, names))
+def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
+    """A check and two repetitions of each algorithm at the next size, if time grows as the bytes do."""
+    last = max(times)
+    return 3 * size / last * sum(times[last][name].median for name in survivors(times, names))
 
 
 @dataclass(frozen=True)
@@ -216,12 +224,13 @@ def choose(
 def seconds_by(times: Times, choose: Callable[[int], str]) -> SecondsOf:
     """Seconds of an all-reduce of any size, when choose names the algorithm of each measured one.
 
-    A byte never counts as dearer in a larger sum, which could be sent as several smaller ones: the longest sums are
-    repeated least, and by their noise alone a plan would seem to gain from more buffers.
+    A byte that seems a little dearer in a larger sum counts as in the smaller one (NOISY_RISE): else, by noise alone,
+    a plan would seem to gain from more buffers.
     """
     seconds: dict[int, float] = {}
     for size in sorted(times):
         median = times[size][choose(size)].median
-        smaller = max(seconds, default=None)
-        seconds[size] = median if smaller is None else min(median, seconds[smaller] * size / smaller)
+        smaller = max(seconds, default=size)
+        as_cheap = seconds.get(smaller, median) * size / smaller
+        seconds[size] = as_cheap if as_cheap < median <= NOISY_RISE * as_cheap else median
     return interpolate(seconds)

@@ -51,7 +51,7 @@ class Split:
 def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
     """Meet the other ranks, and make sure that all run the same experiment; and what comm.table holds. Collective.
 
-    Raises: ConfigError; CommError.
+    Raises: ConfigError; CommError; TunedError.
     """
     accumulation_steps(config.batch, world_size=env.world_size)
     device = choose_device(env, backend=config.comm.backend)
@@ -221,10 +221,10 @@ def make_parts(
     communicator: Communicator,
     *,
     plan: Plan,
-    tuned: Tuned | None = None,
+    tuned: Tuned | None,
     gradient_order: str | None = None,
 ) -> Parts:
-    """Everything that a step works with. gradient_order: that of a run to be resumed, a name per line.
+    """Everything that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
 
     Raises: ConfigError; TunedError.
     """

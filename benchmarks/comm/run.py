@@ -1,7 +1,7 @@
 """All measurements of comm on emulated clusters: one JSON file per case, then a summary in Markdown.
 
-    python benchmarks/comm/run.py --out benchmarks/results            # about 40 minutes
-    python benchmarks/comm/run.py --quick --out /tmp/quick            # under four: does everything work?
+    python benchmarks/comm/run.py --out benchmarks/results            # about 45 minutes
+    python benchmarks/comm/run.py --quick --out /tmp/quick            # under five: does everything work?
     python benchmarks/comm/run.py --only step --out benchmarks/results
 
 Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for all peers mpi4py and

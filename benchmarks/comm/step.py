@@ -97,7 +97,8 @@ def run(options: argparse.Namespace) -> None:
     job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
     take_turns(job, contestants, repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=3))
+    control = facts["congestion_control"]["backend tcp"]
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
     if job.rank == 0:
         num_bytes = [p.numel() * 4 for p in steps[names[0]].parameters]
         rows = [

@@ -67,7 +67,8 @@ def exchange_table(record: Record) -> str:
     return "\n\n".join(
         (
             f"Milliseconds (share of the limit), median of the repetitions; {_goodput(record)}. "
-            f"Hybrid: {record['hybrid_table']}.",
+            + "; ".join(f"{name}: {tuned['table']}" for name, tuned in record["tuned"].items())
+            + ".",
             table(("", *names), lines),
             "Sent over a node's link per byte of the tensor, and cores used by all ranks, at the largest size of each: "
             + "; ".join(_cost(name, rows) for name in names if _cost(name, rows))
@@ -169,7 +170,8 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
     return [
         f"Commit {commits}; {first['cores'][0]} cores of {first['machine']}, {first['memory_gib']} GiB, "
         f"{first['kernel']}, Python {first['python']}, torch {first['torch']}, {versions}; "
-        f"TCP {first['congestion_control']} (never bbr in backend tcp); {first['date'][:10]}. "
+        f"TCP {first['congestion_control']['system']} ({first['congestion_control']['backend tcp']} in backend tcp); "
+        f"{first['date'][:10]}. "
         "All ranks of a case share these cores. Times are medians of the slowest rank's; [ ] marks what there was time "
         "for only once."
     ]

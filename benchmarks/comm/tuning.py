@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import make_wire
 from bigbatch.comm.hybrid import Times
 from bigbatch.comm.measure import Links
-from bigbatch.comm.plan_search import PlanSizes
+from bigbatch.comm.plan_search import DEFAULT_SIZES
 from bigbatch.comm.ready_times import in_ready_order, measure_backward
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.comm.tuner import Findings, choose, measure_times, tune_sizes
 
-DEFAULT_PLAN = PlanSizes(4_000_000, 25_000_000)
-"""GradientReducer's own."""
 DEFAULT_ALGORITHM = "hierarchical"
 """That of the packaged experiments."""
 TUNED_WIRES = {"ours tuned": None, "ours fp16": "float16"}
@@ -32,43 +30,31 @@ def tune_each(
     *,
     seconds: float,
 ) -> dict[str, Findings]:
-    """Findings of those of the contestants that are to be tuned; seconds for each. Collective."""
-    return {
-        name: tune(job, named_parameters, forward, wire=TUNED_WIRES[name], seconds=seconds)
-        for name in contestants
-        if name in TUNED_WIRES
-    }
-
-
-def tune(
-    job: Job,
-    named_parameters: Mapping[str, nn.Parameter],
-    forward: Callable[[], Tensor],
-    *,
-    wire: str | None,
-    seconds: float,
-) -> Findings:
-    """Measure backward and every algorithm by size, and choose. Collective."""
+    """Measure backward, and for each contestant that is to be tuned every algorithm by size; choose. Collective."""
+    tuned = [name for name in contestants if name in TUNED_WIRES]
+    if not tuned:
+        return {}
     backward = measure_backward(named_parameters, forward, job.communicator, seconds=seconds / 5)
     for parameter in named_parameters.values():
         parameter.grad = None
     tensors = in_ready_order(named_parameters, backward)
-    times = measure_times(
-        job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)),
-        tune_sizes(sum(tensor.num_bytes for tensor in tensors)),
-        dtype=torch.float32,
-        seconds=seconds,
-        on_size=lambda size, at_size: None,
-    )
-    return choose(Links(None, None), times, backward, tensors, stated=DEFAULT_PLAN, stated_algorithm=DEFAULT_ALGORITHM)
+    sizes = tune_sizes(sum(tensor.num_bytes for tensor in tensors))
+    found = {}
+    for name in tuned:
+        communicator = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(TUNED_WIRES[name]))
+        times = measure_times(communicator, sizes, dtype=torch.float32, seconds=seconds, on_size=lambda *_: None)
+        found[name] = choose(
+            Links(None, None), times, backward, tensors, stated=DEFAULT_SIZES, stated_algorithm=DEFAULT_ALGORITHM
+        )
+    return found
 
 
 def make_reducer(
-    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: Findings | None, wire: str | None = None
+    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: Findings | None, wire: str | None
 ) -> GradientReducer:
     """With the tuned table and plan, or with the defaults. Collective."""
     if tuned is None:
-        communicator, sizes = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)), DEFAULT_PLAN
+        communicator, sizes = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)), DEFAULT_SIZES
     else:
         communicator = job.communicator.with_algorithm("hybrid", table=tuned.table, wire=make_wire(wire))
         sizes = tuned.chosen.sizes

@@ -57,8 +57,9 @@ class Transfer:
 def leave_bbr(stream: socket.socket) -> None:
     """Take another congestion control than BBR, where the system has BBR for all and lets a user choose.
 
-    BBR sends at the speed that it last saw and drains the link to measure its delay; a ring's bursts and pauses
-    mislead it. Any other control was chosen for this network, and stays (docs/decisions/019).
+    Before it connects or listens (who is let in inherits it): a connection that has used BBR stays paced. BBR sends
+    at the speed that it last saw and drains the link to measure its delay; a ring's bursts and pauses mislead it. Any
+    other control was chosen for this network, and stays (docs/decisions/019).
     """
     option = getattr(socket, "TCP_CONGESTION", None)  # Linux
     if option is None or not stream.getsockopt(socket.IPPROTO_TCP, option, 16).startswith(b"bbr"):
@@ -77,7 +78,6 @@ class Link:
     def __init__(self, peer: int, stream: socket.socket) -> None:
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        leave_bbr(stream)
         self.peer = peer
         self.socket = stream
         self.number = stream.fileno()
@@ -151,6 +151,7 @@ class Links:
         towards = control.master[0] if control.master and not env.is_one_host else None
         address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
         self._listener = socket.create_server((address, 0), backlog=1024)
+        leave_bbr(self._listener)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
         where = self._listener.getsockname()
@@ -232,9 +233,13 @@ class Links:
 
     def _connect(self, peer: int) -> socket.socket:
         address, port = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}").split()
+        stream = socket.socket()
+        stream.settimeout(self._control.timeout_seconds)
+        leave_bbr(stream)
         try:
-            stream = socket.create_connection((address, int(port)), timeout=self._control.timeout_seconds)
+            stream.connect((address, int(port)))
         except OSError as error:
+            stream.close()
             raise CommError(
                 f"rank {self._rank} on {self._control.host} cannot connect to rank {peer} on "
                 f"{self._control.host_of(peer)} at {address}:{port} ({error}): set comm.interface to the network "

@@ -49,7 +49,7 @@ def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Cluster,
     assert {(row["size"], row["contestant"]) for row in exchange["rows"]} == {
         (size, name) for size in (1000, 100_000) for name in SCRIPTS["exchange.py"][1][-1].split(",")
     }
-    assert set(exchange["hybrid_times"]["1024"]) >= {"hierarchical", "doubling", "ring"}
+    assert set(exchange["tuned"]["hybrid"]["times"]["1024"]) >= {"hierarchical", "doubling", "ring"}
     ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
     assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
     assert {row["contestant"] for row in records["comm-step"]["rows"]} == {"ours tuned", "ddp", "local"}

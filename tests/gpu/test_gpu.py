@@ -75,9 +75,9 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
             *(sgd if optimizer == "sgd" else []),
         ]
     )
-    communicator, _ = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
+    communicator, tuned = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
     plan = build.make_plan(config, communicator, num_samples=640, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan)
+    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
     parts.model.train()
 
     def batches() -> Iterator[Batch]:

@@ -13,6 +13,7 @@ from test_lost_rank import free_port
 from test_parallel import needs_mpi, run_job
 
 from bigbatch.comm.fusion import TensorSpec
+from bigbatch.comm.plan_search import LEAST_GAIN
 from bigbatch.comm.tuned import read_tuned
 from bigbatch.trainer.data.generated import write_dataset
 
@@ -150,7 +151,8 @@ def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorS
         assert at_size[choose(size)] <= 1.1 * min(at_size.values())  # this median is the upper one of two
     exposed = evidence["exposed_seconds"]
     assert exposed["least"] <= exposed["chosen"]
-    assert exposed["chosen"] <= exposed["stated_with_table"] + 0.001 * evidence["backward_seconds"]
+    stated = exposed["stated_with_table"]
+    assert exposed["chosen"] <= stated + LEAST_GAIN * (evidence["backward_seconds"] + stated)
     ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]
     assert ready == sorted(ready)
 

@@ -77,14 +77,23 @@ class TwoNodes:
         return [value, value]
 
 
+def test_a_given_goodput_is_not_measured_and_the_highest_counts() -> None:
+    assert links.find_goodput(None, 956.0, seconds=9) == 956e6  # type: ignore[arg-type]
+    assert links.best_goodput([None, 955e6, 956e6]) == 956e6
+    assert links.best_goodput([None, None]) is None
+
+
 def test_a_missing_iperf3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(links, "own_address", lambda **_: "127.0.0.1")
-    assert links._run_client("127.0.0.1", 9, seconds=1) == (None, "[Errno 2] No such file or directory: 'iperf3'")
+    assert links._run_client("127.0.0.1", 9, seconds=1, control=None) == (
+        None,
+        "[Errno 2] No such file or directory: 'iperf3'",
+    )
     with pytest.raises(
         CommError, match=r"iperf3 did not measure the link: .*'iperf3'; apt-get install.*--goodput-mbit"
     ):
-        links.measure_goodput(TwoNodes(), seconds=1)  # type: ignore[arg-type]
+        links.measure_goodput(TwoNodes(), seconds=1, control=None)  # type: ignore[arg-type]
 
 
 def test_least_exposed_is_the_best_of_all_orders() -> None:
@@ -407,7 +416,7 @@ FACTS = {
     "python": "3.11",
     "torch": "2",
     "versions": {"mpi4py": "4", "horovod": None},
-    "congestion_control": "bbr",
+    "congestion_control": {"system": "bbr", "backend tcp": "cubic"},
     "date": "2026-01-02T03:04:05",
     "setting": SETTING,
 }
@@ -425,7 +434,7 @@ def exchange_record(*rows: dict[str, Any]) -> dict[str, Any]:
         "benchmark": "exchange",
         "conditions": FACTS,
         "goodput_bits_per_second": [956e6, 955e6],
-        "hybrid_table": "doubling",
+        "tuned": {"hybrid": {"table": "doubling at any size"}},
         "rows": list(rows),
     }
 

@@ -99,10 +99,13 @@ def test_a_tensor_has_one_name_on_all_ranks_and_others_have_none() -> None:
     assert len(names) == 4
     elsewhere_N = torch.zeros(3)
     assert ranks[0].views(elsewhere_N) is None
+    assert not ranks[0].holds(elsewhere_N)
     assert ranks[0].name_of(elsewhere_N) == (-1, 0, 12)
     ranks[0].release(first[0])
     assert ranks[0].views(first[0]) is None
+    assert not ranks[0].holds(first[0])
     assert ranks[0].views(second[0]) is not None
+    assert ranks[0].holds(second[0])
 
 
 @needs_memfd
@@ -128,6 +131,7 @@ def test_ranks_that_are_alone_on_their_hosts_share_nothing() -> None:
     assert ranks[0].views(own_N) == (own_N,)
     elsewhere_N = torch.zeros(3)
     assert ranks[0].views(elsewhere_N) == (elsewhere_N,)
+    assert ranks[0].holds(elsewhere_N)
 
 
 def test_scratch_grows_and_is_used_again() -> None:

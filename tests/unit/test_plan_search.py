@@ -148,6 +148,8 @@ def test_more_buffers_must_be_worth_it() -> None:
     for seconds, count in ((0.1, 2), (1.0, 1)):
         times = backward(seconds / 2, seconds)
         assert len(search_plan(tensors, times, lambda n: n / 8000 * 1e-3).plan.buffers) == count
+    # nor where a second of communication is exposed anyway
+    assert len(search_plan(tensors, backward(5e-4, 1e-3), lambda n: n / 8000).plan.buffers) == 1
 
 
 def test_nothing_to_plan_for() -> None:
