@@ -14,7 +14,7 @@ COMMANDS = {
     "evaluate": ("bigbatch.trainer.evaluate", "accuracy of a run's checkpoint on the validation pictures"),
     "launch": ("bigbatch.launch.command", "start a command on several ranks: mpirun, torchrun, emulated nodes"),
     "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
-    "data": ("bigbatch.trainer.data.command", "generate the embedded data set"),
+    "data": ("bigbatch.trainer.data.command", "prepare, check and pack data sets; generate the embedded one"),
 }
 
 

@@ -21,10 +21,11 @@ from bigbatch.trainer.config_file import dump_config
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.data.dali import DaliLoader
 from bigbatch.trainer.data.folder import FolderLoader
-from bigbatch.trainer.data.imagenet import PictureIndex, eval_requests, read_index, train_requests
-from bigbatch.trainer.data.loader import Batch, Crop, Loader
+from bigbatch.trainer.data.imagenet import eval_requests, train_requests
+from bigbatch.trainer.data.loader import Batch, Crop, Loader, PictureSource
 from bigbatch.trainer.data.normalize import Normalize
 from bigbatch.trainer.data.resident import ResidentLoader
+from bigbatch.trainer.data.shards import open_split
 from bigbatch.trainer.data.synthetic import SyntheticLoader
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.host import settle
@@ -45,7 +46,7 @@ class Split:
 
     num_samples: int
     loader: Loader
-    index: PictureIndex | None
+    index: PictureSource | None
 
 
 def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
@@ -133,17 +134,17 @@ def make_eval_split(config: Config, communicator: Communicator) -> Split:
     return _eval_split(config, communicator, val_index)
 
 
-def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureIndex, PictureIndex]:
+def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureSource, PictureSource]:
     root = Path(config.data.root)
-    train_index = read_index(root, "train")
-    val_index = read_index(root, "val", classes=train_index.classes)
+    train_index = open_split(root, "train")
+    val_index = open_split(root, "val", classes=train_index.classes)
     if len(train_index.classes) != config.data.num_classes:
         raise ConfigError(
             f"data.num_classes={config.data.num_classes}, but {root} holds {len(train_index.classes)} classes"
         )
     communicator.agree(
         f"the pictures in {root}",
-        f"{len(train_index.paths)} training pictures, {len(val_index.paths)} validation pictures",
+        f"{len(train_index)} training pictures, {len(val_index)} validation pictures",
     )
     return train_index, val_index
 
@@ -168,11 +169,11 @@ def _train_crop(config: Config) -> Crop:
     return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
 
 
-def _eval_split(config: Config, communicator: Communicator, index: PictureIndex) -> Split:
+def _eval_split(config: Config, communicator: Communicator, index: PictureSource) -> Split:
     return _picture_split(config, communicator, index, center_crop(fraction=config.data.eval_crop_fraction))
 
 
-def _picture_split(config: Config, communicator: Communicator, index: PictureIndex, crop: Crop) -> Split:
+def _picture_split(config: Config, communicator: Communicator, index: PictureSource, crop: Crop) -> Split:
     data = config.data
     common: dict[str, Any] = {
         "index": index,
@@ -189,7 +190,7 @@ def _picture_split(config: Config, communicator: Communicator, index: PictureInd
     else:
         is_gpu = communicator.device.type == "cuda"
         loader = FolderLoader(**common, prefetch_batches=data.prefetch_batches, pin_memory=is_gpu)
-    return Split(len(index.paths), loader, index)
+    return Split(len(index), loader, index)
 
 
 def make_model(config: Config, communicator: Communicator) -> nn.Module:

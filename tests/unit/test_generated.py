@@ -172,7 +172,7 @@ def test_script_without_main_guard_gets_the_advice(tmp_path):
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert result.returncode == 1
     assert "DataError" in result.stderr
-    assert "use num_workers=1, or guard" in result.stderr
+    assert "guard it by if __name__" in result.stderr
     assert not (tmp_path / "set").exists(), "nothing half-written stands under the name that was asked for"
 
 

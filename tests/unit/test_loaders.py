@@ -14,7 +14,7 @@ from torchvision.transforms import functional as vision
 
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.data.dali import DaliLoader
-from bigbatch.trainer.data.encoded import ahead, jpeg_size, picture_size
+from bigbatch.trainer.data.encoded import ahead, jpeg_size, open_picture, picture_size
 from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.imagenet import eval_requests, read_index, train_requests
 from bigbatch.trainer.data.loader import Request
@@ -254,6 +254,12 @@ def test_a_picture_that_only_decoding_shows_to_be_bad_is_named(make, tmp_path):
     with pytest.raises(DataError, match=r"train/a/1.jpg: cannot be decoded"):
         list(loader.load(requests(index, microbatch_size=2) * 3))
     assert len(list(loader.load([Request(0, np.array([0, 0]), np.array([True, True]))]))) == 1
+
+
+def test_a_picture_that_would_fill_the_memory_is_named(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # Pillow refuses twice as many
+    with pytest.raises(DataError, match=r"^a.png: cannot be read as a picture .* exceeds limit of 20 pixels"):
+        open_picture(encoded(picture(0), "PNG"), path="a.png")
 
 
 def test_a_failure_of_dali_that_is_no_pictures_fault_keeps_its_own_message(index):

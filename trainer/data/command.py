@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigbatch.trainer.data.prepare_command import add_prepare
+
 
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand of `bigbatch data`; the exit code."""
@@ -25,6 +27,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="which pictures (default: %(default)s)")
     generate.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     generate.set_defaults(run=_generate)
+    add_prepare(commands)
+    _add_check(commands)
+    _add_pack(commands)
     return parser
 
 
@@ -42,4 +47,106 @@ def _generate(arguments: argparse.Namespace) -> int:
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     print(f"{arguments.root}: {'written' if is_new else 'complete already'}")
+    return 0
+
+
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    check = commands.add_parser(
+        "check",
+        help="look at every picture of a data set: is it fit for training?",
+        description="Decode every picture of ROOT/train and ROOT/val and report what they hold: counts, sizes, "
+        "formats, bad files, duplicates inside a split and across them. Exit code 0 when fit for training, 1 when "
+        "there are problems; remarks do not count.",
+    )
+    check.add_argument("root", type=Path, help="folder with train/ and val/, such as data/imagenet")
+    check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write everything found, all paths, to FILE")
+    check.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    check.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from bigbatch.trainer.data.check import check_dataset
+    from bigbatch.trainer.data.check_report import picture_progress, print_report, write_json
+
+    with picture_progress(f"checking {arguments.root}") as on_progress:
+        report = check_dataset(
+            arguments.root, decode=not arguments.no_decode, num_workers=arguments.workers, on_progress=on_progress
+        )
+    print_report(report, console=Console())
+    if arguments.json:
+        write_json(report, arguments.json)
+    return 1 if report.problems else 0
+
+
+def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="pack class folders into tar shards with an index",
+        description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<picture>. Any tool "
+        "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
+        "Without --max-side the pictures stay byte for byte what they are.",
+    )
+    pack.add_argument("source", type=Path, nargs="?", metavar="SRC", help="folder with train/ and val/")
+    pack.add_argument("target", type=Path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
+    pack.add_argument(
+        "--shard-mb", type=int, default=256, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"
+    )
+    pack.add_argument(
+        "--max-side",
+        type=int,
+        metavar="N",
+        help="shrink pictures whose shorter side exceeds N pixels to N; their EXIF data is dropped, and the "
+        "orientation in it with it, as the loaders ignore it",
+    )
+    pack.add_argument(
+        "--quality", type=int, default=90, help="of the JPEGs that shrunk pictures become (default: %(default)s)"
+    )
+    pack.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
+    pack.add_argument(
+        "--verify", type=Path, metavar="DST", help="pack nothing: read all of DST again and compare it with its index"
+    )
+    pack.set_defaults(run=_pack, parser=pack)
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    if arguments.verify and not arguments.source:
+        return _verify(arguments)
+    if arguments.verify or not arguments.target:
+        arguments.parser.error("give SRC and DST, or --verify DST alone")
+    from rich.progress import Progress
+
+    from bigbatch.trainer.data.pack import pack
+    from bigbatch.trainer.data.shard_writer import Recipe
+
+    with Progress() as progress:
+        task = progress.add_task(f"packing {arguments.target}", total=None)
+        summary = pack(
+            arguments.source,
+            arguments.target,
+            recipe=Recipe(arguments.shard_mb * 10**6, arguments.max_side, arguments.quality),
+            splits=arguments.splits.split(","),
+            num_workers=arguments.workers,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    print(f"{arguments.target}: {summary}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from rich.progress import Progress
+
+    from bigbatch.trainer.data.verify_shards import verify
+
+    with Progress() as progress:
+        task = progress.add_task(f"verifying {arguments.verify}", total=None)
+        num_pictures = verify(
+            arguments.verify,
+            num_workers=arguments.workers,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    print(f"{arguments.verify}: all {num_pictures} pictures are as they were packed")
     return 0

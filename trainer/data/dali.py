@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bigbatch.trainer.data.encoded import EncodedBatch, EncodedReader, open_picture
-from bigbatch.trainer.data.imagenet import PictureIndex
-from bigbatch.trainer.data.loader import Batch, Crop, Request
+from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
 from bigbatch.trainer.errors import ConfigError, DataError
 
 
@@ -28,7 +27,7 @@ class DaliLoader:
     def __init__(
         self,
         *,
-        index: PictureIndex,
+        index: PictureSource,
         crop: Crop,
         image_size: int,
         microbatch_size: int,
@@ -64,7 +63,7 @@ class DaliLoader:
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Yield one batch per request, in order; ends the iterator of an earlier load.
 
-        Raises: DataError naming the path of a picture that cannot be read or decoded.
+        Raises: DataError naming a picture that cannot be read or decoded.
         """
         self._end_stream()
         self._stream = self._batches(requests)
@@ -73,6 +72,7 @@ class DaliLoader:
     def close(self) -> None:
         self._end_stream()
         self._pipeline = None
+        self._reader.close()
 
     def _end_stream(self) -> None:
         if self._stream is not None:
@@ -187,7 +187,7 @@ def _as_torch(pictures: Any) -> Tensor:
 
 
 def _raise_if_undecodable(batches: Iterable[EncodedBatch]) -> None:
-    """Raise the DataError of the first picture that cannot be decoded; DALI's own message names no file."""
+    """Raise the DataError of the first picture that cannot be decoded; DALI's own message names none."""
     for batch in batches:
-        for data, path in zip(batch.jpegs, batch.paths, strict=True):
-            open_picture(data, path=path)
+        for data, name in zip(batch.jpegs, batch.names, strict=True):
+            open_picture(data, path=name)

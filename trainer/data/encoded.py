@@ -2,7 +2,7 @@
 
 import io
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,8 +10,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from bigbatch.trainer.data.imagenet import PictureIndex
-from bigbatch.trainer.data.loader import Crop, Request
+from bigbatch.trainer.data.loader import Crop, PictureSource, Request
 from bigbatch.trainer.errors import DataError
 
 T = TypeVar("T")
@@ -46,7 +45,8 @@ class EncodedBatch:
     """One request with its files in memory: what is left is to decode each box, resize and flip it."""
 
     jpegs: list[bytes]
-    paths: list[str]
+    names: list[str]
+    """Where each lies, for messages."""
     boxes_B4: np.ndarray
     """(top, left, height, width) in the stored picture, int32."""
     flips_B: np.ndarray
@@ -94,7 +94,7 @@ def open_picture(data: bytes, *, path: str) -> Image.Image:
         picture = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:
         raise DataError(f"{path}: is not a picture; {_ADVICE}") from error
-    except OSError as error:  # cut off within the header
+    except (OSError, Image.DecompressionBombError) as error:  # cut off within the header; more than 179 megapixels
         raise DataError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
     if picture.format not in ("JPEG", "MPO", "PNG") or picture.mode.startswith("I"):
         raise DataError(f"{path}: is {picture.format} in mode {picture.mode}; save it as 8-bit JPEG or PNG")
@@ -105,36 +105,31 @@ def open_picture(data: bytes, *, path: str) -> Image.Image:
     return picture
 
 
-def _read_picture(path: str) -> tuple[bytes, tuple[int, int]]:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            data = file.read()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); was it moved since the start?") from error
-    return data, picture_size(data, path=path)
-
-
 class EncodedReader:
     """Turns requests into encoded batches with its own threads, ahead of whoever decodes them."""
 
     def __init__(
         self,
-        index: PictureIndex,
+        source: PictureSource,
         crop: Crop,
         *,
         microbatch_size: int,
         num_threads: int,
         prefetch_batches: int,
     ) -> None:
-        self._index = index
+        self._source = source
         self._crop = crop
         self._microbatch_size = microbatch_size
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
-        """Yield one batch per request, in order. Raises: DataError naming the path."""
+        """Yield one batch per request, in order. Raises: DataError naming the picture."""
         return ahead(self._read_all(requests), depth=self._prefetch_batches)
+
+    def close(self) -> None:
+        """Release the source's open files; reading again is possible."""
+        self._source.close()
 
     def _read_all(self, requests: Iterable[Request]) -> Iterator[EncodedBatch]:
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read") as threads:
@@ -145,19 +140,29 @@ class EncodedReader:
         """Raises: ValueError if the request has not microbatch_size samples."""
         if len(request.indices_B) != self._microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self._microbatch_size}")
-        paths = [self._index.full_path(position) for position in request.indices_B]
+        positions = request.indices_B.tolist()
         # one task per thread, not per file: a task costs as much as reading a cached file
-        parts = [paths[part :: self._num_threads] for part in range(self._num_threads)]
-        pictures: list = [None] * len(paths)
-        for part, read in enumerate(threads.map(lambda part: [_read_picture(path) for path in part], parts)):
+        parts = [positions[part :: self._num_threads] for part in range(self._num_threads)]
+        pictures: list = [None] * len(positions)
+        for part, read in enumerate(threads.map(self._read_part, parts)):
             pictures[part :: self._num_threads] = read
         sizes_B2 = np.array([size for _, size in pictures], np.int64)
         boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, sizes_B2)
         return EncodedBatch(
             jpegs=[data for data, _ in pictures],
-            paths=paths,
+            names=[self._source.name(position) for position in positions],
             boxes_B4=boxes_B4,
             flips_B=flips_B,
-            labels_B=self._index.labels_N[request.indices_B],
+            labels_B=self._source.labels_N[request.indices_B],
             valid_B=request.valid_B,
         )
+
+    def _read_part(self, positions: list[int]) -> list[tuple[bytes, Sequence[int]]]:
+        """The pictures, each with the size that the source knows or else its header tells."""
+        source, read = self._source, []
+        known_B2 = source.sizes(np.array(positions, np.int64))
+        sizes = [None] * len(positions) if known_B2 is None else known_B2.tolist()
+        for position, size in zip(positions, sizes, strict=True):
+            data = source.read(position)
+            read.append((data, size or picture_size(data, path=source.name(position))))
+        return read

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from bigbatch.trainer.data.encoded import EncodedBatch, EncodedReader, ahead, open_picture
-from bigbatch.trainer.data.imagenet import PictureIndex
-from bigbatch.trainer.data.loader import Batch, Crop, Request
+from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
 
 
 class FolderLoader:
@@ -22,7 +21,7 @@ class FolderLoader:
     def __init__(
         self,
         *,
-        index: PictureIndex,
+        index: PictureSource,
         crop: Crop,
         image_size: int,
         microbatch_size: int,
@@ -47,13 +46,17 @@ class FolderLoader:
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Yield one batch per request, in order; ends the iterator of an earlier load.
 
-        Raises: DataError naming the path of a picture that cannot be read or decoded.
+        Raises: DataError naming a picture that cannot be read or decoded.
         """
-        self.close()
+        self._end_stream()
         self._stream = ahead(self._batches(requests), depth=self._prefetch_batches)
         return self._stream
 
     def close(self) -> None:
+        self._end_stream()
+        self._reader.close()
+
+    def _end_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -68,16 +71,16 @@ class FolderLoader:
 
     def _decode(self, batch: EncodedBatch, threads: ThreadPoolExecutor) -> Batch:
         size = self._image_size
-        shape = (len(batch.paths), size, size, 3)
+        shape = (len(batch.names), size, size, 3)
         images_BHWC = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
         pixels_BHWC = images_BHWC.numpy()
 
         def fill(row: int) -> None:
-            picture = open_picture(batch.jpegs[row], path=batch.paths[row])
+            picture = open_picture(batch.jpegs[row], path=batch.names[row])
             box, flip = batch.boxes_B4[row], batch.flips_B[row]
             pixels_BHWC[row] = np.asarray(resized_box(picture, box=box, flip=flip, image_size=size))
 
-        for _ in threads.map(fill, range(len(batch.paths))):
+        for _ in threads.map(fill, range(len(batch.names))):
             pass  # raises what fill raised
         return Batch(
             images_BCHW=images_BHWC.permute(0, 3, 1, 2),

@@ -8,17 +8,15 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from bigbatch.trainer.data.processes import in_parallel
 from bigbatch.trainer.errors import ConfigError, DataError
 
 DATASET_VERSION = 1
@@ -232,9 +230,6 @@ def write_dataset(
         if _is_complete(root, recipe):  # another process was faster
             return False
         raise DataError(f"{root}: cannot write the generated data set: {error.strerror or error}") from error
-    except BrokenProcessPool as error:
-        hint = "use num_workers=1, or guard the calling script with `if __name__ == '__main__':`"
-        raise DataError(f"{root}: a process that draws pictures died; {hint}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return True
@@ -277,21 +272,11 @@ def _write_all(
         for first in range(0, per_class, CHUNK_PICTURES)
     ]
     num_done, total = 0, sum(recipe.counts.values()) * len(CLASSES)
-    for num_written in _write_chunks(folder, recipe, chunks=chunks, num_workers=num_workers):
+    for num_written in in_parallel(partial(_write_chunk, folder, recipe), chunks, num_workers=num_workers):
         num_done += num_written
         if on_progress:
             on_progress(num_done, total)
     (folder / MANIFEST).write_text(json.dumps(_manifest(recipe), indent=2) + "\n")
-
-
-def _write_chunks(folder: Path, recipe: Recipe, *, chunks: list[Chunk], num_workers: int) -> Iterator[int]:
-    write = partial(_write_chunk, folder, recipe)
-    if num_workers == 1:
-        yield from map(write, chunks)
-        return
-    context = get_context("spawn")  # a fork would copy the state of CUDA, MPI and running threads
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
-        yield from pool.map(write, chunks)
 
 
 def _write_chunk(folder: Path, recipe: Recipe, chunk: Chunk) -> int:

@@ -15,7 +15,7 @@ PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png")
 
 @dataclass(frozen=True)
 class PictureIndex:
-    """The pictures of one split, sorted by class and then by file name."""
+    """The pictures of one split in class folders, sorted by class and then by file name: a PictureSource."""
 
     root: str
     """Folder of the split; paths are relative to it."""
@@ -27,6 +27,31 @@ class PictureIndex:
     def full_path(self, position: int) -> str:
         """Where the picture at position lies on disk."""
         return f"{self.root}/{self.paths[position]}"
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, position: int) -> str:
+        return self.full_path(position)
+
+    def read(self, position: int) -> bytes:
+        """Raises: DataError naming the path."""
+        return read_file(self.full_path(position))
+
+    def sizes(self, positions_B: np.ndarray) -> None:
+        return None
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a picture. Raises: DataError naming path."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); was it moved since the start?") from error
 
 
 def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) -> PictureIndex:
@@ -41,7 +66,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     if not found:
         raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<picture>")
     if classes is not None:
-        _require_same_classes(folder, found=found, expected=classes)
+        require_same_classes(folder, found=found, expected=classes)
     paths: list[str] = []
     counts = []
     for name in found:
@@ -65,10 +90,10 @@ def _scan(folder: Path, *, want_folders: bool) -> list[str]:
         raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
 
 
-def _require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:
+def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:
     """Raise DataError unless both have the same names: labels are positions, so one more would shift them."""
     problems = [
-        f"{kind} {len(names)} class folder(s): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        f"{kind} {len(names)} class(es): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         for kind, names in (
             ("lacks", sorted(set(expected) - set(found))),
             ("has in excess", sorted(set(found) - set(expected))),

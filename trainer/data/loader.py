@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:  # torch takes seconds to import, which processes that only read pictures need not spend
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Batch:
     The tensors belong to the caller until the next batch is drawn from the loader's iterator.
     """
 
-    images_BCHW: Tensor
-    labels_B: Tensor
-    valid_B: Tensor
+    images_BCHW: "Tensor"
+    labels_B: "Tensor"
+    valid_B: "Tensor"
 
 
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -38,6 +40,42 @@ Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 sizes are (height, width) in pixels of the stored picture, EXIF orientation ignored; boxes are
 (top, left, height, width) inside it. Every draw depends on (seed, epoch, index) alone."""
+
+
+class Pictures(Protocol):
+    """The encoded pictures of one split, wherever they lie."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names in the order of the labels."""
+        ...
+
+    @property
+    def labels_N(self) -> np.ndarray:
+        """Position of each picture's class in classes, int64."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def name(self, position: int) -> str:
+        """Where the picture lies, for messages; without I/O."""
+        ...
+
+    def read(self, position: int) -> bytes:
+        """The picture as it is stored; from any thread. Raises: DataError naming the picture."""
+        ...
+
+
+class PictureSource(Pictures, Protocol):
+    """What loaders read from: class folders or packed shards."""
+
+    def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
+        """(height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""
+        ...
+
+    def close(self) -> None:
+        """Release open files; safe to call twice, and a later read opens them again."""
+        ...
 
 
 class Loader(Protocol):

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bigbatch.trainer.data.encoded import open_picture
-from bigbatch.trainer.data.imagenet import PictureIndex
-from bigbatch.trainer.data.loader import Batch, Crop, Request
+from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
 from bigbatch.trainer.errors import DataError
 
 
@@ -23,7 +21,7 @@ class ResidentLoader:
     def __init__(
         self,
         *,
-        index: PictureIndex,
+        index: PictureSource,
         crop: Crop,
         image_size: int,
         microbatch_size: int,
@@ -87,19 +85,20 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     return images_BSSC * inside_BSS[..., None]
 
 
-def _decode_all(index: PictureIndex, *, image_size: int, num_threads: int) -> Tensor:
+def _decode_all(index: PictureSource, *, image_size: int, num_threads: int) -> Tensor:
     """Every picture of the split, uint8 (N, image_size, image_size, 3)."""
-    images_NHWC = np.empty((len(index.paths), image_size, image_size, 3), np.uint8)
+    images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
     def fill(position: int) -> None:
-        path = index.full_path(position)
-        picture = open_picture(Path(path).read_bytes(), path=path)
+        name = index.name(position)
+        picture = open_picture(index.read(position), path=name)
         if picture.size != (image_size, image_size):
             wide, high = picture.size
-            raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
+            raise DataError(f"{name}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
         images_NHWC[position] = np.asarray(picture.convert("RGB"))
 
     with ThreadPoolExecutor(num_threads) as threads:
-        for _ in threads.map(fill, range(len(index.paths))):
+        for _ in threads.map(fill, range(len(index))):
             pass  # raises what fill raised, the first in order
+    index.close()
     return torch.from_numpy(images_NHWC)

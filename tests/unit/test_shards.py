@@ -1,0 +1,434 @@
+"""Packed shards give what the class folders give; the oracles are tarfile, Pillow and the folder loader."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
+from bigbatch.trainer.data.dali import DaliLoader
+from bigbatch.trainer.data.folder import FolderLoader
+from bigbatch.trainer.data.imagenet import PictureIndex, eval_requests, read_index, train_requests
+from bigbatch.trainer.data.pack import pack
+from bigbatch.trainer.data.resident import ResidentLoader
+from bigbatch.trainer.data.shard_writer import Recipe
+from bigbatch.trainer.data.shards import PackedIndex, open_split, read_entries
+from bigbatch.trainer.errors import DataError
+
+REAL_DATA = Path(
+    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
+)
+SETTINGS = {"crop": random_resized_crop(seed=7), "image_size": 64, "num_threads": 2, "prefetch_batches": 2}
+
+
+def encoded(seed, width=150, height=110, *, mode="RGB", kind="JPEG", **options):
+    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def files():
+    """All kinds that ImageNet holds, two classes, names that a tar or a key could stumble over."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: rotate by 90 degrees to display
+    return {
+        "a/plain.JPEG": encoded(0),
+        "a/dots.in.its.name.jpg": encoded(1, 120, 200),
+        "a/same.jpg": encoded(2, mode="L"),
+        "a/same.png": encoded(3, kind="PNG"),
+        "a/rotated.JPEG": encoded(4, exif=exif.tobytes()),
+        "b/progressive.JPEG": encoded(5, progressive=True),
+        "b/cmyk.JPEG": encoded(6, mode="CMYK"),
+        "b/png-named.JPEG": encoded(7, 99, 101, kind="PNG"),
+        f"b/{'long' * 40}.jpg": encoded(8),
+        "b/über.jpg": encoded(9),
+        "b/z.jpg": encoded(10, 333, 222),
+    }
+
+
+def write(root, contents):
+    for name, data in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    return write(root, {f"{split}/{name}": data for split in ("train", "val") for name, data in files().items()})
+
+
+def packed_from(folder, target, **options):
+    pack(folder, target, recipe=Recipe(shard_bytes=20_000), **options)
+    return target
+
+
+@pytest.fixture(scope="module")
+def packed(folder, tmp_path_factory):
+    return packed_from(folder, tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """A packed set that a test may damage."""
+    return packed_from(folder, tmp_path / "own", splits=["train"])
+
+
+def stored(split_folder):
+    """Pictures and labels as tarfile finds them, shard after shard."""
+    found = []
+    for path in sorted(split_folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            contents = [tar.extractfile(member).read() for member in tar]
+        found += zip(contents[::2], contents[1::2], strict=True)
+    return found
+
+
+def test_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
+    index, expected, source = open_split(packed, "train"), stored(packed / "train"), read_index(folder, "train")
+    assert isinstance(index, PackedIndex)
+    assert len(list((packed / "train").glob("*.tar"))) > 2
+    assert len(index) == len(expected) == len(source) == len(files())
+    assert index.classes == ("a", "b")
+    assert index.labels_N.dtype == np.int64
+    for position in random.Random(0).choices(range(len(index)), k=50):
+        assert index.read(position) == expected[position][0] == Path(source.full_path(position)).read_bytes()
+        assert index.labels_N[position] == int(expected[position][1]) == source.labels_N[position]
+    index.close()
+
+
+def test_sizes_are_pillows(packed):
+    index = open_split(packed, "val")
+    positions_B = np.array([7, 0, 10, 1])
+    images = [Image.open(io.BytesIO(stored(packed / "val")[position][0])) for position in positions_B]
+    assert index.sizes(positions_B).tolist() == [[image.height, image.width] for image in images]
+    assert index.sizes(positions_B).dtype == np.int64
+
+
+@pytest.fixture(params=["torchvision", "dali"])
+def make(request):
+    made = []
+
+    def make(index, **changed):
+        loader_class, extra = (
+            (FolderLoader, {}) if request.param == "torchvision" else (DaliLoader, {"device_id": None})
+        )
+        made.append(loader_class(index=index, **(SETTINGS | extra | changed)))
+        return made[-1]
+
+    if request.param == "dali":
+        pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def assert_same_batches(ours, theirs, *, num_batches):
+    count = 0
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(batch.images_BCHW, expected.images_BCHW)
+        assert batch.images_BCHW.stride() == expected.images_BCHW.stride()
+        assert torch.equal(batch.labels_B, expected.labels_B)
+        assert torch.equal(batch.valid_B, expected.valid_B)
+        count += 1
+    assert count == num_batches
+
+
+def test_training_batches_are_those_of_the_folder(make, folder, packed):
+    """Three epochs of two ranks, bit by bit."""
+    for rank in range(2):
+        stream = list(
+            train_requests(
+                seed=3,
+                num_samples=len(files()),
+                global_batch_size=8,
+                microbatch_size=2,
+                rank=rank,
+                world_size=2,
+                start_step=0,
+                end_step=3,
+            )
+        )
+        ours = make(open_split(packed, "train"), microbatch_size=2)
+        theirs = make(read_index(folder, "train"), microbatch_size=2)
+        assert_same_batches(ours.load(stream), theirs.load(stream), num_batches=6)
+
+
+def test_evaluation_batches_are_those_of_the_folder(make, folder, packed):
+    asked = list(eval_requests(num_samples=len(files()), microbatch_size=4, rank=0, world_size=1))
+    changed = {"microbatch_size": 4, "crop": center_crop()}
+    ours = make(open_split(packed, "val"), **changed)
+    theirs = make(read_index(folder, "val"), **changed)
+    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=3)
+
+
+def test_real_pictures(make, tmp_path):
+    if not REAL_DATA.is_dir():
+        pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
+    source = read_index(REAL_DATA, "val")
+    few = PictureIndex(source.root, source.classes, source.paths[::3], source.labels_N[::3])
+    for path in few.paths:
+        (tmp_path / "few/val" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "few/val" / path).symlink_to(f"{few.root}/{path}")
+    pack(tmp_path / "few", tmp_path / "packed", recipe=Recipe(shard_bytes=10**6), splits=["val"])
+    few = read_index(tmp_path / "few", "val")
+    asked = list(eval_requests(num_samples=len(few), microbatch_size=16, rank=0, world_size=1))
+    changed = {"image_size": 224, "microbatch_size": 16}
+    ours, theirs = make(open_split(tmp_path / "packed", "val"), **changed), make(few, **changed)
+    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=-(-len(few) // 16))
+
+
+def test_resident_pictures_are_those_of_the_folder(tmp_path):
+    write(tmp_path / "small", {f"train/{n % 2}/{n}.png": encoded(n, 32, 32, kind="PNG") for n in range(6)})
+    packed_from(tmp_path / "small", tmp_path / "packed", splits=["train"])
+    asked = list(eval_requests(num_samples=6, microbatch_size=3, rank=0, world_size=1))
+    index = open_split(tmp_path / "packed", "train")
+    common = {"crop": padded_crop(seed=1, size=32), "image_size": 32, "microbatch_size": 3, "device": "cpu"}
+    ours = ResidentLoader(index=index, **common)
+    theirs = ResidentLoader(index=read_index(tmp_path / "small", "train"), **common)
+    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=2)
+    assert not open_shards(tmp_path)
+
+
+def test_a_split_without_an_index_is_a_class_folder_tree(folder, packed, tmp_path):
+    assert isinstance(open_split(folder, "train"), PictureIndex)
+    assert isinstance(open_split(packed, "val", classes=["a", "b"]), PackedIndex)
+    with pytest.raises(DataError, match=r"train: no such folder"):
+        open_split(tmp_path, "train")
+
+
+def test_other_classes_than_those_of_training_are_refused(packed):
+    with pytest.raises(DataError, match=r"val: lacks 1 class\(es\): c; has in excess 1 class\(es\): a; give it"):
+        open_split(packed, "val", classes=["b", "c"])
+
+
+def edit_facts(**changes):
+    def edit(split):
+        path = split / "index.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_entries(column, value):
+    def edit(split):
+        entries_N = np.load(split / "index.npy")
+        entries_N[column][4] = value
+        np.save(split / "index.npy", entries_N)
+
+    return edit
+
+
+def resize(name, change):
+    def edit(split):
+        os.truncate(split / name, (split / name).stat().st_size + change)
+
+    return edit
+
+
+def replace(name, data):
+    return lambda split: (split / name).write_bytes(data)
+
+
+def shorten_entries(split):
+    np.save(split / "index.npy", np.load(split / "index.npy")[:-1])
+
+
+def save_objects(split):
+    np.save(split / "index.npy", np.array([{}]), allow_pickle=True)
+
+
+DAMAGE = {
+    "no facts": (
+        lambda split: (split / "index.json").unlink(),
+        r"train: packing has not finished, index.json is missing",
+    ),
+    "facts are a folder": (
+        lambda split: ((split / "index.json").unlink(), (split / "index.json").mkdir()),
+        r"index.json: cannot be read",
+    ),
+    "facts are no text": (replace("index.json", b"\xff"), r"index.json: cannot be read"),
+    "facts are no JSON": (replace("index.json", b"{"), r"index.json: is no index of packed shards"),
+    "facts lack a key": (replace("index.json", b'{"version": 1}'), r"index.json: is no index of packed shards"),
+    "another version": (edit_facts(version=2), r"index.json: has format version 2, this bigbatch reads 1; pack anew"),
+    "classes not in order": (edit_facts(classes=["b", "a"]), r"index.npy: does not fit .*classes are not in order"),
+    "another number": (edit_facts(num_pictures=12), r"index.npy: does not fit index.json \(\(11,\) entries"),
+    "fewer shards": (edit_facts(shards=[]), r"index.npy: does not fit .*in none of 0 shards"),
+    "no entries": (lambda split: (split / "index.npy").unlink(), r"index.npy: cannot be read .*No such file"),
+    "entries cut": (resize("index.npy", -1), r"index.npy: cannot be read"),
+    "entries empty": (replace("index.npy", b""), r"index.npy: cannot be read"),
+    "entries pickled": (save_objects, r"index.npy: cannot be read"),
+    "entries fewer": (shorten_entries, r"index.npy: does not fit index.json \(\(10,\) entries"),
+    "unknown shard": (edit_entries("shard", 99), r"lies in none of \d shards"),
+    "offset in a header": (edit_entries("offset", 10), r"outside of its shard"),
+    "offset past the end": (edit_entries("offset", 10**6), r"outside of its shard"),
+    "no length": (edit_entries("length", 0), r"outside of its shard"),
+    "unknown label": (edit_entries("label", 2), r"a label is none of 2 classes"),
+    "no height": (edit_entries("height", 0), r"a picture has no pixels"),
+    "no width": (edit_entries("width", 0), r"a picture has no pixels"),
+    "shard missing": (
+        lambda split: (split / "shard-000001.tar").unlink(),
+        r"shard-000001.tar: cannot be found \(No such",
+    ),
+    "shard cut": (resize("shard-000001.tar", -512), r"shard-000001.tar: has \d+ bytes, index.json states \d+"),
+    "shard grown": (resize("shard-000001.tar", 512), r"shard-000001.tar: has \d+ bytes, index.json states \d+"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_at_opening(own, kind):
+    damage, message = DAMAGE[kind]
+    open_split(own, "train")
+    damage(own / "train")
+    with pytest.raises(DataError, match=message) as caught:
+        open_split(own, "train")
+    assert "\n" not in str(caught.value)
+    assert "pack` again" in str(caught.value) or "pack anew" in str(caught.value)
+
+
+def in_shard(index, *, number):
+    """The first position that lies in a shard."""
+    return next(position for position in range(len(index)) if f"shard-{number:06d}.tar" in index.name(position))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda shard: shard.unlink(), r"cannot be read \(No such file or directory\); was the shard moved"),
+        (lambda shard: os.truncate(shard, 700), r"the shard was cut since the start; run `bigbatch data pack` again"),
+        (lambda shard: shard.write_bytes(b"x" * shard.stat().st_size), r"is not the picture that index.npy describes"),
+        (lambda shard: shard.write_bytes((shard.parent / "shard-000001.tar").read_bytes()), r"is not the picture|cut"),
+    ],
+)
+def test_damage_after_opening_names_shard_and_picture(make, own, damage, message):
+    index = open_split(own, "train")
+    position = in_shard(index, number=0)
+    damage(own / "train/shard-000000.tar")
+    asked = list(eval_requests(num_samples=len(index), microbatch_size=1, rank=0, world_size=1))
+    with pytest.raises(DataError, match=rf"shard-000000.tar: picture {position:08d}: .*({message})") as caught:
+        list(make(index, microbatch_size=1).load(asked))
+    assert "\n" not in str(caught.value)
+    assert len(index.read(in_shard(index, number=1))) > 0  # the others are as good as before
+
+
+def test_the_limit_of_open_files_is_named(packed, monkeypatch):
+    index = open_split(packed, "train")
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=r"picture 00000000: too many open files; raise the limit, .*`ulimit -n"):
+        index.read(0)
+
+
+def open_shards(root):
+    """Paths below root that this process holds open, as the kernel knows them."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc")
+    links = []
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(entry.path))
+        except FileNotFoundError:  # the scan's own
+            continue
+    return {link for link in links if link.startswith(str(root)) and ".tar" in link}
+
+
+def test_shards_are_opened_when_needed_bounded_and_released(packed):
+    facts, entries_N = read_entries(packed / "train")
+    index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=2)
+    assert open_shards(packed) == set()
+    index.read(0)
+    assert open_shards(packed) == {str(packed / "train/shard-000000.tar")}
+    for position in range(len(index)):
+        index.read(position)
+    assert open_shards(packed) == {str(packed / f"train/{shard.name}") for shard in facts.shards[-2:]}
+    index.read(in_shard(index, number=len(facts.shards) - 2))
+    index.read(0)  # makes room by closing what was not used for longest: the last shard
+    assert open_shards(packed) == {str(packed / "train" / facts.shards[n].name) for n in (-2, 0)}
+    index.close()
+    index.close()
+    assert open_shards(packed) == set()
+    assert len(index.read(0)) > 0
+    index.close()
+
+
+def test_closing_a_loader_releases_its_shards(make, packed):
+    index = open_split(packed, "train")
+    asked = list(eval_requests(num_samples=len(index), microbatch_size=4, rank=0, world_size=1))
+    loader = make(index, microbatch_size=4)
+    assert len(list(loader.load(asked))) == 3
+    assert open_shards(packed)
+    loader.close()
+    assert not open_shards(packed)
+    assert len(list(loader.load(asked))) == 3  # a closed loader may be used again
+
+
+def test_threads_read_right_while_shards_are_closed_under_them(packed):
+    facts, entries_N = read_entries(packed / "train")
+    index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=1)
+    expected = [data for data, _ in stored(packed / "train")]
+
+    def read(seed):
+        for position in random.Random(seed).choices(range(len(index)), k=200):
+            assert index.read(position) == expected[position]
+            if position == 0:
+                index.close()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(read, range(6)))
+    index.close()
+    assert not open_shards(packed)
+
+
+def test_parts_of_a_read_are_put_together(packed, monkeypatch):
+    whole, index = os.pread, open_split(packed, "train")
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: whole(file, min(length, 1000), offset))
+    assert [index.read(n) for n in range(len(index))] == [data for data, _ in stored(packed / "train")]
+
+
+def test_half_of_the_files_that_may_be_open_are_ours(packed, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (4, 4096))
+    index = open_split(packed, "train")
+    for position in range(len(index)):
+        index.read(position)
+    assert len(open_shards(packed)) == 2
+    index.close()
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))  # no limit
+    index = open_split(packed, "train")
+    for position in range(len(index)):
+        index.read(position)
+    assert len(open_shards(packed)) == len(list((packed / "train").glob("*.tar"))) > 2
+    index.close()
+
+
+def test_it_travels_to_another_process(packed):
+    index = open_split(packed, "train")
+    index.read(0)
+    travelled = pickle.loads(pickle.dumps(index))
+    assert [travelled.read(n) for n in range(len(index))] == [index.read(n) for n in range(len(index))]
+    assert len(pickle.dumps(index)) < 1000
+    index.close()
+
+
+def test_processes_that_only_pack_do_without_torch():
+    code = "import sys, bigbatch.trainer.data.pack, bigbatch.trainer.data.shards; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,187 @@
+"""Writing ROOT/<split>/<class>/<picture>: a split stands under its name when it is complete, and not before."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.trainer.data.archives import Archive
+from bigbatch.trainer.data.imagenet import PICTURE_SUFFIXES
+from bigbatch.trainer.errors import DataError
+
+SOURCES = "prepared.json"
+"""In ROOT: which data set each split came from. Two sizes of Imagenette differ in nothing else that is quick to see."""
+
+Picture = tuple[str, bytes]
+"""(path below the folder of all splits, encoded picture)."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A published data set and what it must amount to."""
+
+    name: str
+    archives: tuple[Archive, ...]
+    num_classes: int
+    num_pictures: Mapping[str, int]
+    """Of each split."""
+
+
+class PictureWriter:
+    """Writes pictures in threads, since what takes time on a cluster's file system is waiting for it.
+
+    An interrupted run leaves whole files only, and the next one goes on.
+    """
+
+    def __init__(self, folder: Path, *, num_threads: int, on_written: Callable[[int], None]) -> None:
+        """on_written gets the number of pictures that were added since the last call, written now or earlier."""
+        self._folder = folder
+        self._num_threads = num_threads
+        self._on_written = on_written
+
+    def write(self, pictures: Iterable[Picture]) -> None:
+        """Write each picture to its path. Raises: DataError naming a path that cannot be written."""
+        in_flight: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-write") as threads:
+            for path, data in pictures:
+                if len(in_flight) >= 4 * self._num_threads:  # keeps few pictures in memory
+                    self._wait(in_flight)
+                in_flight.append(threads.submit(_write_picture, self._folder / path, data))
+            while in_flight:
+                self._wait(in_flight)
+
+    def write_class(self, path: str, pictures: Iterable[Picture]) -> None:
+        """Write the pictures, whose paths are names, to the folder at path, or nothing where it exists already."""
+        folder = self._folder / path
+        if folder.is_dir():
+            self._on_written(len(_scan(folder)))
+            return
+        hidden = folder.with_name(f".{folder.name}")
+        self.write((str(hidden.relative_to(self._folder) / name), data) for name, data in pictures)
+        if not hidden.is_dir():
+            raise DataError(f"{folder}: its archive holds no picture; download the archive again")
+        _rename(hidden, folder)
+
+    def _wait(self, in_flight: deque[Future[None]]) -> None:
+        in_flight.popleft().result()
+        self._on_written(1)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file, or replace it, whole or not at all. Raises: DataError with the path."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        _write(part, data)
+        os.replace(part, path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+
+
+def _write_picture(path: Path, data: bytes) -> None:
+    """Leave a file of this length that an earlier run wrote: it came from the same archive."""
+    try:
+        is_there = path.stat().st_size == len(data)
+    except OSError:  # whatever else is wrong, writing tells
+        is_there = False
+    if not is_there:
+        write_file(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except FileNotFoundError:  # the first picture of its class
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _rename(old: Path, new: Path) -> None:
+    try:
+        os.replace(old, new)
+    except OSError as error:
+        raise _write_error(new, error) from error
+
+
+def _write_error(path: Path, error: OSError) -> DataError:
+    advice = "mend that and run the command again, it goes on where it stopped"
+    return DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}")
+
+
+def unfinished_folder(root: Path, data_set: DataSet) -> Path:
+    """Where a data set grows, split by split; loaders do not look into it."""
+    return root / f".{data_set.name}.unfinished"
+
+
+def missing_splits(root: Path, data_set: DataSet) -> list[str]:
+    """The splits that are still to be written.
+
+    Raises: DataError if one is there that is not complete or came from another data set.
+    """
+    missing = []
+    for split in data_set.num_pictures:
+        folder = root / split
+        if not folder.exists() or not _scan(folder):
+            missing.append(split)
+            continue
+        source = _sources(root).get(split, data_set.name)
+        if source != data_set.name:
+            raise DataError(f"{folder}: holds {source}, not {data_set.name}; name a new folder")
+        if (problem := _wrong_counts(folder, data_set, split=split)) is not None:
+            raise DataError(f"{folder}: {problem}; name a new folder, or delete this one")
+    return missing
+
+
+def finish_split(root: Path, data_set: DataSet, *, split: str) -> None:
+    """Count what was written and give it its name. Raises: DataError if there is too little or too much."""
+    unfinished = unfinished_folder(root, data_set)
+    if (problem := _wrong_counts(unfinished / split, data_set, split=split)) is not None:
+        raise DataError(f"{unfinished / split}: {problem}; delete it, download the archive again and repeat")
+    write_file(root / SOURCES, json.dumps({**_sources(root), split: data_set.name}, indent=2).encode())
+    _rename(unfinished / split, root / split)
+    if not _scan(unfinished):
+        unfinished.rmdir()
+
+
+def class_names(folder: Path) -> list[str]:
+    """Sorted names of the class folders in folder; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in _scan(folder) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
+    """What is wrong with the number of classes or pictures; None where both are as published."""
+    names = class_names(folder)
+    found = sum(1 for name in names for entry in _scan(folder / name) if _is_picture(entry.name))
+    expected = data_set.num_pictures[split]
+    if (len(names), found) == (data_set.num_classes, expected):
+        return None
+    return f"holds {found:,} of {expected:,} pictures in {len(names):,} of {data_set.num_classes:,} classes"
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
+
+
+def _sources(root: Path) -> dict[str, str]:
+    path = root / SOURCES
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it") from error
