@@ -10,13 +10,13 @@ With a GPU this is one rank on one GPU; without one it measures the CPU, for whi
 import argparse
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from record import spread
 
 from bigbatch.comm.conditions import source_commit
 from bigbatch.trainer.rundir import RunDir, read_records
@@ -99,11 +99,6 @@ def run(command: list[str], folder: Path) -> list[float]:
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
     records = [r for r in read_records(RunDir(folder).metrics) if r["kind"] == "train"]
     return [r["images_per_second"] for r in records[1:]]
-
-
-def spread(rates: list[float]) -> dict[str, float]:
-    """Number of reports, median, smallest and largest."""
-    return {"n": len(rates), "median": statistics.median(rates), "min": min(rates), "max": max(rates)}
 
 
 def conditions(options: argparse.Namespace) -> dict[str, object]:

@@ -1,11 +1,13 @@
 """From a config to the objects of a run: the only file that knows all parts."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -144,9 +146,20 @@ def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureSo
         )
     communicator.agree(
         f"the pictures in {root}",
-        f"{len(train_index)} training pictures, {len(val_index)} validation pictures",
+        f"{len(train_index)} training pictures ({_digest(train_index)}), "
+        f"{len(val_index)} validation pictures ({_digest(val_index)})",
     )
     return train_index, val_index
+
+
+def _digest(index: PictureSource) -> str:
+    """Of class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
+    digest = hashlib.sha256("\0".join(index.classes).encode("utf-8", "surrogateescape"))
+    digest.update(index.labels_N.tobytes())
+    sizes_N2 = index.sizes(np.arange(len(index)))
+    if sizes_N2 is not None:
+        digest.update(sizes_N2.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _synthetic_split(config: Config, communicator: Communicator) -> Split:

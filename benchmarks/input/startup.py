@@ -1,92 +1,159 @@
-"""Seconds and memory that the list of a data set costs at the start of a run, on a made tree of empty files.
+"""Seconds and memory that the list of a data set costs at the start of a run: class folders beside a packed index.
 
     python benchmarks/input/startup.py --out benchmarks/results/input-startup.json
     python benchmarks/input/startup.py --num 100000
 
-Every repetition is a fresh process that lists 1,000 class folders. The tree was written just before, so its folders
-are in the kernel's cache: a cold file system, or one over a network, takes longer.
+Both are made up: 1,000 folders of empty files, and an index whose shards are sparse files, as opening looks at their
+sizes only. Every repetition is a fresh process, the two in turn. The files were written just before, so folders and
+index are in the kernel's cache: a cold file system, or one over a network, takes longer.
 """
 
 import argparse
+import hashlib
 import json
+import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+
+import numpy as np
+from arguments import at_least, run
+
 NUM_CLASSES = 1000
 IMAGENET_PICTURES = 1_281_167
+PICTURE_BYTES = 110_000
+"""As ImageNet's on average."""
+LAYOUTS = {"class_folders": "read_index", "packed": "open_split"}
+"""Folder of the layout: what opens it."""
 
 
 def main() -> None:
-    """Build the tree, measure, remove it, write the record."""
+    """Build the layouts, measure, remove them, write the record."""
     options = parse()
     if options.measure:
-        print(json.dumps(measure_here(options.measure)))
+        opener, root = options.measure
+        print(json.dumps(measure_here(opener, Path(root))))
         return
-    with tempfile.TemporaryDirectory(prefix="bigbatch-startup-", dir=options.scratch) as root:
+    from record import conditions, file_system, show, spread, write_record
+
+    facts = conditions(options)
+    with tempfile.TemporaryDirectory(prefix="bigbatch-startup-", dir=options.scratch) as folder:
+        root = Path(folder)
+        facts["file_system"] = file_system(root)
         start = time.perf_counter()
-        build_tree(Path(root), num_pictures=options.num)
-        print(f"{options.num:,} files made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        runs = [measure_fresh(Path(root)) for _ in range(options.repetitions)]
-    from record import conditions, show, spread, write_record
+        build_class_folders(root / "class_folders", num_pictures=options.num)
+        facts["shards"] = build_packed(root / "packed", num_pictures=options.num)
+        print(f"{options.num:,} pictures made twice in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        runs = measure(root, repetitions=options.repetitions)
+    assert all(run["pictures"] == options.num for each in runs.values() for run in each)
+    results = {
+        opener: {name: spread([run[name] for run in each]) for name in each[0] if name != "pictures"}
+        for opener, each in runs.items()
+    }
+    for opener, figures in results.items():
+        for name, values in figures.items():
+            print(show(f"{opener} {name}", values, unit=""), file=sys.stderr)
+    write_record(options.out, {"benchmark": "startup", "conditions": facts, "results": results})
 
-    assert all(run["pictures"] == options.num for run in runs)
-    results = {name: spread([run[name] for run in runs]) for name in runs[0] if name != "pictures"}
-    for name, values in results.items():
-        print(show(name, values, unit=""), file=sys.stderr)
-    record = {"benchmark": "startup", "conditions": conditions(options), "results": results}
-    write_record(record, options.out)
 
-
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=IMAGENET_PICTURES, help="pictures (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=10, help="fresh processes (default: %(default)s)")
-    parser.add_argument("--scratch", type=Path, help="folder for the tree (default: the system's temporary folder)")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # what a fresh process is told
-    options = parser.parse_args()
-    if options.num < NUM_CLASSES or options.repetitions < 1:
-        parser.error(f"--num is at least {NUM_CLASSES}, one picture per class, and --repetitions at least 1")
-    return options
+    add = parser.add_argument
+    add("--num", type=at_least(NUM_CLASSES), default=IMAGENET_PICTURES, help="pictures (default: %(default)s)")
+    add("--repetitions", type=at_least(1), default=10, help="fresh processes of each (default: %(default)s)")
+    add("--scratch", type=Path, help="folder for what is made (default: the system's temporary folder)")
+    add("--out", type=Path, help="JSON file for the results (default: standard output)")
+    add("--measure", nargs=2, help=argparse.SUPPRESS)  # what a fresh process is told
+    return parser.parse_args(argv)
 
 
-def build_tree(root: Path, *, num_pictures: int) -> None:
+def build_class_folders(root: Path, *, num_pictures: int) -> None:
     """root/train/<wnid>/<wnid>_<number>.JPEG, empty, with names as long as ImageNet's."""
     per_class, rest = divmod(num_pictures, NUM_CLASSES)
-    for label in range(NUM_CLASSES):
-        wnid = f"n{label:08d}"
+    for label, wnid in enumerate(_wnids()):
         folder = root / "train" / wnid
         folder.mkdir(parents=True)
         for number in range(per_class + (label < rest)):
             (folder / f"{wnid}_{number * 7919 % 100_000}.JPEG").touch()
 
 
-def measure_fresh(root: Path) -> dict[str, Any]:
-    """One repetition in a process of its own."""
-    command = [sys.executable, __file__, "--measure", str(root)]
-    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+def build_packed(root: Path, *, num_pictures: int) -> int:
+    """root/train as `bigbatch data pack` leaves it, but with holes for pictures; the number of shards."""
+    from bigbatch.trainer.data.shard_writer import Recipe, padded
+    from bigbatch.trainer.data.shards import BLOCK_BYTES, ENTRIES, ENTRY, FACTS, FORMAT_VERSION, Facts, Shard
+
+    folder = root / "train"
+    folder.mkdir(parents=True)
+    member_bytes = BLOCK_BYTES + padded(PICTURE_BYTES) + 2 * BLOCK_BYTES  # header, picture, label with its header
+    per_shard = Recipe().shard_bytes // member_bytes
+    entries_N, numbers_N = np.zeros(num_pictures, ENTRY), np.arange(num_pictures)
+    entries_N["shard"], places_N = np.divmod(numbers_N, per_shard)
+    entries_N["offset"] = BLOCK_BYTES + places_N * member_bytes
+    entries_N["length"], entries_N["height"], entries_N["width"] = PICTURE_BYTES, 375, 500
+    entries_N["label"] = numbers_N * NUM_CLASSES // num_pictures
+    np.save(folder / ENTRIES, entries_N)
+    num_shards = -(-num_pictures // per_shard)
+    shards = tuple(Shard(f"shard-{n:06d}.tar", per_shard * member_bytes, "0" * 64) for n in range(num_shards))
+    for shard in shards:
+        with open(folder / shard.name, "wb") as file:
+            file.truncate(shard.num_bytes)
+    facts = Facts(
+        version=FORMAT_VERSION,
+        classes=_wnids(),
+        num_pictures=num_pictures,
+        entries_sha256=hashlib.sha256((folder / ENTRIES).read_bytes()).hexdigest(),
+        shards=shards,
+        made=Recipe().made(),
+    )
+    (folder / FACTS).write_text(facts.to_json())
+    return num_shards
 
 
-def measure_here(root: Path) -> dict[str, Any]:
-    """Seconds of read_index, and this process's peak memory before and after it."""
+def _wnids() -> tuple[str, ...]:
+    return tuple(f"n{label:08d}" for label in range(NUM_CLASSES))
+
+
+def measure(root: Path, *, repetitions: int) -> dict[str, list[dict[str, Any]]]:
+    """What each opener costs, the openers in turn, each time in another order."""
+    runs: dict[str, list[dict[str, Any]]] = {opener: [] for opener in LAYOUTS.values()}
+    for number in range(repetitions):
+        for layout in random.Random(number).sample(list(LAYOUTS), len(LAYOUTS)):
+            runs[LAYOUTS[layout]].append(measure_fresh(LAYOUTS[layout], root / layout))
+    return runs
+
+
+def measure_fresh(opener: str, root: Path) -> dict[str, Any]:
+    """One repetition in a process of its own, whose errors come through."""
+    command = [sys.executable, __file__, "--measure", opener, str(root)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"startup.py: the process that was to measure {opener} ended with {done.returncode}, see above")
+    return dict(json.loads(done.stdout))
+
+
+def measure_here(opener: str, root: Path) -> dict[str, Any]:
+    """Seconds of read_index or open_split, and this process's peak memory after it and more than before it."""
     from bigbatch.trainer.data.imagenet import read_index
+    from bigbatch.trainer.data.shards import open_split
 
     before = peak_memory_mb()
     start = time.perf_counter()
-    index = read_index(root, "train")
+    pictures = read_index(root, "train") if opener == "read_index" else open_split(root, "train")
     seconds = time.perf_counter() - start
     after = peak_memory_mb()
     return {
-        "pictures": len(index.paths),
-        "read_index_seconds": seconds,
+        "pictures": len(pictures),
+        "seconds": seconds,
         "peak_memory_mb": after,
-        "peak_memory_of_read_index_mb": after - before,
+        "added_peak_memory_mb": after - before,
     }
 
 
@@ -98,4 +165,4 @@ def peak_memory_mb() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

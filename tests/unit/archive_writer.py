@@ -26,10 +26,10 @@ TINY = DataSet(
 TRAIN, VAL, KIT = (archive.names[0] for archive in IMAGENET.archives)
 
 
-def tar_of(files, *, mode="w"):
+def tar_of(files, *, mode="w", tar_format=tarfile.PAX_FORMAT):
     """files: name -> bytes, or a TarInfo that is added as it is."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as tar:
+    with tarfile.open(fileobj=buffer, mode=mode, format=tar_format) as tar:
         for name, data in files.items():
             info = data if isinstance(data, tarfile.TarInfo) else tarfile.TarInfo(name)
             content = b"" if isinstance(data, tarfile.TarInfo) else data
@@ -41,6 +41,13 @@ def tar_of(files, *, mode="w"):
 def special(name, kind, target=""):
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
+    return info
+
+
+def sized(size):
+    """A member whose extended header claims this length, as any text."""
+    info = tarfile.TarInfo("x")
+    info.pax_headers = {"size": size}
     return info
 
 
@@ -60,6 +67,8 @@ HOSTILE = {
     "character device": ({"x": special("x", tarfile.CHRTYPE)}, "'x' is a device or a pipe"),
     "block device": ({"x": special("x", tarfile.BLKTYPE)}, "'x' is a device or a pipe"),
     "pipe": ({"x": special("x", tarfile.FIFOTYPE)}, "'x' is a device or a pipe"),
+    "unknown type": ({"x": special("x", b"Z")}, "'x' is no file"),
+    "endless": ({"x": sized("9" * 20)}, "'x' has an impossible length"),
     "sparse": ({"x": special("x", tarfile.GNUTYPE_SPARSE)}, "'x' is a sparse file"),
     "parent folder": ({"../x": special("../x", tarfile.DIRTYPE)}, r"'\.\./x' leads out of the archive"),
     "duplicate": ({"a/x": b"1", "./a/x": b"2"}, r"'\./a/x' comes twice"),

@@ -1,5 +1,6 @@
 """From a config to the objects of a run: what does not fit together is refused, and nothing is read in vain."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from bigbatch.comm.environ import ProcessEnv
 from bigbatch.trainer import build
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.data.pack import pack
+from bigbatch.trainer.data.shard_writer import Recipe
 from bigbatch.trainer.errors import ConfigError, DataError
 
 ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
@@ -42,6 +45,34 @@ def test_evaluation_opens_no_training_picture(tmp_path: Path) -> None:
     assert sum(int(batch.valid_B.sum()) for batch in batches) == split.num_samples == 6
     with pytest.raises(DataError, match=r"train/a/0\.png"):
         build.make_splits(config, communicator)
+
+
+def agreed_pictures(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a rank that reads root tells the others."""
+    said: list[str] = []
+    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: said.append(text))
+    build._read_indices(cifar10(root), one_rank())
+    return said[-1]
+
+
+def test_ranks_agree_on_classes_labels_and_sizes_not_on_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pictures(tmp_path / "set")
+    pack(tmp_path / "set", tmp_path / "packed", recipe=Recipe())
+    for name in ("copy", "renamed", "relabelled"):
+        shutil.copytree(tmp_path / "set", tmp_path / name)
+    for split in ("train", "val"):
+        (tmp_path / "renamed" / split / "b").rename(tmp_path / "renamed" / split / "c")
+    (tmp_path / "relabelled/val/a/0.png").rename(tmp_path / "relabelled/val/b/9.png")
+    pack(tmp_path / "set", tmp_path / "smaller", recipe=Recipe(max_side=16))
+    texts = {folder.name: agreed_pictures(folder, monkeypatch) for folder in tmp_path.iterdir()}
+    assert texts["copy"] == texts["set"]
+    assert len(set(texts.values())) == len(texts) - 1 == 5
+    assert all(text.startswith("6 training pictures (") for text in texts.values())
+    halves = [texts[name].split(", ") for name in ("set", "relabelled")]
+    assert halves[0][0] == halves[1][0]
+    assert halves[0][1] != halves[1][1]
 
 
 @pytest.mark.parametrize(

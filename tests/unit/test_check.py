@@ -1,6 +1,7 @@
 """`bigbatch data check` sees what is wrong with a data set, and judges a picture as the loaders do."""
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,13 +24,15 @@ from bigbatch.cli import main
 from bigbatch.trainer.data import listing
 from bigbatch.trainer.data.augment import center_crop
 from bigbatch.trainer.data.check import Report, Spread, check_dataset, equal_groups, imagenet_findings, spread
-from bigbatch.trainer.data.check_report import finding_lines, picture_progress, print_report, write_json
+from bigbatch.trainer.data.check_report import finding_lines, print_report, write_json
+from bigbatch.trainer.data.dali import DaliLoader
 from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.examine import TRAITS, examine, examine_all
 from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.imagenet import eval_requests, read_index
 from bigbatch.trainer.data.listing import list_folder
 from bigbatch.trainer.data.shards import ENTRY, FORMAT_VERSION, Facts, Shard
+from bigbatch.trainer.data.show_progress import show_progress
 from bigbatch.trainer.errors import DataError
 
 REAL_DATA = Path(
@@ -72,6 +76,11 @@ def with_bad_tables(data):
     """Impossible Huffman code lengths: only decoding can tell."""
     at = data.index(b"\xff\xc4") + 5
     return data[:at] + b"\xff" * 16 + data[at + 16 :]
+
+
+def damaged_png(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes(50) + data[middle + 50 :]
 
 
 def write(root, files):
@@ -175,11 +184,15 @@ BAD = {  # (content, kind, without decoding too)
     "gif": (encoded(picture(0), "GIF"), "neither JPEG nor PNG", True),
     "cut off": (encoded(picture(0))[:-200], "cut off picture", True),
     "cut off png": (encoded(picture(0), "PNG")[:-100], "cut off picture", True),
+    "PNG without its end": (encoded(picture(0), "PNG")[:-12], "cut off picture", True),
+    "PNG without its last sum": (encoded(picture(0), "PNG")[:-16], "cut off picture", True),
+    "PNG with a bad IEND": (encoded(picture(0), "PNG")[:-1] + b"?", "cut off picture", True),
     "bad tables": (with_bad_tables(encoded(picture(0))), "damaged picture", False),
-    "16 bit grey": (encoded(Image.new("I;16", (5, 5)), "PNG"), "damaged picture", True),
+    "PNG damaged inside": (damaged_png(encoded(picture(0), "PNG")), "damaged picture", False),
+    "16 bit grey": (encoded(Image.new("I;16", (5, 5)), "PNG"), "unsupported picture", True),
     "only a header": (encoded(picture(0))[:30], "cut off picture", True),
     # Pillow refuses this size by an exception of its own
-    "far too large": (png(20_000, 20_000, b"", depth=8), "damaged picture", True),
+    "far too large": (png(20_000, 20_000, b"", depth=8), "unsupported picture", True),
 }
 
 
@@ -195,25 +208,29 @@ def test_a_bad_picture_is_a_problem_and_does_not_end_the_check(tmp_path, kind, d
     else:
         assert report.problems == ()
     assert report.splits["train"].num_pictures == 9
-    assert report.splits["train"].forms["JPEG RGB"] == 9 - len(report.problems)
+    assert sum(report.splits["train"].forms.values()) == 9 - len(report.problems)
 
 
+@pytest.mark.parametrize("loader_class", [FolderLoader, DaliLoader])
 @pytest.mark.parametrize("kind", [*BAD, *TRAITED])
-def test_the_judgement_is_that_of_the_loaders(tmp_path, kind):
+def test_the_judgement_is_that_of_the_loaders(tmp_path, kind, loader_class):
+    if loader_class is DaliLoader:
+        pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     data = BAD[kind][0] if kind in BAD else TRAITED[kind][1]
     index = read_index(write(tmp_path, {"train/a/0.jpg": data, "val/a/0.jpg": encoded(picture(7))}), "train")
     sizes = {"image_size": 32, "microbatch_size": 1, "num_threads": 1, "prefetch_batches": 1}
-    loader = FolderLoader(index=index, crop=center_crop(), **sizes)
+    extra = {"device_id": None} if loader_class is DaliLoader else {}
+    loader = loader_class(index=index, crop=center_crop(), **sizes, **extra)
     requests = eval_requests(num_samples=1, microbatch_size=1, rank=0, world_size=1)
-    is_loaded = True
+    reason = None
     try:
         list(loader.load(requests))
-    except Exception:
-        is_loaded = False
+    except DataError as error:
+        reason = str(error)
     finally:
         loader.close()
-    assert (check_dataset(tmp_path).problems == ()) is is_loaded
-    assert is_loaded is (kind in TRAITED)
+    assert (check_dataset(tmp_path).problems == ()) is (reason is None) is (kind in TRAITED)
+    assert reason is None or reason.startswith(f"{tmp_path}/train/a/0.jpg: ")
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -336,7 +353,8 @@ def pack(folder, pictures, *, classes):
             entries_N[position] = (0, member.offset_data, len(data), height, width, label)
     np.save(folder / "index.npy", entries_N)
     shard = Shard("shard-000000.tar", (folder / "shard-000000.tar").stat().st_size, "")
-    facts = Facts(FORMAT_VERSION, tuple(classes), len(pictures), (shard,), {})
+    digest = hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()
+    facts = Facts(FORMAT_VERSION, tuple(classes), len(pictures), digest, (shard,), {})
     (folder / "index.json").write_text(facts.to_json())
 
 
@@ -407,14 +425,21 @@ WNIDS = tuple(f"n{number:08d}" for number in range(1000))
     [
         ("val", WNIDS, [50] * 1000, ()),
         ("train", WNIDS, [1281] * 999 + [1448], ()),  # 1,281,167
+        ("val", WNIDS, [10] * 1000, ()),  # ImageNet-V2
         ("train", WNIDS, [1281] * 1000, ("1,281,000 pictures instead of 1,281,167",)),
+        ("val", WNIDS, [11] * 1000, ("11,000 pictures instead of 50,000 or 10,000",)),
         (
             "val",
             WNIDS,
             [50] * 998 + [49, 51],
             tuple(f"n00000{n}: {count} pictures instead of 50" for n, count in ((998, 49), (999, 51))),
         ),
-        ("val", WNIDS, [50] * 999 + [0], ("49,950 pictures instead of 50,000", "n00000999: 0 pictures instead of 50")),
+        (
+            "val",
+            WNIDS,
+            [10] * 998 + [9, 11],
+            ("n00000998: 9 pictures instead of 10", "n00000999: 11 pictures instead of 10"),
+        ),
         ("val", WNIDS[:999], [5] * 999, ()),
         ("val", ("dog", *WNIDS[:999]), [5] * 1000, ()),
     ],
@@ -422,7 +447,7 @@ WNIDS = tuple(f"n{number:08d}" for number in range(1000))
 def test_the_counts_of_imagenet(split, classes, counts, cases):
     findings = imagenet_findings(split, Fake(classes, np.repeat(np.arange(len(classes)), counts)))
     assert [finding.cases for finding in findings] == ([cases] if cases else [])
-    assert all(finding.is_problem for finding in findings)
+    assert all("50,000 in val" in finding.meaning and not finding.is_problem for finding in findings)
 
 
 def test_processes_find_the_same_in_the_same_order(tmp_path):
@@ -502,10 +527,25 @@ def test_a_report_that_cannot_be_written(tmp_path):
         write_json(report, tmp_path / "nowhere/report.json")
 
 
-def test_progress_is_silent_without_a_terminal(capsys):
-    with picture_progress("checking") as on_progress:
-        on_progress(5, 10)
-    assert capsys.readouterr().err == ""
+def test_progress_is_a_line_at_every_tenth_without_a_terminal(capsys):
+    with show_progress("checking") as on_progress:
+        for done in (50, 120, 199, 1000, 1000):
+            on_progress(done, 1000)
+    lines = ["checking: 120 of 1,000 pictures", "checking: 1,000 of 1,000 pictures"]
+    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    """Its rate leaves out what was done before the first call: by an earlier process."""
+    monkeypatch.setattr(Console, "is_terminal", True)
+    clock = SimpleNamespace(monotonic=iter([100.0, 102.0]).__next__)
+    monkeypatch.setattr("bigbatch.trainer.data.show_progress.time", clock)
+    with show_progress("verifying", unit="shards") as on_progress:
+        on_progress(500, 1000)
+        on_progress(508, 1000)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(r"verifying .* 508/1000\S* 4 shards/s", err)
 
 
 def test_real_pictures_are_what_their_list_says():

@@ -14,7 +14,7 @@ from torchvision.transforms import functional as vision
 
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.data.dali import DaliLoader
-from bigbatch.trainer.data.encoded import ahead, jpeg_size, open_picture, picture_size
+from bigbatch.trainer.data.encoded import ahead, jpeg_size, open_picture, picture_size, png_size
 from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.imagenet import eval_requests, read_index, train_requests
 from bigbatch.trainer.data.loader import Request
@@ -228,6 +228,8 @@ BAD = {
     "cut off": (encoded(picture(0))[:-300], "cannot be decoded"),
     "without its end": (encoded(picture(0))[:-2], "cannot be decoded"),
     "cut off png": (encoded(picture(0), "PNG")[:-900], "cannot be decoded"),
+    "png without its end": (encoded(picture(0), "PNG")[:-12], "is cut off: its end mark is missing; replace or"),
+    "png with a bad end": (encoded(picture(0), "PNG")[:-1] + b"?", "is cut off: its end mark is missing"),
     "gif": (encoded(picture(0), "GIF"), "is GIF in mode P; save it as 8-bit JPEG or PNG"),
     "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), "is PNG in mode I;16"),
 }
@@ -296,6 +298,29 @@ def test_jpeg_size_reads_the_frame_header():
     padded = encoded(picture(0)).replace(b"\xff\xc0", b"\xff\xff\xff\xc0", 1)  # fill bytes are legal
     assert jpeg_size(padded) == (110, 150)
     assert jpeg_size(encoded(picture(0))[:60]) is None
+
+
+def test_png_size_reads_the_header_of_whole_8_bit_pictures(monkeypatch):
+    for data in every_kind().values():
+        image = Image.open(io.BytesIO(data))
+        assert png_size(data) == ((image.height, image.width) if image.format == "PNG" else None)
+    whole = encoded(picture(0), "PNG")
+    no_pixels = whole[:16] + bytes(8) + whole[24:]
+    no_header = whole[:8] + whole[-12:]
+    for data in (whole[:-1], whole[:40], no_pixels, no_header, no_header[:8] + b"\0\0\0\rIHDR" + no_header[12:]):
+        assert png_size(data) is None
+    assert png_size(encoded(Image.new("I;16", (5, 5)), "PNG")) is None
+    monkeypatch.setattr(Image, "open", None)  # nothing is decoded to learn a size
+    assert picture_size(whole, path="whole.png") == (110, 150)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_size_that_would_fill_the_memory_is_no_size(monkeypatch, kind):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(DataError, match=r"^a: cannot be read as a picture .* exceeds limit of 20 pixels"):
+        picture_size(encoded(picture(0), kind), path="a")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert picture_size(encoded(picture(0), kind), path="a") == (110, 150)
 
 
 def test_ahead_keeps_order_and_bounds_its_lead():

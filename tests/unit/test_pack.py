@@ -22,6 +22,8 @@ from PIL import Image
 from torchvision.transforms import functional as vision
 
 from bigbatch.cli import main
+from bigbatch.trainer.data import pack as pack_module
+from bigbatch.trainer.data import processes, shard_writer
 from bigbatch.trainer.data.pack import cut_into_shards, pack
 from bigbatch.trainer.data.processes import in_parallel
 from bigbatch.trainer.data.shard_writer import Recipe, shrink, tar_member
@@ -281,17 +283,108 @@ def test_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, name):
         assert contents(tmp_path / "packed") == whole
 
 
-def test_a_record_that_is_broken_is_made_anew(source, tmp_path):
+def shorten_rows(found):
+    return found | {"rows": found["rows"][:-1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found["rows"],
+        lambda found: {"shard": 3},
+        lambda found: found | {"shard": 3},
+        lambda found: found | {"rows": 3},
+        lambda found: found | {"rows": None},
+        lambda found: found | {"rows": [[1, 2], [3]]},
+        shorten_rows,
+    ],
+)
+def test_a_record_that_is_broken_is_made_anew(source, tmp_path, change):
     target = tmp_path / "packed"
-    subprocess.run([sys.executable, "-c", KILLED, source, target, "train/b/8.JPEG"], env=environment())
-    records = sorted((target / "train").glob(".shard-*.json"))
-    assert len(records) > 2
-    records[0].write_text("{")
-    records[1].write_text('{"shard": 3}')
-    found = json.loads(records[2].read_text())
-    records[2].write_text(json.dumps(found | {"rows": found["rows"][:-1]}))
+    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+        pack_with_a_bad_picture(source, target)
+    first, second, *_ = sorted((target / "train").glob(".shard-*.json"))
+    first.write_text(json.dumps(change(json.loads(first.read_text()))))
+    second.write_text("{")
+    before = identities(target)
     pack(source, target, recipe=RECIPE)
+    changed = {name for name, identity in before.items() if identities(target)[name] != identity}
+    assert changed == {"train/shard-000000.tar", "train/shard-000001.tar"}
     assert verify(target) == 15
+
+
+def pack_with_a_bad_picture(source, target, *, recipe=RECIPE):
+    """Leaves the source as it was, but for the time of that picture."""
+    (source / "train/b/8.JPEG").write_bytes(b"<html>")
+    try:
+        pack(source, target, recipe=recipe)
+    finally:
+        (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
+
+
+def test_a_bad_picture_that_is_replaced_costs_its_own_shards_only(source, tmp_path):
+    target = tmp_path / "packed"
+    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+        pack_with_a_bad_picture(source, target)
+    before = identities(target)
+    assert len(before) > 2
+    assert pack(source, target, recipe=RECIPE).num_packed < 10
+    assert identities(target).items() >= before.items(), "a good shard was written anew"
+    pack(source, tmp_path / "at-once", recipe=RECIPE)
+    assert contents(target) == contents(tmp_path / "at-once")
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
+    """With fewer pictures and another class in front: nothing of before fits, and the last shards are in excess."""
+    target, whole_replacing = tmp_path / "packed", pack_module.replacing
+    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+        pack_with_a_bad_picture(source, target)
+    num_shards = len(identities(target / "train"))
+    for split in ("train", "val"):
+        (source / split / "a").rename(source / split / "0")
+    for path in (source / "train").glob("*/*"):
+        if path.name not in ("0.JPEG", "8.JPEG"):
+            path.unlink()
+    if is_killed:  # between the old records and the new pack.json
+
+        def fail(path):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(pack_module, "replacing", fail)
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, target, recipe=RECIPE)
+        monkeypatch.setattr(pack_module, "replacing", whole_replacing)
+    pack(source, target, recipe=RECIPE)
+    pack(source, tmp_path / "at-once", recipe=RECIPE)
+    assert contents(target) == contents(tmp_path / "at-once")
+    assert len(identities(target / "train")) < num_shards
+    assert verify(target) == 4
+
+
+def insert_class(source):
+    """The labels of b change, and nothing else of its shards."""
+    for split in ("train", "val"):
+        (source / split / "aa").mkdir()
+    (source / "train/a/same.name.png").rename(source / "train/aa/same.name.png")
+    (source / "val/aa/0.jpg").write_bytes(encoded(50))
+
+
+def insert_picture(source):
+    """Small enough for the first shard: the others keep their pictures, but not the numbers of these."""
+    (source / "train/a/00.jpg").write_bytes(encoded(51, 1, 1, mode="L"))
+
+
+@pytest.mark.parametrize(("change", "shard_bytes"), [(insert_class, 1), (insert_picture, 11_000)])
+def test_pictures_that_stay_but_get_another_label_or_number_are_packed_again(source, tmp_path, change, shard_bytes):
+    target, recipe = tmp_path / "packed", Recipe(shard_bytes=shard_bytes)
+    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+        pack_with_a_bad_picture(source, target, recipe=recipe)
+    change(source)
+    pack(source, target, recipe=recipe)
+    assert verify(target) == 16
+    pack(source, tmp_path / "at-once", recipe=recipe)
+    assert contents(target) == contents(tmp_path / "at-once")
 
 
 @pytest.mark.parametrize(
@@ -361,6 +454,24 @@ def test_a_bad_picture_ends_packing_with_its_path(source, tmp_path, data, messag
     assert not list((tmp_path / "packed").rglob("*.unfinished"))
 
 
+def test_a_picture_that_no_jpeg_can_hold_is_named(source, tmp_path):
+    message = r"train/a/wide.png: shrunk to 70000 x 2 it cannot be saved as JPEG \(.*\); remove it, or give another"
+    (source / "train/a/wide.png").write_bytes(encoded(0, 140_000, 4, mode="L", kind="PNG"))
+    with pytest.raises(DataError, match=message):
+        pack(source, tmp_path / "packed", recipe=Recipe(max_side=2))
+
+
+def test_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
+    def overtaken():
+        with shard_writer.replacing(tmp_path / "shard.tar"):
+            next(tmp_path.glob(".*.unfinished")).unlink()
+
+    with pytest.raises(
+        DataError, match=r"shard.tar: cannot be written \(No such file .*; is another pack writing here"
+    ):
+        overtaken()
+
+
 def test_a_picture_that_went_away_is_named(source, tmp_path):
     (source / "train/b/dangling.jpg").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"train/b/dangling.jpg: cannot be read \(No such file or directory\)"):
@@ -407,8 +518,6 @@ def test_an_impossible_recipe_is_named(options, message):
 def test_impossible_settings_are_named(source, tmp_path):
     with pytest.raises(ConfigError, match="num_workers=0 is not possible"):
         pack(source, tmp_path / "packed", recipe=RECIPE, num_workers=0)
-    with pytest.raises(ConfigError, match="num_workers=0 is not possible"):
-        verify(tmp_path, num_workers=0)
     for splits in ([], [""], ["train", "../val"], [".."], ["train", "train"]):
         with pytest.raises(
             ConfigError, match=r"splits=.* is not possible; give different names of folders, such as train,val"
@@ -439,6 +548,18 @@ def relabel(train):
     np.save(train / "index.npy", entries_N)
 
 
+def restated(edit):
+    """As edit, with the sum of index.npy that fits it: only the shard itself tells."""
+
+    def edit_both(train):
+        edit(train)
+        facts = json.loads((train / "index.json").read_text())
+        facts["entries_sha256"] = hashlib.sha256((train / "index.npy").read_bytes()).hexdigest()
+        (train / "index.json").write_text(json.dumps(facts))
+
+    return edit_both
+
+
 def restate(train, data):
     """Put data in place of the first shard, and make index.json agree."""
     facts = json.loads((train / "index.json").read_text())
@@ -464,8 +585,12 @@ def add_member(train):
     ("damage", "message"),
     [
         (flip_byte, r"shard-000001.tar: its bytes are not those that were packed; delete it and run"),
-        (swap_entries, r"shard-000000.tar: 00000000-0.jpg: the shard holds \(.*index.npy states .*; delete index.npy"),
-        (relabel, r"shard-000000.tar: 00000000-0.jpg: the shard holds .*, '0'\) as .*states .*, '1'\)"),
+        (swap_entries, r"index.npy: has another SHA-256 than index.json states"),
+        (
+            restated(swap_entries),
+            r"shard-000000.tar: 00000000-0.jpg: the shard holds \(.*index.npy states .*; delete the shard and run",
+        ),
+        (restated(relabel), r"shard-000000.tar: 00000000-0.jpg: the shard holds .*, '0'\) as .*states .*, '1'\)"),
         (rename_member, r"90000000-0.jpg: the shard holds it here, index.npy states picture 0"),
         (add_member, r"shard-000000.tar: the shard holds \d pictures, index.npy states \d;"),
         (lambda train: restate(train, b"?" * 20_000), r"shard-000000.tar: cannot be read .*; delete it and run"),
@@ -483,8 +608,33 @@ def test_verify_finds_damage(source, tmp_path, capsys, damage, message):
     with pytest.raises(DataError, match=message):
         verify(tmp_path / "packed")
     assert main(["data", "pack", "--verify", str(tmp_path / "packed"), "--workers", "1"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    *progress, line = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
+    assert all(re.fullmatch(r"verifying .*: \d+ of \d+ shards", line) for line in progress)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip_byte, "shard-000001.tar"),
+        (restated(swap_entries), "shard-000000.tar"),
+        (restated(relabel), "shard-000000.tar"),
+        (rename_member, "shard-000000.tar"),
+        (add_member, "shard-000000.tar"),
+    ],
+)
+def test_what_verify_advises_mends_it_and_packs_nothing_else(source, tmp_path, damage, name):
+    train = tmp_path / "packed/train"
+    pack(source, tmp_path / "packed", recipe=RECIPE)
+    whole, before = contents(tmp_path / "packed"), identities(train)
+    damage(train)
+    with pytest.raises(DataError, match=rf"{name}: .*; delete (it|the shard) and run `bigbatch data pack` again"):
+        verify(tmp_path / "packed")
+    (train / name).unlink()
+    pack(source, tmp_path / "packed", recipe=RECIPE)
+    assert verify(tmp_path / "packed") == 15
+    assert contents(tmp_path / "packed") == whole
+    assert {shard for shard, identity in identities(train).items() if identity != before[shard]} == {name}
 
 
 def test_verify_wants_shards(tmp_path):
@@ -512,6 +662,32 @@ def test_a_wrong_command_line_is_explained(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["data", "pack", *argv])
     assert "give SRC and DST, or --verify DST alone" in capsys.readouterr().err
+
+
+def test_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="num_workers=0 is not possible; give 1 or more"):
+        in_parallel(len, [], num_workers=0)
+    pack(source, tmp_path / "packed", recipe=RECIPE)
+    for words in (["check", str(source)], ["pack", "--verify", str(tmp_path / "packed")]):
+        assert main(["data", *words, "--workers", "0"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "num_workers=0 is not possible" in line
+
+
+def test_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path, monkeypatch):
+    class Interrupted(processes.ProcessPoolExecutor):
+        num_submitted = 0
+
+        def submit(self, *args):
+            self.num_submitted += 1
+            if self.num_submitted > 300:
+                raise KeyboardInterrupt
+            return super().submit(*args)
+
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(in_parallel(Path.touch, [tmp_path / str(n) for n in range(400)], num_workers=2))
+    assert len(list(tmp_path.iterdir())) < 100
 
 
 def test_a_process_that_dies_is_reported():

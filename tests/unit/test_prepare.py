@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def official(tmp_path):
     folder = tmp_path / "official"
     write_official(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch):
+    """What other programs have yet to write is not waited for, hundreds of times."""
+    monkeypatch.setattr(os, "sync", lambda: None)
 
 
 def run(root, official, *, on_progress=lambda *_: None, data_set=TINY, **options):
@@ -137,8 +144,112 @@ def test_a_class_that_is_complete_is_not_read_again(tmp_path, official):
     with pytest.raises(KeyboardInterrupt):
         run(root, official, on_progress=raising_at(7, KeyboardInterrupt), num_threads=1)
     tars = class_tars()  # classes come in this order: the first is done by now
+    modified = (official / TRAIN).stat().st_mtime_ns
     (official / TRAIN).write_bytes(tar_of({**tars, "n01440764.tar": b"\xff" * len(tars["n01440764.tar"])}))
+    os.utime(official / TRAIN, ns=(modified, modified))
     run(root, official)
+    assert pictures_below(root) == EXPECTED
+
+
+def with_holes(data):
+    """A download of the full length of which the picture of the first class never came."""
+    return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
+
+
+@pytest.mark.parametrize("stop_at", [3, 7, 9])
+def test_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, official, stop_at):
+    root = tmp_path / "root"
+    (official / TRAIN).write_bytes(with_holes((official / TRAIN).read_bytes()))
+    os.utime(official / TRAIN, ns=(0, 0))
+    with pytest.raises(KeyboardInterrupt):
+        run(root, official, on_progress=raising_at(stop_at, KeyboardInterrupt), num_threads=1)
+    write_official(official)
+    assert run(root, official) == ["train", "val"]
+    assert pictures_below(root) == EXPECTED
+
+
+@pytest.mark.parametrize("name", [VAL, KIT])
+def test_each_archive_of_a_split_counts(tmp_path, official, name):
+    root = tmp_path / "root"
+    with pytest.raises(KeyboardInterrupt):
+        run(root, official, on_progress=raising_at(12, KeyboardInterrupt), num_threads=1)
+    left = next((root / ".imagenet.unfinished/val").rglob("*.JPEG"))
+    left.with_name("left.JPEG").write_bytes(b"of another archive")
+    os.utime(official / name, ns=(0, 0))
+    assert run(root, official) == ["val"]
+    assert pictures_below(root) == EXPECTED
+
+
+def test_an_archive_that_went_away_since_is_named(tmp_path, official):
+    def take_away(what, done, total):
+        (official / VAL).unlink(missing_ok=True)
+
+    with pytest.raises(DataError, match=rf"{VAL}: cannot be read \(No such file or directory\); bring it back"):
+        run(tmp_path / "root", official, on_progress=take_away)
+    assert (tmp_path / "root/train").is_dir()
+    assert_heals(tmp_path / "root", official)
+
+
+def test_what_cannot_be_thrown_away_is_named(tmp_path, official, monkeypatch):
+    (tmp_path / "root/.imagenet.unfinished/train").mkdir(parents=True)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(class_folders.shutil, "rmtree", refuse)
+    with pytest.raises(DataError, match=r"unfinished/train: cannot be written \(Permission denied\)"):
+        run(tmp_path / "root", official)
+
+
+def test_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
+    done, replace_file = [], os.replace
+
+    def rename(old, new):
+        done.append(Path(new).name)
+        replace_file(old, new)
+
+    monkeypatch.setattr(class_folders.os, "sync", lambda: done.append("sync"))
+    monkeypatch.setattr(class_folders.os, "replace", rename)
+    run(tmp_path / "root", official)
+    named = [name for name in done if name in {*WNIDS, "train", "val"}]
+    assert named == ["n01440764", "n02102040", "n03000684", "train", "val"]
+    assert [done[position - 1] for position, name in enumerate(done) if name in named] == ["sync"] * 5
+
+
+def test_a_second_run_is_refused(tmp_path, official):
+    root = tmp_path / "root"
+    with (
+        class_folders.only_run(root, TINY),
+        pytest.raises(DataError, match=r"root/\.imagenet\.unfinished: another run writes here; wait"),
+    ):
+        run(root, official)
+    assert_heals(root, official)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(class_folders.fcntl, "flock", refuse)
+    if number == errno.EIO:
+        with pytest.raises(DataError, match=r"unfinished: cannot be written \(Input/output error\)"):
+            run(tmp_path / "root", official)
+        return
+    assert_heals(tmp_path / "root", official)
+
+
+@pytest.mark.parametrize(("missing", "needed", "done"), [("val", VAL, TRAIN), ("train", TRAIN, VAL)])
+def test_only_the_archives_of_missing_splits_are_needed(tmp_path, official, missing, needed, done):
+    sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
+    checked = replace(TINY, archives=tuple(Archive((n,), md5=m) for n, m in zip(WHOLE, sums, strict=True)))
+    root, seen = tmp_path / "root", []
+    run(root, official)
+    shutil.rmtree(root / missing)
+    (official / done).unlink()
+    found = run(root, official, data_set=checked, with_md5=True, on_progress=lambda *s: seen.append(s[0]))
+    assert found == [missing]
+    assert list(dict.fromkeys(seen)) == [f"checking {needed}", f"checking {KIT}", f"writing {missing}"]
     assert pictures_below(root) == EXPECTED
 
 
@@ -155,16 +266,20 @@ def raising_at(count, error):
 
 def test_what_a_killed_run_left_is_replaced(tmp_path, official):
     root = tmp_path / "root"
+    for split, tar in (("train", TRAIN), ("val", VAL)):
+        class_folders.go_on_or_start_anew(root, TINY, split=split, archives=[official / tar, official / KIT])
     hidden = root / ".imagenet.unfinished/train/.n01440764"
     hidden.mkdir(parents=True)
     (hidden / ".n01440764_1.JPEG.part").write_bytes(b"half")
     (hidden / "n01440764_8.JPEG").write_bytes(b"of an older file system, too short")
+    (hidden / "n01440764_15.JPEG").write_bytes(bytes(len(content("n01440764_15.JPEG"))))  # the machine crashed
     (root / ".imagenet.unfinished/val/n03000684").mkdir(parents=True)
     (root / ".imagenet.unfinished/val/n03000684/.ILSVRC2012_val_00000002.JPEG.part").write_bytes(b"")
-    assert_heals(root, official)
+    run(root, official)
+    assert pictures_below(root) == EXPECTED
 
 
-@pytest.mark.parametrize("fails_at", range(1, 15, 3))
+@pytest.mark.parametrize("fails_at", range(1, 19, 3))
 def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
     root, calls, write_bytes = tmp_path / "root", [], Path.write_bytes
 
@@ -228,7 +343,7 @@ def without(files, name):
 
 
 WRONG = {
-    "damaged class": (TRAIN, damaged_class, r"n01440764\.tar': is cut off, damaged"),
+    "damaged class": (TRAIN, damaged_class, r"n01440764\.tar': is cut off or damaged"),
     "class missing": (
         TRAIN,
         lambda: tar_of(without(class_tars(), "n02102040.tar")),
@@ -322,6 +437,21 @@ def test_a_split_of_something_else_is_left_alone(tmp_path, official):
     (root / class_folders.SOURCES).write_text("{")
     with pytest.raises(DataError, match=r"prepared\.json: cannot be read .*delete it$"):
         run(root, official)
+
+
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypatch):
+    stat = os.stat
+
+    def refuse(path, *arguments, **options):
+        if str(path).startswith(f"{tmp_path}/root/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(Path, "mkdir", lambda path, **_: refuse(path))
+    with pytest.raises(DataError, match=r"root/\.imagenet\.unfinished: cannot be written \(Permission denied\)"):
+        run(tmp_path / "root", official)
+    assert class_folders.class_names(tmp_path / "root/train") == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")

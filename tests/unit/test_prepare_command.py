@@ -62,7 +62,8 @@ def test_the_command_prepares_every_data_set(tmp_path, official, tiny_facts, cap
             rf"^{root}: 3 classes, pictures: .*{num_val} in val; written in \d+\.\d s \(.*val\)$", out, re.M
         )
         assert f"in the config: data.root: {root}, data.num_classes: 3" in out
-        assert f"writing {'val' if name == 'imagenet' else ''}" in err
+        steps = {"imagenet": ["train", "val"], "imagenet-v2": ["val"]}.get(name, ["train and val"])
+        assert set(re.findall(r"^writing (.*):", err, re.M)) == set(steps)
         assert [len(list((root / split).rglob("*.*"))) for split in ("train", "val")] == [num_train, num_val]
         assert ("link ImageNet's there" in out) == (name == "imagenet-v2")
         assert main([*command, "--threads", "1"]) == 0
@@ -74,11 +75,18 @@ def test_failures_are_one_line_and_exit_code_1(tmp_path, official, tiny_facts, c
     assert main(["data", "prepare", "imagenet", str(tmp_path / "root"), "--archives", str(official)]) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("writing")]
     assert len(error) == 1
-    assert error[0].startswith(f"bigbatch: {official / TRAIN}: 'n01440764.tar': is cut off")
-    assert main(["data", "prepare", "imagenet-v2", str(tmp_path / "root"), "--archives", str(official)]) == 1
-    assert "--classes-from is missing" in capsys.readouterr().err
+    assert error[0].startswith(f"bigbatch: {official / TRAIN}: 'n01440764.tar': is cut off or damaged")
     assert main(["data", "prepare", "imagenet", str(tmp_path / "root"), "--archives", "x", "--check-md5"]) == 1
     assert "x: holds no ILSVRC2012_img_train.tar" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "missing"), [("imagenet", "--archives"), ("imagenet-v2", "--classes-from")])
+def test_options_that_cannot_be_left_out_are_asked_for(name, missing, capsys):
+    given = {"--archives": "x", "--classes-from": "y"} if name == "imagenet-v2" else {}
+    options = [word for option, value in given.items() if option != missing for word in (option, value)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "prepare", name, "root", *options])
+    assert f"required: {missing}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two"])
@@ -134,4 +142,6 @@ def test_published_facts_are_torchvisions():
         (archive,) = data_set.archives
         assert (archive.url, archive.md5) == PeerImagenette._ARCHIVES[size]
         assert archive.url.endswith(f"/{archive.names[0]}")
+    downloaded = [*CIFAR10.archives, *CIFAR100.archives, *(a for each in IMAGENETTE.values() for a in each.archives)]
+    assert all(archive.url.startswith("https://") for archive in downloaded)
     assert tuple(IMAGENETTE) == prepare_command.IMAGENETTE_SIZES

@@ -3,10 +3,10 @@
 import hashlib
 import os
 import pickle
+import shutil
 import tarfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from archive_writer import (
 )
 from PIL import Image
 
+from bigbatch.trainer.data import prepare
 from bigbatch.trainer.data.cifar import read_cifar
 from bigbatch.trainer.data.prepare import (
     prepare_from_one,
@@ -96,6 +97,12 @@ BAD_CIFAR = {
         {"data_batch_1": {"data": np.zeros((1, 3072), np.uint8)}},
         "holds no labels or fine_labels in data_b",
     ),
+    "labels are no list": (
+        {"data_batch_1": {**batch(1, [0]), "labels": 3}},
+        "holds no labels or fine_labels in data_b",
+    ),
+    "names are no list": ({"batches.meta": {"label_names": 5}}, "holds no label_names or fine_label_names in batches"),
+    "pixels are no array": ({"data_batch_1": {**batch(1, [0]), "data": [0] * 3072}}, "holds no data in data_batch_1"),
     "no pixels": ({"data_batch_1": {"labels": [1]}}, "holds no data in data_batch_1"),
     "pixels missing": ({"data_batch_1": {**batch(1, [0]), "labels": [0, 1]}}, "does not hold 2 x 3072 bytes"),
     "no such label": ({"data_batch_1": batch(1, [3])}, "label 3 names no class"),
@@ -162,18 +169,34 @@ def test_without_archives_it_is_downloaded(tmp_path, monkeypatch):
     go = imagenette(tmp_path / "server", imagenette_files())
     asked = []
 
-    def fetch(url, folder, filename, md5):
-        asked.append((url, md5))
-        Path(folder).mkdir(parents=True)
-        (Path(folder) / filename).write_bytes((tmp_path / "server" / filename).read_bytes())
+    def fetch(folder, archive, *, on_progress):
+        asked.append(archive)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tmp_path / "server" / archive.names[0], folder)
+        on_progress(f"downloading {archive.names[0]}", 1, 1)
+        with pytest.raises(DataError, match="another run writes here"):
+            go(tmp_path / "root", archives=None)
 
-    monkeypatch.setattr("torchvision.datasets.utils.download_url", fetch)
-    assert go(tmp_path / "root", archives=None) == ["train", "val"]
-    (archive,) = TINY_IMAGENETTE.archives
-    assert asked == [(archive.url, archive.md5)]
+    monkeypatch.setattr(prepare, "download", fetch)
+    seen = []
+    assert go(tmp_path / "root", archives=None, on_progress=lambda *s: seen.append(s)) == ["train", "val"]
+    assert asked == list(TINY_IMAGENETTE.archives)
+    assert seen[0] == ("downloading imagenette2-160.tgz", 1, 1)
     assert (tmp_path / "root/archives/imagenette2-160.tgz").is_file()
     assert go(tmp_path / "root", archives=None) == []
     assert len(asked) == 1
+
+
+def test_a_replaced_archive_starts_anew(tmp_path):
+    go = imagenette(tmp_path / "official", {**imagenette_files(), "x/val/n01440764/too_many.JPEG": b"1"})
+    with pytest.raises(DataError, match="holds 4 of 3 pictures"):
+        go(tmp_path / "root")
+    (tmp_path / "root/train").rename(tmp_path / "elsewhere")
+    imagenette(tmp_path / "official", imagenette_files())
+    assert go(tmp_path / "root") == ["train", "val"]
+    expected = {k.partition("/")[2]: v for k, v in imagenette_files().items() if k.count("/") == 3}
+    assert pictures_below(tmp_path / "root") == expected
+    assert {path.name for path in (tmp_path / "root").iterdir()} == {"train", "val", "prepared.json"}
 
 
 def run_v2(tmp_path, files, wnids=WNIDS, **options):

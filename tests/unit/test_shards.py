@@ -1,6 +1,7 @@
 """Packed shards give what the class folders give; the oracles are tarfile, Pillow and the folder loader."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -235,6 +236,22 @@ def edit_entries(column, value):
     return edit
 
 
+def swap_entries(split):
+    entries_N = np.load(split / "index.npy")
+    entries_N[[0, 1]] = entries_N[[1, 0]]
+    np.save(split / "index.npy", entries_N)
+
+
+def restated(edit):
+    """As edit, with the sum of index.npy that fits it."""
+
+    def edit_both(split):
+        edit(split)
+        edit_facts(entries_sha256=hashlib.sha256((split / "index.npy").read_bytes()).hexdigest())(split)
+
+    return edit_both
+
+
 def resize(name, change):
     def edit(split):
         os.truncate(split / name, (split / name).stat().st_size + change)
@@ -271,17 +288,20 @@ DAMAGE = {
     "another number": (edit_facts(num_pictures=12), r"index.npy: does not fit index.json \(\(11,\) entries"),
     "fewer shards": (edit_facts(shards=[]), r"index.npy: does not fit .*in none of 0 shards"),
     "no entries": (lambda split: (split / "index.npy").unlink(), r"index.npy: cannot be read .*No such file"),
-    "entries cut": (resize("index.npy", -1), r"index.npy: cannot be read"),
-    "entries empty": (replace("index.npy", b""), r"index.npy: cannot be read"),
-    "entries pickled": (save_objects, r"index.npy: cannot be read"),
-    "entries fewer": (shorten_entries, r"index.npy: does not fit index.json \(\(10,\) entries"),
-    "unknown shard": (edit_entries("shard", 99), r"lies in none of \d shards"),
-    "offset in a header": (edit_entries("offset", 10), r"outside of its shard"),
-    "offset past the end": (edit_entries("offset", 10**6), r"outside of its shard"),
-    "no length": (edit_entries("length", 0), r"outside of its shard"),
-    "unknown label": (edit_entries("label", 2), r"a label is none of 2 classes"),
-    "no height": (edit_entries("height", 0), r"a picture has no pixels"),
-    "no width": (edit_entries("width", 0), r"a picture has no pixels"),
+    "entries cut": (resize("index.npy", -1), r"index.npy: has another SHA-256 than index.json states: cut or edited"),
+    "another label": (edit_entries("label", 1), r"index.npy: has another SHA-256 than index.json states"),
+    "entries swapped": (swap_entries, r"index.npy: has another SHA-256 than index.json states"),
+    "entries cut before": (restated(resize("index.npy", -1)), r"index.npy: cannot be read"),
+    "entries empty": (restated(replace("index.npy", b"")), r"index.npy: cannot be read"),
+    "entries pickled": (restated(save_objects), r"index.npy: cannot be read"),
+    "entries fewer": (restated(shorten_entries), r"index.npy: does not fit index.json \(\(10,\) entries"),
+    "unknown shard": (restated(edit_entries("shard", 99)), r"lies in none of \d shards"),
+    "offset in a header": (restated(edit_entries("offset", 10)), r"outside of its shard"),
+    "offset past the end": (restated(edit_entries("offset", 10**6)), r"outside of its shard"),
+    "no length": (restated(edit_entries("length", 0)), r"outside of its shard"),
+    "unknown label": (restated(edit_entries("label", 2)), r"a label is none of 2 classes"),
+    "no height": (restated(edit_entries("height", 0)), r"a picture has no pixels"),
+    "no width": (restated(edit_entries("width", 0)), r"a picture has no pixels"),
     "shard missing": (
         lambda split: (split / "shard-000001.tar").unlink(),
         r"shard-000001.tar: cannot be found \(No such",
@@ -325,6 +345,14 @@ def test_damage_after_opening_names_shard_and_picture(make, own, damage, message
         list(make(index, microbatch_size=1).load(asked))
     assert "\n" not in str(caught.value)
     assert len(index.read(in_shard(index, number=1))) > 0  # the others are as good as before
+
+
+def test_an_index_that_is_cut_after_opening_is_not_needed_any_more(own):
+    """Mapped into memory it would end the process by SIGBUS, without a word."""
+    index = open_split(own, "train")
+    expected = [(index.read(n), index.name(n), index.labels_N[n]) for n in range(len(index))]
+    os.truncate(own / "train/index.npy", 0)
+    assert [(index.read(n), index.name(n), index.labels_N[n]) for n in range(len(index))] == expected
 
 
 def test_the_limit_of_open_files_is_named(packed, monkeypatch):
@@ -404,8 +432,34 @@ def test_parts_of_a_read_are_put_together(packed, monkeypatch):
     assert [index.read(n) for n in range(len(index))] == [data for data, _ in stored(packed / "train")]
 
 
-def test_half_of_the_files_that_may_be_open_are_ours(packed, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda _: (4, 4096))
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+from bigbatch.trainer.data.shards import open_split
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+splits = [open_split(Path(sys.argv[1]), split) for split in ("train", "val")]
+def read_all():
+    for index in splits:
+        for position in range(len(index)):
+            index.read(position)
+read_all()
+for index in splits:
+    index.close()
+others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+read_all()
+"""
+
+
+def test_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
+    """Also when others hold most of it: 13 for each split, 3 for the process and 20 are more than 40."""
+    small = {f"{split}/a/{n}.jpg": encoded(n, 20, 20) for split in ("train", "val") for n in range(30)}
+    pack(write(tmp_path / "many", small), tmp_path / "packed", recipe=Recipe(shard_bytes=1))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "packed"], env=environment, check=True)
+
+
+def test_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (6, 4096))
     index = open_split(packed, "train")
     for position in range(len(index)):
         index.read(position)

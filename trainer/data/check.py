@@ -16,9 +16,9 @@ from bigbatch.trainer.data.loader import Pictures
 from bigbatch.trainer.errors import DataError
 
 SPLITS = ("train", "val")
-IMAGENET_COUNTS = {"train": 1_281_167, "val": 50_000}
 IMAGENET_CLASSES = 1000
-IMAGENET_VAL_PER_CLASS = 50
+IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
+"""How many pictures there are, and how many of each class where these are equal; 10,000 are ImageNet-V2's."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_dataset(
     """Look at every picture of root/train and root/val; on_progress gets the number done and the total.
 
     decode False reads all files and headers, so that only damage inside of a picture remains unseen.
-    Raises: DataError if root has neither split.
+    Raises: DataError if root has neither split; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
     listings = {split: open_listing(root, split) for split in SPLITS if (root / split).is_dir()}
@@ -191,21 +191,24 @@ def class_findings(root: Path, splits: Mapping[str, Pictures]) -> list[Finding]:
 
 
 def imagenet_findings(split: str, pictures: Pictures) -> list[Finding]:
-    """For 1,000 classes that are named by WordNet ids: is it the whole of ILSVRC-2012?"""
+    """For 1,000 classes that are named by WordNet ids: is it the whole of ILSVRC-2012, or of ImageNet-V2?"""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     if len(pictures.classes) != IMAGENET_CLASSES or not all(map(is_wnid, pictures.classes)):
         return []
-    cases = []
-    if len(pictures) != IMAGENET_COUNTS[split]:
-        cases.append(f"{len(pictures):,} pictures instead of {IMAGENET_COUNTS[split]:,}")
-    if split == "val":
+    cases, known = [], IMAGENET_COUNTS[split]
+    if len(pictures) not in known:
+        cases.append(f"{len(pictures):,} pictures instead of {' or '.join(f'{count:,}' for count in known)}")
+    elif per_class := known[len(pictures)]:
         cases += [
-            f"{name}: {count} pictures instead of {IMAGENET_VAL_PER_CLASS}"
+            f"{name}: {count} pictures instead of {per_class}"
             for name, count in zip(pictures.classes, _class_counts(pictures).tolist(), strict=True)
-            if count != IMAGENET_VAL_PER_CLASS
+            if count != per_class
         ]
-    meaning = "accuracies are comparable only for the whole set"
-    return [Finding("not ImageNet's counts", split, tuple(cases), is_problem=True, meaning=meaning)] if cases else []
+    meaning = (
+        "accuracies are comparable only for the whole set: 1,281,167 pictures in train and 50,000 in val, 50 of each "
+        "class; 10,000 and 10 in ImageNet-V2"
+    )
+    return [Finding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)] if cases else []
 
 
 def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:

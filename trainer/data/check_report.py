@@ -1,33 +1,15 @@
 """A check of a data set for a person to read, and for a program."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bigbatch.trainer.data.check import Finding, Report, SplitFacts, Spread
 from bigbatch.trainer.errors import DataError
-
-
-@contextmanager
-def picture_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with pictures per second on the terminal's error stream; what it gives takes (done, total)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    console, start = Console(stderr=True), time.monotonic()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=None, rate="")
-
-        def advance(done: int, total: int) -> None:
-            rate = f"{done / (time.monotonic() - start):,.0f} pictures/s"
-            progress.update(task, completed=done, total=total, rate=rate)
-
-        yield advance
 
 
 def print_report(report: Report, *, console: Console) -> None:

@@ -62,12 +62,14 @@ def read_cifar(archive: Path) -> Iterator[Picture]:
     Raises: DataError if the archive is not as published.
     """
     batches = {member.path.name: _unpickle(member) for member in read_members(archive) if _is_known(member.path)}
-    classes = _column(batches, ("batches.meta", "meta"), ("label_names", "fine_label_names"), archive=archive)
+    classes = _column(
+        batches, ("batches.meta", "meta"), ("label_names", "fine_label_names"), kind=list, archive=archive
+    )
     for split, names in _BATCHES.items():
         position = 0
         for name in (name for name in names if name in batches):
-            labels = _column(batches, (name,), ("labels", "fine_labels"), archive=archive)
-            pixels_NP = _column(batches, (name,), ("data",), archive=archive)
+            labels = _column(batches, (name,), ("labels", "fine_labels"), kind=list, archive=archive)
+            pixels_NP = _column(batches, (name,), ("data",), kind=np.ndarray, archive=archive)
             for picture_HW3, label in zip(_pictures(pixels_NP, labels, archive=archive), labels, strict=True):
                 yield f"{split}/{_class_name(classes, label, archive=archive)}/{position:05d}.png", _png(picture_HW3)
                 position += 1
@@ -94,24 +96,26 @@ def _unpickle(member: Member) -> dict[str, Any]:
         raise DataError(f"{member}: is no CIFAR batch ({one_line(error)}); download the archive again") from error
 
 
-def _column(batches: dict[str, dict[str, Any]], files: tuple[str, ...], keys: tuple[str, ...], *, archive: Path) -> Any:
-    """The value of the first key in the first file that there is: both sets have their own names."""
+def _column(
+    batches: dict[str, dict[str, Any]], files: tuple[str, ...], keys: tuple[str, ...], *, kind: type, archive: Path
+) -> Any:
+    """The value of the first key in the first file that there is, of this kind: both sets have their own names."""
     for name in files:
         for key in keys:
-            if key in batches.get(name, {}):
-                return batches[name][key]
+            if isinstance(value := batches.get(name, {}).get(key), kind):
+                return value
     raise DataError(f"{archive}: holds no {' or '.join(keys)} in {' or '.join(files)}; download it again")
 
 
-def _pictures(pixels_NP: Any, labels: Any, *, archive: Path) -> np.ndarray:
+def _pictures(pixels_NP: np.ndarray, labels: list[Any], *, archive: Path) -> np.ndarray:
     """Planes of red, green and blue, row by row -> N x height x width x 3."""
     shape = (len(labels), 3 * _SIDE * _SIDE)
-    if not isinstance(pixels_NP, np.ndarray) or pixels_NP.shape != shape or pixels_NP.dtype != np.uint8:
+    if pixels_NP.shape != shape or pixels_NP.dtype != np.uint8:
         raise DataError(f"{archive}: a batch does not hold {shape[0]} x {shape[1]} bytes; download it again")
     return pixels_NP.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1)
 
 
-def _class_name(classes: Any, label: Any, *, archive: Path) -> str:
+def _class_name(classes: list[Any], label: Any, *, archive: Path) -> str:
     """The label's class, which becomes the name of a folder."""
     name = classes[label] if isinstance(label, int) and 0 <= label < len(classes) else None
     if not isinstance(name, str) or not name.replace("_", "").isalnum():

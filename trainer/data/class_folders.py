@@ -1,13 +1,17 @@
 """Writing ROOT/<split>/<class>/<picture>: a split stands under its name when it is complete, and not before."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bigbatch.trainer.data.archives import Archive
 from bigbatch.trainer.data.imagenet import PICTURE_SUFFIXES
@@ -19,6 +23,9 @@ SOURCES = "prepared.json"
 Picture = tuple[str, bytes]
 """(path below the folder of all splits, encoded picture)."""
 
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a file system without locks answers, such as Lustre mounted without them."""
+
 
 @dataclass(frozen=True)
 class DataSet:
@@ -26,6 +33,7 @@ class DataSet:
 
     name: str
     archives: tuple[Archive, ...]
+    """One for each split in the order of num_pictures, then the development kit; or a single one for all."""
     num_classes: int
     num_pictures: Mapping[str, int]
     """Of each split."""
@@ -57,12 +65,12 @@ class PictureWriter:
     def write_class(self, path: str, pictures: Iterable[Picture]) -> None:
         """Write the pictures, whose paths are names, to the folder at path, or nothing where it exists already."""
         folder = self._folder / path
-        if folder.is_dir():
+        if os.path.isdir(folder):
             self._on_written(len(_scan(folder)))
             return
         hidden = folder.with_name(f".{folder.name}")
         self.write((str(hidden.relative_to(self._folder) / name), data) for name, data in pictures)
-        if not hidden.is_dir():
+        if not os.path.isdir(hidden):
             raise DataError(f"{folder}: its archive holds no picture; download the archive again")
         _rename(hidden, folder)
 
@@ -84,9 +92,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _write_picture(path: Path, data: bytes) -> None:
-    """Leave a file of this length that an earlier run wrote: it came from the same archive."""
+    """Leave a file that an earlier run wrote; its length alone tells little, a machine may have crashed since."""
     try:
-        is_there = path.stat().st_size == len(data)
+        is_there = path.read_bytes() == data
     except OSError:  # whatever else is wrong, writing tells
         is_there = False
     if not is_there:
@@ -102,6 +110,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _rename(old: Path, new: Path) -> None:
+    """Give a class or a split its name, after which nobody reads it again."""
+    os.sync()  # it must survive a power cut whole; 1,002 calls for ImageNet, where fsync would take 1.3 million
     try:
         os.replace(old, new)
     except OSError as error:
@@ -118,6 +128,66 @@ def unfinished_folder(root: Path, data_set: DataSet) -> Path:
     return root / f".{data_set.name}.unfinished"
 
 
+@contextmanager
+def only_run(root: Path, data_set: DataSet) -> Iterator[None]:
+    """Make the unfinished folder and keep other runs from it; it goes when no split is left in it.
+
+    Raises: DataError if another run writes there, or it cannot be made.
+    """
+    unfinished = unfinished_folder(root, data_set)
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        lock = open(unfinished / "lock", "wb")  # noqa: SIM115  # closed below, which releases it
+    except OSError as error:
+        raise _write_error(unfinished, error) from error
+    with lock:
+        _lock(lock.fileno(), unfinished)
+        try:
+            yield
+        finally:
+            if not class_names(unfinished):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataError(f"{folder}: another run writes here; wait for its end, or name a new folder") from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise _write_error(folder, error) from error
+
+
+def go_on_or_start_anew(root: Path, data_set: DataSet, *, split: str, archives: Sequence[Path]) -> None:
+    """Throw away what an earlier run left of a split if one of its archives was replaced since.
+
+    What is left may come from a damaged archive, and whole classes of it are not read again.
+    Raises: DataError with the path.
+    """
+    unfinished = unfinished_folder(root, data_set) / split
+    note = unfinished.with_suffix(".json")
+    facts = _facts(archives)
+    if _read_note(note) == facts:
+        return
+    try:
+        if os.path.isdir(unfinished):
+            shutil.rmtree(unfinished)
+    except OSError as error:
+        raise _write_error(unfinished, error) from error
+    write_file(note, json.dumps(facts).encode())
+
+
+def _facts(archives: Sequence[Path]) -> dict[str, list[int]]:
+    """What tells an archive from the one that replaces it: length and time of change, by name."""
+    try:
+        states = {path.name: path.stat() for path in archives}
+    except OSError as error:  # hours after it was found: the other split was written since
+        again = "bring it back and run the command again"
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); {again}") from error
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
+
+
 def missing_splits(root: Path, data_set: DataSet) -> list[str]:
     """The splits that are still to be written.
 
@@ -126,10 +196,10 @@ def missing_splits(root: Path, data_set: DataSet) -> list[str]:
     missing = []
     for split in data_set.num_pictures:
         folder = root / split
-        if not folder.exists() or not _scan(folder):
+        if not os.path.exists(folder) or not _scan(folder):
             missing.append(split)
             continue
-        source = _sources(root).get(split, data_set.name)
+        source = _read_note(root / SOURCES).get(split, data_set.name)
         if source != data_set.name:
             raise DataError(f"{folder}: holds {source}, not {data_set.name}; name a new folder")
         if (problem := _wrong_counts(folder, data_set, split=split)) is not None:
@@ -142,23 +212,27 @@ def finish_split(root: Path, data_set: DataSet, *, split: str) -> None:
     unfinished = unfinished_folder(root, data_set)
     if (problem := _wrong_counts(unfinished / split, data_set, split=split)) is not None:
         raise DataError(f"{unfinished / split}: {problem}; delete it, download the archive again and repeat")
-    write_file(root / SOURCES, json.dumps({**_sources(root), split: data_set.name}, indent=2).encode())
+    sources = {**_read_note(root / SOURCES), split: data_set.name}
+    write_file(root / SOURCES, json.dumps(sources, indent=2).encode())
     _rename(unfinished / split, root / split)
-    if not _scan(unfinished):
-        unfinished.rmdir()
 
 
 def class_names(folder: Path) -> list[str]:
     """Sorted names of the class folders in folder; none where there is no such folder."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     return sorted(entry.name for entry in _scan(folder) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file is called as a picture: not a table, nor one of the hidden files that macOS adds."""
+    return name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
 
 
 def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
     """What is wrong with the number of classes or pictures; None where both are as published."""
     names = class_names(folder)
-    found = sum(1 for name in names for entry in _scan(folder / name) if _is_picture(entry.name))
+    found = sum(1 for name in names for entry in _scan(folder / name) if is_picture(entry.name))
     expected = data_set.num_pictures[split]
     if (len(names), found) == (data_set.num_classes, expected):
         return None
@@ -173,12 +247,8 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
 
 
-def _is_picture(name: str) -> bool:
-    return name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
-
-
-def _sources(root: Path) -> dict[str, str]:
-    path = root / SOURCES
+def _read_note(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote there; empty if none did."""
     try:
         return dict(json.loads(path.read_bytes()))
     except FileNotFoundError:

@@ -34,17 +34,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from rich.progress import Progress
-
     from bigbatch.trainer.data.generated import write_dataset
+    from bigbatch.trainer.data.show_progress import show_progress
 
-    with Progress() as progress:
-        task = progress.add_task(f"writing {arguments.root}", total=None)
+    with show_progress(f"writing {arguments.root}") as on_progress:
         is_new = write_dataset(
-            arguments.root,
-            seed=arguments.seed,
-            num_workers=arguments.workers,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            arguments.root, seed=arguments.seed, num_workers=arguments.workers, on_progress=on_progress
         )
     print(f"{arguments.root}: {'written' if is_new else 'complete already'}")
     return 0
@@ -69,9 +64,10 @@ def _check(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from bigbatch.trainer.data.check import check_dataset
-    from bigbatch.trainer.data.check_report import picture_progress, print_report, write_json
+    from bigbatch.trainer.data.check_report import print_report, write_json
+    from bigbatch.trainer.data.show_progress import show_progress
 
-    with picture_progress(f"checking {arguments.root}") as on_progress:
+    with show_progress(f"checking {arguments.root}") as on_progress:
         report = check_dataset(
             arguments.root, decode=not arguments.no_decode, num_workers=arguments.workers, on_progress=on_progress
         )
@@ -92,7 +88,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack.add_argument("source", type=Path, nargs="?", metavar="SRC", help="folder with train/ and val/")
     pack.add_argument("target", type=Path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
     pack.add_argument(
-        "--shard-mb", type=int, default=256, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"
+        "--shard-mb", type=int, default=512, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"
     )
     pack.add_argument(
         "--max-side",
@@ -117,36 +113,28 @@ def _pack(arguments: argparse.Namespace) -> int:
         return _verify(arguments)
     if arguments.verify or not arguments.target:
         arguments.parser.error("give SRC and DST, or --verify DST alone")
-    from rich.progress import Progress
-
     from bigbatch.trainer.data.pack import pack
     from bigbatch.trainer.data.shard_writer import Recipe
+    from bigbatch.trainer.data.show_progress import show_progress
 
-    with Progress() as progress:
-        task = progress.add_task(f"packing {arguments.target}", total=None)
+    with show_progress(f"packing {arguments.target}") as on_progress:
         summary = pack(
             arguments.source,
             arguments.target,
             recipe=Recipe(arguments.shard_mb * 10**6, arguments.max_side, arguments.quality),
             splits=arguments.splits.split(","),
             num_workers=arguments.workers,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            on_progress=on_progress,
         )
     print(f"{arguments.target}: {summary}")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from rich.progress import Progress
-
+    from bigbatch.trainer.data.show_progress import show_progress
     from bigbatch.trainer.data.verify_shards import verify
 
-    with Progress() as progress:
-        task = progress.add_task(f"verifying {arguments.verify}", total=None)
-        num_pictures = verify(
-            arguments.verify,
-            num_workers=arguments.workers,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with show_progress(f"verifying {arguments.verify}", unit="shards") as on_progress:
+        num_pictures = verify(arguments.verify, num_workers=arguments.workers, on_progress=on_progress)
     print(f"{arguments.verify}: all {num_pictures} pictures are as they were packed")
     return 0

@@ -20,7 +20,7 @@ class DaliLoader:
     """Decodes in DALI's threads, working prefetch_batches ahead; one pipeline lives across all loads.
 
     device_id None decodes on the CPU; else the JPEGs are decoded by that GPU and the pictures stay there.
-    A JPEG that is cut off is always an error; one damaged inside may pass with wrong pixels, as libjpeg
+    A picture that is cut off is always an error; a JPEG damaged inside may pass with wrong pixels, as libjpeg
     only warns of that.
     """
 

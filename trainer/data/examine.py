@@ -11,7 +11,14 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from bigbatch.trainer.data.encoded import jpeg_size, open_picture, picture_size
+from bigbatch.trainer.data.encoded import (
+    PNG_END,
+    PNG_START,
+    UnsupportedPictureError,
+    jpeg_size,
+    open_picture,
+    picture_size,
+)
 from bigbatch.trainer.data.imagenet import PICTURE_SUFFIXES
 from bigbatch.trainer.data.loader import Pictures
 from bigbatch.trainer.data.processes import in_parallel
@@ -67,13 +74,15 @@ class _Job:
     decode: bool
 
 
-def kind_of_fault(data: bytes) -> str:
-    """What a file that cannot be decoded seems to be."""
+def kind_of_fault(data: bytes, error: Exception) -> str:
+    """What a file on which the decoder raised error seems to be."""
     if not data:
         return "empty file"
-    for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (b"\x89PNG", b"IEND")):
+    for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (PNG_START[:4], PNG_END)):
         if data.startswith(start):
-            return "damaged picture" if end in data[len(start) :] else "cut off picture"
+            if end not in data[len(start) :]:
+                return "cut off picture"
+            return "unsupported picture" if isinstance(error, UnsupportedPictureError) else "damaged picture"
     if data[:100].lstrip().startswith(b"<"):
         return "HTML or XML instead of a picture"
     return "neither JPEG nor PNG"
@@ -82,7 +91,7 @@ def kind_of_fault(data: bytes) -> str:
 def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], str, int]:
     """(height, width) of the stored picture, its form, its traits; with decode False from the headers alone.
 
-    A PNG is decoded in any case, as the loaders do to learn its size. Raises: DataError naming path.
+    Raises: DataError naming path.
     """
     if decode:
         picture = open_picture(data, path=path)
@@ -141,7 +150,7 @@ def examine_part(pictures: Pictures, positions: range, *, split: str, decode: bo
             try:
                 rows_N[row] = (_digest(data), len(data), *examine(data, path=path, decode=decode), True)
             except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
-                faults.append(Fault(path, kind_of_fault(data), _reason(path, error)))
+                faults.append(Fault(path, kind_of_fault(data, error), _reason(path, error)))
     return Part(split, rows_N, tuple(faults))
 
 
@@ -159,7 +168,7 @@ def _digest(data: bytes) -> np.ndarray:
 def examine_all(splits: Mapping[str, Pictures], *, decode: bool, num_workers: int) -> Iterator[Part]:
     """Parts of all splits, in order, each as soon as it is there; in this process if one is enough.
 
-    Raises: DataError if a process dies.
+    Raises: ConfigError for an impossible num_workers; DataError if a process dies.
     """
     tasks = [
         (split, range(first, min(first + PART_PICTURES, len(pictures))))

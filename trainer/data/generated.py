@@ -216,8 +216,6 @@ def write_dataset(
     Raises: ConfigError for an impossible setting; DataError where root holds something else or cannot be
     written.
     """
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
     recipe = Recipe(seed, train_per_class, val_per_class, side_pixels)
     if _is_complete(root, recipe):
         return False
@@ -262,17 +260,19 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
 def _write_all(
     folder: Path, *, recipe: Recipe, num_workers: int, on_progress: Callable[[int, int], None] | None
 ) -> None:
-    for split in SPLITS:
-        for name in CLASSES:
-            (folder / split / name).mkdir(parents=True)
     chunks = [
         (split, label, range(first, min(first + CHUNK_PICTURES, per_class)))
         for split, per_class in recipe.counts.items()
         for label in range(len(CLASSES))
         for first in range(0, per_class, CHUNK_PICTURES)
     ]
+    # refuses an impossible num_workers before anything is written
+    written = in_parallel(partial(_write_chunk, folder, recipe), chunks, num_workers=num_workers)
+    for split in SPLITS:
+        for name in CLASSES:
+            (folder / split / name).mkdir(parents=True)
     num_done, total = 0, sum(recipe.counts.values()) * len(CLASSES)
-    for num_written in in_parallel(partial(_write_chunk, folder, recipe), chunks, num_workers=num_workers):
+    for num_written in written:
         num_done += num_written
         if on_progress:
             on_progress(num_done, total)

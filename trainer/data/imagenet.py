@@ -62,7 +62,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     folder = Path(root) / split
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected {split}/<class>/<picture> below {root}")
-    found = _scan(folder, want_folders=True)
+    found, _ = list_names(folder, want_folders=True)
     if not found:
         raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<picture>")
     if classes is not None:
@@ -70,7 +70,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     paths: list[str] = []
     counts = []
     for name in found:
-        pictures = _scan(folder / name, want_folders=False)
+        pictures, _ = list_names(folder / name, want_folders=False)
         if not pictures:
             raise DataError(f"{folder / name}: holds no {', '.join(PICTURE_SUFFIXES)}; fill or remove the folder")
         paths.extend(f"{name}/{picture}" for picture in pictures)
@@ -79,15 +79,24 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     return PictureIndex(root=str(folder), classes=tuple(found), paths=paths, labels_N=labels_N)
 
 
-def _scan(folder: Path, *, want_folders: bool) -> list[str]:
-    """Sorted names of the folders, or of the pictures, that lie directly in folder."""
+def list_names(folder: Path, *, want_folders: bool) -> tuple[list[str], list[str]]:
+    """Of what lies directly in folder: sorted names of class folders, or of pictures, and those of all else.
+
+    Raises: DataError.
+    """
+    wanted: list[str] = []
+    others: list[str] = []
     try:
         with os.scandir(folder) as entries:
-            if want_folders:
-                return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-            return sorted(e.name for e in entries if e.name.lower().endswith(PICTURE_SUFFIXES))
+            for entry in entries:
+                if want_folders:
+                    is_wanted = entry.is_dir() and not entry.name.startswith(".")
+                else:
+                    is_wanted = entry.name.lower().endswith(PICTURE_SUFFIXES)
+                (wanted if is_wanted else others).append(entry.name)
     except OSError as error:
         raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
+    return sorted(wanted), sorted(others)
 
 
 def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:

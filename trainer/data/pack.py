@@ -1,6 +1,7 @@
 """From class folders to packed shards (see shards.py): in parallel, resumable, the same input gives the same bytes."""
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -9,12 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bigbatch.trainer.data.imagenet import PictureIndex, read_index
 from bigbatch.trainer.data.processes import in_parallel
-from bigbatch.trainer.data.shard_writer import UNFINISHED, Recipe, Record, ShardPlan, padded, replacing, write_shard
+from bigbatch.trainer.data.shard_writer import (
+    UNFINISHED,
+    Recipe,
+    Record,
+    ShardPlan,
+    padded,
+    record_name,
+    replacing,
+    shard_name,
+    write_shard,
+)
 from bigbatch.trainer.data.shards import (
     BLOCK_BYTES,
     ENTRIES,
@@ -136,19 +148,22 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: R
     for split in splits:
         index = read_index(source, split, classes=classes)
         classes = index.classes
-        sizes_N, fingerprint = _survey(index)
+        stamps_N = _survey(index)
+        sizes_N = [size for size, _ in stamps_N]
+        cuts = cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes)
         shards = [
             ShardPlan(number, p.start, tuple(map(index.full_path, p)), tuple(index.labels_N[p.start : p.stop].tolist()))
-            for number, p in enumerate(cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes))
+            for number, p in enumerate(cuts)
         ]
-        plans.append((SplitPlan(target / split, index, shards, sum(sizes_N)), fingerprint))
-    for plan, fingerprint in plans:
-        _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "source": fingerprint})
+        sources = [_fingerprint(index, stamps_N, positions) for positions in cuts]
+        plans.append((SplitPlan(target / split, index, shards, sum(sizes_N)), sources))
+    for plan, sources in plans:
+        _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "sources": sources})
     return [plan for plan, _ in plans]
 
 
-def _survey(index: PictureIndex) -> tuple[list[int], str]:
-    """Bytes of each picture, and a hash that changes when one comes, goes, grows or is written anew."""
+def _survey(index: PictureIndex) -> list[tuple[int, int]]:
+    """Bytes of each picture, and when it was written (ns)."""
     chunks = [range(first, min(first + 1000, len(index))) for first in range(0, len(index), 1000)]
 
     def stats(chunk: range) -> list[tuple[int, int]]:
@@ -159,54 +174,89 @@ def _survey(index: PictureIndex) -> tuple[list[int], str]:
         return [(stat.st_size, stat.st_mtime_ns) for stat in found]
 
     with ThreadPoolExecutor(16) as threads:  # on a network file system each answer takes its time
-        known = [stat for part in threads.map(stats, chunks) for stat in part]
-    digest = hashlib.sha256()
-    for path, (size, time_ns) in zip(index.paths, known, strict=True):
-        digest.update(f"{path}\0{size}\0{time_ns}\n".encode("utf-8", "surrogateescape"))
-    return [size for size, _ in known], digest.hexdigest()
+        return [stat for part in threads.map(stats, chunks) for stat in part]
 
 
-def _claim(folder: Path, settings: dict[str, object]) -> None:
-    """Note in folder what is packed into it, and sweep up after a call that was killed. Raises: DataError."""
+def _fingerprint(index: PictureIndex, stamps_N: Sequence[tuple[int, int]], positions: range) -> str:
+    """Of a shard's source: changes when a picture comes, goes, grows, is written anew or gets another label."""
+    digest = hashlib.sha256(f"{positions.start}\n".encode())
+    for position in positions:
+        size, time_ns = stamps_N[position]
+        stamp = f"{index.paths[position]}\0{index.labels_N[position]}\0{size}\0{time_ns}\n"
+        digest.update(stamp.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Note in folder what is packed into it, and sweep up what earlier calls left that is of no use now.
+
+    Raises: DataError.
+    """
     path = folder / SETTINGS
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f".*{UNFINISHED}"):
             left.unlink(missing_ok=True)
         found = json.loads(path.read_text()) if path.exists() else None
-        is_empty = not any(folder.iterdir())
+        if found is None and any(folder.iterdir()):
+            raise DataError(f"{folder}: holds something else than shards of `bigbatch data pack`; name another DST")
+        if found is not None and found != settings:
+            was = found if isinstance(found, dict) else {}
+            _refuse_another(folder, was, settings)
+            _forget(folder, was=was.get("sources"), sources=settings["sources"])
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read or made ({error}); {_NEW}") from error
-    if found is None and not is_empty:
-        raise DataError(f"{folder}: holds something else than shards of `bigbatch data pack`; name another DST")
-    if found is None:
+    if found != settings:
         with replacing(path) as file:
             file.write((json.dumps(settings, indent=1) + "\n").encode())
-    elif found != settings:
-        was = found if isinstance(found, dict) else {}
-        apart = [key for key in settings if was.get(key) != settings[key]]
-        changes = ", ".join(f"{key} {was.get(key)} -> {settings[key]}" for key in apart if key != "source")
-        what = f"with other settings ({changes})" if changes else "from other pictures"
-        raise DataError(f"{folder}: was packed {what}; {_NEW}")
+
+
+def _refuse_another(folder: Path, was: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise DataError unless only pictures changed, of a split that is not packed to its end yet."""
+    apart = [key for key in settings if key != "sources" and was.get(key) != settings[key]]
+    if apart:
+        changes = ", ".join(f"{key} {was.get(key)} -> {settings[key]}" for key in apart)
+        raise DataError(f"{folder}: was packed with other settings ({changes}); {_NEW}")
+    if (folder / FACTS).exists():
+        raise DataError(f"{folder}: was packed from other pictures; {_NEW}")
+
+
+def _forget(folder: Path, *, was: object, sources: Sequence[str]) -> None:
+    """Remove the records of shards whose pictures changed, such as a bad one replaced, and shards in excess.
+
+    The records go before pack.json is written anew: a kill in between only loses records.
+    """
+    known = was if isinstance(was, list) else []
+    kept = {record_name(n) for n, (old, new) in enumerate(zip(known, sources, strict=False)) if old == new}
+    for path in folder.glob(".shard-*.json"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+    wanted = {shard_name(n) for n in range(len(sources))}
+    for path in folder.glob("shard-*.tar"):
+        if path.name not in wanted:
+            path.unlink(missing_ok=True)
 
 
 def _finished_shards(plan: SplitPlan) -> dict[int, Record]:
     """By number, the shards of earlier calls that are whole: those of the index and those not in one yet."""
     records = _indexed_shards(plan.folder)
-    for path in plan.folder.glob(".shard-*.json"):
-        try:
-            found = json.loads(path.read_text())
-            records[int(path.stem.split("-")[1])] = Record(Shard(**found["shard"]), found["rows"])
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # it is packed again
-    wanted = {shard.number: shard for shard in plan.shards}
-    return {
-        number: record
-        for number, record in records.items()
-        if number in wanted
-        and len(record.rows) == len(wanted[number].paths)
-        and _size_or_none(plan.folder / wanted[number].name) == record.shard.num_bytes
-    }
+    finished = {}
+    for shard in plan.shards:
+        record = _read_record(plan.folder / record_name(shard.number)) or records.get(shard.number)
+        if record is None or len(record.rows) != len(shard.paths):
+            continue
+        if _size_or_none(plan.folder / shard.name) == record.shard.num_bytes:
+            finished[shard.number] = record
+    return finished
+
+
+def _read_record(path: Path) -> Record | None:
+    """None where there is none, or a broken one: the shard is packed again."""
+    try:
+        found = json.loads(path.read_text())
+        return Record(Shard(**found["shard"]), np.array(found["rows"], np.int64).reshape(-1, 4).tolist())
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _indexed_shards(folder: Path) -> dict[int, Record]:
@@ -224,17 +274,19 @@ def _size_or_none(path: Path) -> int | None:
 
 def _write_index(plan: SplitPlan, records: list[Record], *, recipe: Recipe) -> None:
     """Write index.npy, then index.json, with which the split is complete; nothing where both are right already."""
-    shards = tuple(record.shard for record in records)
-    facts = Facts(FORMAT_VERSION, plan.index.classes, len(plan.index), shards, recipe.made())
-    entries_N = np.zeros(len(plan.index), ENTRY)
-    entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])
-    entries_N["label"] = plan.index.labels_N
-    rows_N4 = np.concatenate([np.array(record.rows, np.int64) for record in records])
-    for column, name in enumerate(("offset", "length", "height", "width")):
-        entries_N[name] = rows_N4[:, column]
-    if not _has_index(plan.folder, facts, entries_N):
+    buffer = io.BytesIO()
+    np.save(buffer, _entries(plan, records), allow_pickle=False)
+    facts = Facts(
+        version=FORMAT_VERSION,
+        classes=plan.index.classes,
+        num_pictures=len(plan.index),
+        entries_sha256=hashlib.sha256(buffer.getbuffer()).hexdigest(),
+        shards=tuple(record.shard for record in records),
+        made=recipe.made(),
+    )
+    if not _has_index(plan.folder, facts):
         with replacing(plan.folder / ENTRIES) as file:
-            np.save(file, entries_N, allow_pickle=False)
+            file.write(buffer.getbuffer())
         with replacing(plan.folder / FACTS) as file:
             file.write(facts.to_json().encode())
     for path in plan.folder.glob(".shard-*.json"):
@@ -242,9 +294,19 @@ def _write_index(plan: SplitPlan, records: list[Record], *, recipe: Recipe) -> N
     read_packed(plan.folder)
 
 
-def _has_index(folder: Path, facts: Facts, entries_N: np.ndarray) -> bool:
+def _entries(plan: SplitPlan, records: list[Record]) -> np.ndarray:
+    """What index.npy holds."""
+    entries_N = np.zeros(len(plan.index), ENTRY)
+    entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])
+    entries_N["label"] = plan.index.labels_N
+    rows_N4 = np.concatenate([np.array(record.rows, np.int64) for record in records])
+    for column, name in enumerate(("offset", "length", "height", "width")):
+        entries_N[name] = rows_N4[:, column]
+    return entries_N
+
+
+def _has_index(folder: Path, facts: Facts) -> bool:
     try:
-        found_facts, found_N = read_entries(folder)
+        return read_entries(folder)[0] == facts
     except DataError:
         return False
-    return found_facts == facts and np.array_equal(found_N, entries_N)

@@ -1,7 +1,7 @@
 """Official archives -> ROOT/train/<class>/<picture> and ROOT/val/<class>/<picture>."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from bigbatch.trainer.data.class_folders import (
     PictureWriter,
     class_names,
     finish_split,
+    go_on_or_start_anew,
+    is_picture,
     missing_splits,
+    only_run,
     unfinished_folder,
 )
-from bigbatch.trainer.data.imagenet import PICTURE_SUFFIXES
 from bigbatch.trainer.data.matfile import read_struct_array
 from bigbatch.trainer.errors import DataError
 
@@ -71,6 +73,15 @@ _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 _NOT_OFFICIAL = "this is not the official archive"
 
 
+@dataclass(frozen=True)
+class ValLabels:
+    """What the development kit says."""
+
+    wnids: frozenset[str]
+    val_wnids: tuple[str, ...]
+    """Class of ILSVRC2012_val_00000001.JPEG and those that follow."""
+
+
 def prepare_imagenet(
     root: Path,
     *,
@@ -80,27 +91,36 @@ def prepare_imagenet(
     num_threads: int = 8,
     on_progress: Report,
 ) -> list[str]:
-    """Write both splits of ImageNet 2012 from the three archives in a folder; the splits that were not there yet.
+    """Write both splits of ImageNet 2012 from the archives in a folder; the splits that were not there yet.
 
-    An interrupted run is gone on with: whole classes of the training split are not read again.
+    An interrupted run is gone on with: whole classes of the training split are not read again. The archive of a
+    split that is there already is not needed.
     Raises: DataError for an archive, a member or a number that is not as published; a split that is not whole
     never stands under its name.
     """
     if not (missing := missing_splits(root, data_set)):
         return []
-    train, val, devkit = _official_archives(archives, data_set, with_md5=with_md5, on_progress=on_progress)
+    by_split = dict(zip(data_set.num_pictures, data_set.archives, strict=False))
+    needed = [*(by_split[split] for split in missing), data_set.archives[-1]]
+    *pictures, devkit = _official_archives(archives, needed, with_md5=with_md5, on_progress=on_progress)
     labels = read_devkit(devkit, data_set=data_set)
-    if "train" in missing:
-        writer = _writer(root, data_set, splits=["train"], num_threads=num_threads, on_progress=on_progress)
-        for member in read_members(train):
-            wnid = _train_wnid(member, labels)
-            writer.write_class(f"train/{wnid}", ((each.path.name, each.read()) for each in _flat(member)))
-        finish_split(root, data_set, split="train")
-    if "val" in missing:
-        writer = _writer(root, data_set, splits=["val"], num_threads=num_threads, on_progress=on_progress)
-        writer.write((_val_path(member, labels), member.read()) for member in _flat(val))
-        finish_split(root, data_set, split="val")
+    with only_run(root, data_set):
+        for split, archive in zip(missing, pictures, strict=True):
+            go_on_or_start_anew(root, data_set, split=split, archives=[archive, devkit])
+            writer = _writer(root, data_set, splits=[split], num_threads=num_threads, on_progress=on_progress)
+            {"train": _write_train, "val": _write_val}[split](archive, writer, labels=labels)
+            finish_split(root, data_set, split=split)
     return missing
+
+
+def _write_train(archive: Path, writer: PictureWriter, *, labels: ValLabels) -> None:
+    for member in read_members(archive):
+        wnid = _train_wnid(member, labels)
+        writer.write_class(f"train/{wnid}", ((each.path.name, each.read()) for each in _flat(member)))
+
+
+def _write_val(archive: Path, writer: PictureWriter, *, labels: ValLabels) -> None:
+    writer.write((_val_path(member, labels), member.read()) for member in _flat(archive))
 
 
 def prepare_from_one(
@@ -120,14 +140,17 @@ def prepare_from_one(
     """
     if not (missing := missing_splits(root, data_set)):
         return []
-    if archives is None:
-        archives = root / "archives"
-        download(archives, data_set.archives[0])
-    (archive,) = _official_archives(archives, data_set, with_md5=with_md5, on_progress=on_progress)
-    writer = _writer(root, data_set, splits=missing, num_threads=num_threads, on_progress=on_progress)
-    writer.write((path, data) for path, data in read(archive) if path.split("/")[0] in missing)
-    for split in missing:
-        finish_split(root, data_set, split=split)
+    with only_run(root, data_set):
+        if archives is None:
+            archives = root / "archives"
+            download(archives, data_set.archives[0], on_progress=on_progress)
+        (archive,) = _official_archives(archives, data_set.archives, with_md5=with_md5, on_progress=on_progress)
+        for split in missing:
+            go_on_or_start_anew(root, data_set, split=split, archives=[archive])
+        writer = _writer(root, data_set, splits=missing, num_threads=num_threads, on_progress=on_progress)
+        writer.write((path, data) for path, data in read(archive) if path.split("/")[0] in missing)
+        for split in missing:
+            finish_split(root, data_set, split=split)
     return missing
 
 
@@ -137,7 +160,7 @@ def read_imagenette(archive: Path) -> Iterator[Picture]:
     Raises: DataError for a picture elsewhere.
     """
     for member in read_members(archive):
-        if not _is_picture(member):
+        if not is_picture(member.path.name):
             continue
         _, *inner = member.path.parts
         if len(inner) != 3 or inner[0] not in ("train", "val") or not WNID.fullmatch(inner[1]):
@@ -148,7 +171,7 @@ def read_imagenette(archive: Path) -> Iterator[Picture]:
 def read_imagenet_v2(archive: Path, *, wnids: list[str]) -> Iterator[Picture]:
     """Yield <archive's folder>/<class index>/<picture> as val/<wnid>/<picture>. Raises: DataError for another path."""
     for member in read_members(archive):
-        if not _is_picture(member):
+        if not is_picture(member.path.name):
             continue
         index = member.path.parent.name
         if len(member.path.parts) != 3 or not index.isdecimal() or int(index) >= len(wnids):
@@ -165,15 +188,6 @@ def read_wnids(root: Path, *, num_classes: int) -> list[str]:
     raise DataError(
         f"{root}: has no train or val with {num_classes} class folders as n01440764; correct --classes-from"
     )
-
-
-@dataclass(frozen=True)
-class ValLabels:
-    """What the development kit says."""
-
-    wnids: frozenset[str]
-    val_wnids: tuple[str, ...]
-    """Class of ILSVRC2012_val_00000001.JPEG and those that follow."""
 
 
 def read_devkit(archive: Path, *, data_set: DataSet) -> ValLabels:
@@ -208,11 +222,11 @@ def _class_ids(meta_mat: bytes, *, origin: str) -> dict[int, str]:
     return wnids  # type: ignore[return-value]  # just checked
 
 
-def _official_archives(folder: Path, data_set: DataSet, *, with_md5: bool, on_progress: Report) -> list[Path]:
+def _official_archives(folder: Path, archives: Sequence[Archive], *, with_md5: bool, on_progress: Report) -> list[Path]:
     """Find all archives before any is read, since to sum up the first takes minutes."""
-    paths = [find_archive(folder, archive) for archive in data_set.archives]
+    paths = [find_archive(folder, archive) for archive in archives]
     if with_md5:
-        for path, archive in zip(paths, data_set.archives, strict=True):
+        for path, archive in zip(paths, archives, strict=True):
             check_md5(path, archive, on_progress=on_progress)
     return paths
 
@@ -232,16 +246,10 @@ def _writer(
     return PictureWriter(unfinished_folder(root, data_set), num_threads=num_threads, on_written=count)
 
 
-def _is_picture(member: Member) -> bool:
-    """Not a table, nor one of the hidden files that macOS adds."""
-    name = member.path.name
-    return name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
-
-
 def _flat(archive: Path | Member) -> Iterator[Member]:
     """The pictures of an archive that has no folders. Raises: DataError for anything else in it."""
     for member in read_members(archive):
-        if len(member.path.parts) != 1 or not _is_picture(member):
+        if len(member.path.parts) != 1 or not is_picture(member.path.name):
             raise DataError(f"{member}: is no picture at the top of the archive; {_NOT_OFFICIAL}")
         yield member
 

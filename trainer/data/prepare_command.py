@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigbatch.trainer.errors import ConfigError
-
 if TYPE_CHECKING:
     from bigbatch.trainer.data.archives import Report
     from bigbatch.trainer.data.class_folders import DataSet
@@ -104,7 +102,11 @@ def _add_imagenet_v2(data_sets: "Subparsers") -> None:
     )
     parser.add_argument("--archives", type=Path, required=True, metavar="FOLDER", help="where the archive lies")
     parser.add_argument(
-        "--classes-from", type=Path, metavar="ROOT_OF_IMAGENET", help="prepared ImageNet, for the names of its classes"
+        "--classes-from",
+        type=Path,
+        required=True,
+        metavar="ROOT_OF_IMAGENET",
+        help="prepared ImageNet, for the names of its classes; the archive only has their numbers",
     )
 
 
@@ -222,10 +224,6 @@ def _imagenette(arguments: argparse.Namespace, on_progress: "Report") -> "tuple[
 def _imagenet_v2(arguments: argparse.Namespace, on_progress: "Report") -> "tuple[DataSet, list[str]]":
     from bigbatch.trainer.data.prepare import IMAGENET_V2, read_imagenet_v2, read_wnids
 
-    if arguments.classes_from is None:
-        raise ConfigError(
-            "--classes-from is missing: the archive only has class numbers; name the folder of a prepared ImageNet"
-        )
     wnids = read_wnids(arguments.classes_from, num_classes=IMAGENET_V2.num_classes)
     read = partial(read_imagenet_v2, wnids=wnids)
     return IMAGENET_V2, _from_one(arguments, data_set=IMAGENET_V2, read=read, on_progress=on_progress)

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
-from bigbatch.trainer.errors import DataError
+from bigbatch.trainer.errors import ConfigError, DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -19,15 +19,27 @@ _works: list[Callable[[Any], Any]] = []
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:
-    """work of each task, in order, in num_workers processes (1: in this one). Raises: DataError if one dies."""
+    """work of each task, in order, in num_workers processes (1: in this one).
+
+    Raises: ConfigError for an impossible num_workers, at the call; DataError if a process dies.
+    """
+    if num_workers < 1:
+        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
     if num_workers == 1 or len(tasks) < 2:
-        yield from map(work, tasks)
-        return
+        return map(work, tasks)
+    return _in_processes(work, tasks, num_processes=min(num_workers, len(tasks)))
+
+
+def _in_processes(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_processes: int) -> Iterator[Result]:
     # a fork would copy the state of CUDA, MPI and running threads
-    context, num_processes = get_context("spawn"), min(num_workers, len(tasks))
+    context = get_context("spawn")
     try:
-        with ProcessPoolExecutor(num_processes, context, initializer=_start_worker, initargs=(work,)) as pool:
+        pool = ProcessPoolExecutor(num_processes, context, initializer=_start_worker, initargs=(work,))
+        try:
             yield from pool.map(_work_here, tasks)
+        finally:
+            # map cancels on its own, but not where a Ctrl-C comes while it still hands the tasks over
+            pool.shutdown(cancel_futures=True)
     except BrokenProcessPool as error:
         hint = "out of memory? give fewer --workers; from a script of your own, guard it by if __name__ == '__main__'"
         raise DataError(f"a worker process died: {hint}") from error

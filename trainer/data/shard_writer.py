@@ -14,20 +14,19 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from bigbatch.trainer.data.encoded import open_picture, picture_size
+from bigbatch.trainer.data.encoded import PNG_START, open_picture, picture_size
 from bigbatch.trainer.data.imagenet import read_file
 from bigbatch.trainer.data.shards import BLOCK_BYTES, Shard, key_number
 from bigbatch.trainer.errors import ConfigError, DataError
 
 UNFINISHED = ".unfinished"
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What decides the bytes of the shards, beside the pictures."""
 
-    shard_bytes: int = 256_000_000
+    shard_bytes: int = 512_000_000
     """Most bytes of a shard, counted as the pictures come; a larger picture gets a shard of its own."""
     max_side: int | None = None
     """A picture whose shorter side exceeds it is shrunk to it; None leaves all as they are."""
@@ -49,6 +48,15 @@ class Recipe:
         return {**asdict(self), "quality": None if self.max_side is None else self.quality}
 
 
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.tar"
+
+
+def record_name(number: int) -> str:
+    """Of the Record beside an unfinished split's shard."""
+    return f".shard-{number:06d}.json"
+
+
 @dataclass(frozen=True)
 class ShardPlan:
     """The pictures of one shard: positions first, first + 1, ... of the split."""
@@ -60,7 +68,7 @@ class ShardPlan:
 
     @property
     def name(self) -> str:
-        return f"shard-{self.number:06d}.tar"
+        return shard_name(self.number)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,11 @@ def shrink(data: bytes, *, path: str, max_side: int | None, quality: int) -> byt
     picture = picture if picture.mode == "L" else picture.convert("RGB")
     width, height = (round(side * max_side / short) for side in picture.size)
     buffer = io.BytesIO()
-    picture.resize((width, height), Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=quality)
+    try:
+        picture.resize((width, height), Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=quality)
+    except (OSError, ValueError) as error:  # no side of a JPEG exceeds 65,500 pixels
+        reason = f"shrunk to {width} x {height} it cannot be saved as JPEG ({error})"
+        raise DataError(f"{path}: {reason}; remove it, or give another --max-side") from error
     return buffer.getvalue()
 
 
@@ -112,7 +124,7 @@ def write_shard(folder: Path, recipe: Recipe, plan: ShardPlan) -> Record:
                 digest.update(part)
                 num_bytes += len(part)
     record = Record(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
-    with replacing(folder / f".{Path(plan.name).stem}.json") as file:
+    with replacing(folder / record_name(plan.number)) as file:
         file.write(json.dumps(asdict(record)).encode())
     return record
 
@@ -123,7 +135,7 @@ def _members(recipe: Recipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes, tu
         data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality)
         # readers end the key at the first dot; the number makes it unique, whatever the folder held
         key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
-        suffix = "png" if data.startswith(_PNG) else "jpg"
+        suffix = "png" if data.startswith(PNG_START) else "jpg"
         yield *tar_member(f"{key}.{suffix}", data), (len(data), *picture_size(data, path=path))
         yield *tar_member(f"{key}.cls", str(label).encode()), None
     yield b"", bytes(2 * BLOCK_BYTES), None  # the end mark
@@ -140,7 +152,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        advice = "make room, then run the same command again: finished shards are kept"
+        # each pack sweeps up what it takes for the rest of one that was killed
+        is_swept = isinstance(error, FileNotFoundError)
+        todo = "is another pack writing here? let one end" if is_swept else "make room"
+        advice = f"{todo}, then run the same command again: finished shards are kept"
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
     finally:
         unfinished.unlink(missing_ok=True)

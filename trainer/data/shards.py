@@ -5,6 +5,8 @@ with the label), index.npy (one Entry per picture, in the order of the class fol
 """
 
 import errno
+import hashlib
+import io
 import json
 import os
 import resource
@@ -46,6 +48,8 @@ class Facts:
     version: int
     classes: tuple[str, ...]
     num_pictures: int
+    entries_sha256: str
+    """Of the file index.npy: it decides the labels."""
     shards: tuple[Shard, ...]
     made: dict[str, int | None]
     """The settings of the packer: max_side, quality, shard_bytes."""
@@ -61,15 +65,20 @@ def parse_facts(text: str, *, path: Path) -> Facts:
         version = found["version"]
         if version != FORMAT_VERSION:
             raise DataError(f"{path}: has format version {version}, this bigbatch reads {FORMAT_VERSION}; pack anew")
-        shards = tuple(Shard(str(s["name"]), int(s["num_bytes"]), str(s["sha256"])) for s in found["shards"])
-        classes = tuple(map(str, found["classes"]))
-        return Facts(version, classes, int(found["num_pictures"]), shards, dict(found["made"]))
+        return Facts(
+            version=version,
+            classes=tuple(map(str, found["classes"])),
+            num_pictures=int(found["num_pictures"]),
+            entries_sha256=str(found["entries_sha256"]),
+            shards=tuple(Shard(str(s["name"]), int(s["num_bytes"]), str(s["sha256"])) for s in found["shards"]),
+            made=dict(found["made"]),
+        )
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: is no index of packed shards ({error!r}); delete it and {AGAIN}") from error
 
 
 def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":
-    """Open a packed split; classes, if given, are those that it must have (train's). Hashes nothing.
+    """Open a packed split; classes, if given, are those that it must have (train's). Hashes the index, no shard.
 
     Raises: DataError naming the file that is missing, cut, edited or does not fit the others.
     """
@@ -82,7 +91,7 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
 
 
 def read_entries(folder: Path) -> tuple[Facts, np.ndarray]:
-    """The index of a packed split, memory-mapped, whether its shards exist or not. Raises: DataError."""
+    """The index of a packed split, whether its shards exist or not. Raises: DataError."""
     path = folder / FACTS
     try:
         facts = parse_facts(path.read_text(encoding="utf-8"), path=path)
@@ -90,13 +99,21 @@ def read_entries(folder: Path) -> tuple[Facts, np.ndarray]:
         raise DataError(f"{folder}: packing has not finished, {FACTS} is missing; {AGAIN}") from error
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+    return facts, _load_entries(folder / ENTRIES, facts)
+
+
+def _load_entries(path: Path, facts: Facts) -> np.ndarray:
+    """In memory, not mapped: a file that is cut later must not end the process."""
     try:
-        entries_N = np.load(folder / ENTRIES, mmap_mode="r", allow_pickle=False)
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
+            raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
+        entries_N = np.load(io.BytesIO(data), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{folder / ENTRIES}: cannot be read ({error}); delete it and {AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
     if misfit := _misfit(facts, entries_N):
-        raise DataError(f"{folder / ENTRIES}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
-    return facts, entries_N.view(np.ndarray)
+        raise DataError(f"{path}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
+    return entries_N
 
 
 def _misfit(facts: Facts, entries_N: np.ndarray) -> str | None:
@@ -145,28 +162,29 @@ class PackedIndex:
     """The pictures of one packed split, a PictureSource; opens a shard when it is first read from."""
 
     def __init__(self, folder: Path, *, facts: Facts, entries_N: np.ndarray, max_open: int | None = None) -> None:
-        """max_open: shards held open at a time, by default half of what the process may open."""
+        """max_open: shards held open at a time, by default a third of what the process may open."""
         self._folder = folder
+        self.facts = facts
         self.classes = facts.classes
         self.labels_N = entries_N["label"].astype(np.int64)
-        self._entries_N = entries_N
+        self.entries_N = entries_N
         self._paths = [f"{folder}/{shard.name}" for shard in facts.shards]
         self._files = OpenFiles(max_open or _max_open())
 
     def __len__(self) -> int:
-        return len(self._entries_N)
+        return len(self.entries_N)
 
     def name(self, position: int) -> str:
         """The shard, and the number with which the picture's key in it begins."""
-        return f"{self._paths[self._entries_N[position]['shard']]}: picture {key_number(position)}"
+        return f"{self._paths[self.entries_N[position]['shard']]}: picture {key_number(position)}"
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray:
-        entries_B = self._entries_N[positions_B]
+        entries_B = self.entries_N[positions_B]
         return np.stack([entries_B["height"], entries_B["width"]], axis=1).astype(np.int64)
 
     def read(self, position: int) -> bytes:
         """Raises: DataError if the shard is gone or cut, or holds something else at that place."""
-        shard, offset, length, height, width, _ = self._entries_N[position].item()
+        shard, offset, length, height, width, _ = self.entries_N[position].item()
         try:
             file = self._files.get(self._paths[shard])
             data = _pread(file.descriptor, length=length, offset=offset)
@@ -217,9 +235,9 @@ def _reason(error: OSError) -> str:
 
 
 def _max_open() -> int:
-    """Half of the limit, as the other half is for the other split, sockets and libraries."""
+    """A third of the limit for each split: training has two, and sockets and libraries want the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+    return 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
 
 
 class OpenFile:
@@ -246,10 +264,23 @@ class OpenFiles:
             file = self._by_path.pop(path, None)
             if file is None:
                 while len(self._by_path) >= self._max_open:
-                    self._by_path.pop(next(iter(self._by_path)))
-                file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                    self._close_oldest()
+                file = self._open(path)
             self._by_path[path] = file
             return file
+
+    def _open(self, path: str) -> OpenFile:
+        """Where the process may open no more, others of these files make room."""
+        while True:
+            try:
+                return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._by_path:
+                    raise
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        self._by_path.pop(next(iter(self._by_path)))
 
     def close(self) -> None:
         with self._lock:

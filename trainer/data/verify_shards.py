@@ -3,17 +3,29 @@
 import hashlib
 import tarfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from bigbatch.trainer.data.encoded import picture_size
 from bigbatch.trainer.data.processes import in_parallel
-from bigbatch.trainer.data.shards import AGAIN, ENTRIES, Shard, is_packed, key_number, read_entries, read_packed
-from bigbatch.trainer.errors import ConfigError, DataError
+from bigbatch.trainer.data.shards import AGAIN, ENTRIES, is_packed, key_number, read_packed
+from bigbatch.trainer.errors import DataError
 
 CHUNK_BYTES = 1 << 20
 _FIELDS = "(offset, length, height, width, label)"
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """A shard as its index describes it."""
+
+    path: Path
+    sha256: str
+    positions_M: np.ndarray
+    """Of its pictures, in the split."""
+    entries_M: np.ndarray
 
 
 def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None) -> int:
@@ -22,36 +34,37 @@ def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int]
     on_progress gets (shards done, shards in all). Raises: DataError naming what is missing, cut, edited or
     wrong; ConfigError for an impossible setting.
     """
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
     folders = sorted(folder for folder in root.glob("*") if folder.is_dir() and is_packed(folder))
     if not folders:
         raise DataError(f"{root}: holds no packed split; name the DST of `bigbatch data pack`")
-    num_pictures, tasks = 0, []
-    for folder in folders:
-        num_pictures += len(read_packed(folder))
-        facts, _ = read_entries(folder)
-        tasks += [(folder, number, shard) for number, shard in enumerate(facts.shards)]
-    for num_done, _ in enumerate(in_parallel(_verify_shard, tasks, num_workers=num_workers), 1):
+    shards = [shard for folder in folders for shard in _stated_shards(folder)]
+    for num_done, _ in enumerate(in_parallel(_verify_shard, shards, num_workers=num_workers), 1):
         if on_progress:
-            on_progress(num_done, len(tasks))
-    return num_pictures
+            on_progress(num_done, len(shards))
+    return sum(len(shard.positions_M) for shard in shards)
 
 
-def _verify_shard(task: tuple[Path, int, Shard]) -> None:
-    folder, number, shard = task
-    path = folder / shard.name
+def _stated_shards(folder: Path) -> list[_Stated]:
+    """Raises: DataError, as opening the split for training does."""
+    index, stated = read_packed(folder), []
+    for number, shard in enumerate(index.facts.shards):
+        positions_M = np.flatnonzero(index.entries_N["shard"] == number)
+        stated.append(_Stated(folder / shard.name, shard.sha256, positions_M, index.entries_N[positions_M]))
+    return stated
+
+
+def _verify_shard(stated: _Stated) -> None:
+    path, num_pictures = stated.path, len(stated.positions_M)
     try:
-        if sha256_of(path) != shard.sha256:
+        if sha256_of(path) != stated.sha256:
             raise DataError(f"{path}: its bytes are not those that were packed; delete it and {AGAIN}")
-        _, entries_N = read_entries(folder)
-        positions = np.flatnonzero(entries_N["shard"] == number).tolist()
         with tarfile.open(path, "r:") as tar:
             members = tar.getmembers()
-            if len(members) != 2 * len(positions):
-                raise DataError(f"{path}: {_problem(f'{len(members) // 2} pictures', f'{len(positions)}')}")
-            for position, picture, label in zip(positions, members[::2], members[1::2], strict=True):
-                _verify_picture(tar, entries_N[position], position=position, members=(picture, label))
+            if len(members) != 2 * num_pictures:
+                raise DataError(f"{path}: {_problem(f'{len(members) // 2} pictures', str(num_pictures))}")
+            pairs = zip(members[::2], members[1::2], strict=True)
+            for position, entry, pair in zip(stated.positions_M, stated.entries_M, pairs, strict=True):
+                _verify_picture(tar, entry, position=int(position), members=pair)
     except (OSError, tarfile.TarError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
 
@@ -73,7 +86,7 @@ def _verify_picture(
 
 
 def _problem(found: str, stated: str) -> str:
-    return f"the shard holds {found}, {ENTRIES} states {stated}; delete {ENTRIES} and {AGAIN}"
+    return f"the shard holds {found}, {ENTRIES} states {stated}; delete the shard and {AGAIN}"
 
 
 def sha256_of(path: Path) -> str:

@@ -1,0 +1,27 @@
+"""What the command lines of the input benchmarks share."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bigbatch.errors import UserError
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from least on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, at least {least}")
+        return int(text)
+
+    return parse
+
+
+def run(main: Callable[[], None]) -> None:
+    """End the process with one line for a user's error."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")

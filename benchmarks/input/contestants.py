@@ -1,0 +1,247 @@
+"""Who decodes in decode.py: our loaders, what others do, and a limit."""
+
+import io
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bigbatch.trainer.data.augment import random_resized_crop
+from bigbatch.trainer.data.dali import DaliLoader
+from bigbatch.trainer.data.encoded import open_picture, picture_size
+from bigbatch.trainer.data.folder import FolderLoader, resized_box
+from bigbatch.trainer.data.imagenet import PictureIndex
+from bigbatch.trainer.data.loader import Loader, Request
+from bigbatch.trainer.errors import ConfigError
+
+PREFETCH_BATCHES = 2
+OURS = ("our_dali", "our_folder")
+
+Draw = Callable[[int], Iterator[Any]]
+"""round -> batches; exhausting them leaves nothing in flight."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a contestant is to do."""
+
+    index: PictureIndex
+    image_size: int
+    batch: int
+    threads: int
+    batches_per_thread: int
+    device_id: int | None = None
+    """GPU on which DALI decodes."""
+
+    # A pool of workers hands over whole batches in bursts of one per worker, so that all counts are multiples of them.
+
+    @property
+    def fill_batches(self) -> int:
+        """Drawn before the time runs."""
+        return 2 * PREFETCH_BATCHES * self.threads
+
+    @property
+    def batches(self) -> int:
+        """Timed."""
+        return self.batches_per_thread * self.threads
+
+    @property
+    def total_batches(self) -> int:
+        """With some behind the timed ones, or the pipeline would run dry while the time still runs."""
+        return self.fill_batches + self.batches + 2 * PREFETCH_BATCHES * self.threads
+
+    def synchronize(self) -> None:
+        """Wait for what the GPU has been given."""
+        if self.device_id is not None:
+            torch.cuda.synchronize(self.device_id)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the work."""
+
+    draw: Draw
+    work: Work
+
+
+def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Who takes part, and who cannot and why."""
+    contestants, left_out = {}, {}
+    for name in names:
+        # the limit has one thread, whatever the others get
+        own = replace(work, threads=1) if name == "limit_pillow_whole_picture" else work
+        try:
+            contestants[name] = Contestant(MAKERS[name](own), own)
+        except (ImportError, ConfigError) as error:
+            left_out[name] = str(error)
+    return contestants, left_out
+
+
+def random_positions(work: Work, number: int) -> Iterator[np.ndarray]:
+    """Pictures repeat in a small folder, with another box each time."""
+    generator = np.random.default_rng(number)
+    for _ in range(work.total_batches):
+        yield generator.integers(len(work.index), size=work.batch)
+
+
+def our_dali(work: Work) -> Draw:
+    """DaliLoader."""
+    return _ours(work, DaliLoader(**_our_settings(work), device_id=work.device_id))
+
+
+def our_folder(work: Work) -> Draw:
+    """FolderLoader."""
+    return _ours(work, FolderLoader(**_our_settings(work)))
+
+
+def _our_settings(work: Work) -> dict[str, Any]:
+    return {
+        "index": work.index,
+        "crop": random_resized_crop(seed=0),
+        "image_size": work.image_size,
+        "microbatch_size": work.batch,
+        "num_threads": work.threads,
+        "prefetch_batches": PREFETCH_BATCHES,
+    }
+
+
+def _ours(work: Work, loader: Loader) -> Draw:
+    def draw(number: int) -> Iterator[Any]:
+        valid_B = np.ones(work.batch, bool)
+        return loader.load(Request(number, positions_B, valid_B) for positions_B in random_positions(work, number))
+
+    return draw
+
+
+def bare_dali(work: Work) -> Draw:
+    """What DALI's own documentation does, without labels to torch: its reader, its random crop."""
+    from nvidia.dali import Pipeline, fn, types
+
+    pipeline = Pipeline(
+        batch_size=work.batch,
+        num_threads=work.threads,
+        device_id=work.device_id,
+        prefetch_queue_depth=PREFETCH_BATCHES,
+        exec_dynamic=True,
+    )
+    paths = [work.index.full_path(position) for position in range(len(work.index))]
+    with pipeline:
+        files, labels = fn.readers.file(
+            files=paths,
+            labels=work.index.labels_N.tolist(),
+            random_shuffle=True,
+            initial_fill=len(paths),
+            name="reader",
+        )
+        pictures = fn.decoders.image_random_crop(
+            files,
+            device="cpu" if work.device_id is None else "mixed",
+            output_type=types.RGB,
+            random_area=[0.08, 1.0],
+        )
+        pictures = fn.resize(pictures, size=[work.image_size] * 2, interp_type=types.INTERP_TRIANGULAR)
+        pipeline.set_outputs(fn.flip(pictures, horizontal=fn.random.coin_flip()), labels)
+    pipeline.build()
+
+    def draw(number: int) -> Iterator[Any]:
+        start = time.perf_counter()
+        for _ in range(work.total_batches):
+            yield pipeline.run()
+        # its reader never ends and works ahead: wait until that many batches must be ready
+        time.sleep(2 * PREFETCH_BATCHES * (time.perf_counter() - start) / work.total_batches)
+
+    return draw
+
+
+def torchvision_recipe(work: Work) -> Draw:
+    """The reference recipe: ImageFolder, Pillow, worker processes."""
+    from torch.utils.data import DataLoader, RandomSampler
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    steps = [
+        transforms.RandomResizedCrop(work.image_size),
+        transforms.RandomHorizontalFlip(),
+        transforms.PILToTensor(),
+    ]
+    pictures = ImageFolder(work.index.root, transforms.Compose(steps))
+    # it listed the whole split
+    pictures.samples = [(work.index.full_path(i), label) for i, label in enumerate(work.index.labels_N.tolist())]
+    batches = DataLoader(
+        pictures,
+        batch_size=work.batch,
+        sampler=RandomSampler(pictures, replacement=True, num_samples=work.total_batches * work.batch),
+        num_workers=work.threads,
+        prefetch_factor=PREFETCH_BATCHES,
+        persistent_workers=True,
+        # to fork beside DALI's threads is unsafe
+        multiprocessing_context="spawn",
+    )
+    return lambda number: iter(batches)
+
+
+def simplejpeg_threads(work: Work) -> Draw:
+    """libjpeg-turbo through simplejpeg at the smallest scale that leaves the box large enough, resized by Pillow."""
+    import simplejpeg
+
+    crop, size = random_resized_crop(seed=0), work.image_size
+    pool = ThreadPoolExecutor(work.threads)
+
+    def scaled(data: bytes, box: np.ndarray, height: int, width: int) -> tuple[Image.Image, np.ndarray]:
+        need = min(1.0, max(size / box[2], size / box[3]))
+        pixels_HWC = simplejpeg.decode_jpeg(data, "RGB", min_height=int(height * need), min_width=int(width * need))
+        # a scaled side is rounded up, so the box stays inside
+        box = (box * (pixels_HWC.shape[0] / height)).astype(int).clip(0)
+        box[2:] = box[2:].clip(1)
+        return Image.fromarray(pixels_HWC), box
+
+    def load(position: int, number: int) -> np.ndarray:
+        data, name = work.index.read(position), work.index.name(position)
+        height, width = picture_size(data, path=name)
+        boxes_B4, flips_B = crop(number, np.array([position]), np.array([[height, width]]))
+        try:
+            picture, box = scaled(data, boxes_B4[0], height, width)
+        except ValueError:  # a PNG, or a JPEG in CMYK
+            picture, box = open_picture(data, path=name), boxes_B4[0]
+        return np.asarray(resized_box(picture, box=box, flip=bool(flips_B[0]), image_size=size))
+
+    def draw(number: int) -> Iterator[Any]:
+        in_flight: deque[list[Future[np.ndarray]]] = deque()
+        for positions_B in random_positions(work, number):
+            in_flight.append([pool.submit(load, position, number) for position in positions_B.tolist()])
+            if len(in_flight) > PREFETCH_BATCHES:
+                yield np.stack([each.result() for each in in_flight.popleft()])
+        for batch in in_flight:
+            yield np.stack([each.result() for each in batch])
+
+    return draw
+
+
+def bare_decoder(work: Work) -> Draw:
+    """Pillow's libjpeg-turbo in one thread, bytes in memory, whole pictures: no crop, no resize."""
+
+    def draw(number: int) -> Iterator[Any]:
+        batches = list(random_positions(work, number))
+        encoded = {int(position): work.index.read(int(position)) for position in np.unique(np.concatenate(batches))}
+        for positions_B in batches:
+            for position in positions_B.tolist():
+                Image.open(io.BytesIO(encoded[position])).load()
+            yield None
+
+    return draw
+
+
+MAKERS: dict[str, Callable[[Work], Draw]] = {
+    "our_dali": our_dali,
+    "our_folder": our_folder,
+    "bare_dali": bare_dali,
+    "torchvision": torchvision_recipe,
+    "simplejpeg": simplejpeg_threads,
+    "limit_pillow_whole_picture": bare_decoder,
+}

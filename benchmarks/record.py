@@ -1,0 +1,90 @@
+"""What the benchmarks share: the spread of repetitions, the conditions, the file of figures."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.conditions import source_commit
+
+DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Number of repetitions, median, extremes and quartiles (of one value, that value)."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return {"n": len(values), "median": median, "min": min(values), "q1": q1, "q3": q3, "max": max(values)}
+
+
+def show(name: str, values: Mapping[str, float], *, unit: str) -> str:
+    """One line of a spread: median, smallest and largest."""
+    shown = {key: f"{values[key]:,.4g}" if values[key] < 1000 else f"{values[key]:,.0f}" for key in values}
+    return f"{name:32} {shown['median']:>10} {unit:18} ({shown['min']} to {shown['max']}, n = {values['n']})"
+
+
+def conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """What another person needs to repeat it. Take it before measuring: the load is that of the others then."""
+    return {
+        "commit": source_commit(),
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in DISTRIBUTIONS},
+        "load_average": os.getloadavg()[0],
+        "options": {key: str(value) for key, value in vars(options).items() if key not in ("out", "measure")},
+    }
+
+
+def cpu_name() -> str:
+    """From the kernel, which knows it better than Python."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.machine()
+
+
+def version_of(distribution: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def file_system(path: Path) -> str:
+    """The kind that path lies on, such as ext2/ext3 (which is ext4, too), tmpfs or nfs."""
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Replace the file in one step; without a path write to standard output."""
+    text = show_record(record) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def show_record(record: Mapping[str, Any]) -> str:
+    """JSON with a line per fact: numbers to six digits, and lists of numbers on one line."""
+    text = json.dumps(_rounded(record), indent=1)
+    return re.sub(r"\[[-+.\deE,\s]+\]", lambda match: " ".join(match[0].split()), text)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
