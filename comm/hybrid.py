@@ -112,7 +112,7 @@ def make_hybrid(times: Times) -> HybridTable:
     """The table with the fewest switches that is near the best algorithm at every measured size.
 
     Near means within that size's noise, and never beyond MOST_TOLERANCE; of tables with equally many switches the
-    fastest. Between two sizes with different choices the limit is their geometric mean.
+    fastest. Between two sizes with different choices the limit lies where the two would take equally long.
     Raises: ValueError without any size, or for a size without any time.
     """
     if not times or not all(times.values()):
@@ -120,11 +120,27 @@ def make_hybrid(times: Times) -> HybridTable:
     sizes = sorted(times)
     choices = _fewest_switches([_near_best(times[size]) for size in sizes])
     rows = [
-        HybridRow(math.isqrt(a * b), choice)
+        HybridRow(_crossing((a, times[a]), (b, times[b]), choice, following), choice)
         for a, b, choice, following in zip(sizes, sizes[1:], choices, choices[1:], strict=False)
         if choice != following
     ]
     return HybridTable((*rows, HybridRow(None, choices[-1])))
+
+
+def _crossing(
+    smaller: tuple[int, Mapping[str, Measured]], larger: tuple[int, Mapping[str, Measured]], first: str, second: str
+) -> int:
+    """The size from which second is faster than first: the ratio of their times is a power of the size.
+
+    The geometric mean of both sizes where one of the two was not measured at both, or no ratio changes sides.
+    """
+    (a, at_a), (b, at_b) = smaller, larger
+    share = 0.5
+    if {first, second} <= at_a.keys() & at_b.keys():
+        gains = [math.log(at[second].median / at[first].median) for at in (at_a, at_b)]
+        if gains[0] > 0 > gains[1]:
+            share = gains[0] / (gains[0] - gains[1])
+    return min(max(round(a * (b / a) ** share), a), b - 1)
 
 
 def _near_best(at_size: Mapping[str, Measured]) -> dict[str, float]:

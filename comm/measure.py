@@ -1,5 +1,6 @@
 """Timed all-reduces and messages between the ranks of a running job. Everything here is collective."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from bigbatch.comm.hybrid import Measured
 LEAST_REPETITIONS = 2
 ROUND = 5
 """Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift touches all alike."""
+LOOP_SECONDS, MOST_LOOPS = 0.02, 20
+"""A repetition is as many sums in a row as fit into that time, from one to so many; its time is divided by them."""
 
 MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 """Sizes of messages that are timed; each a multiple of 4."""
@@ -46,7 +49,8 @@ def time_sums(
     """Time the all-reduce of tensor_N by each algorithm, in place; its content is lost.
 
     Ranks do not meet before a repetition, as in training: each times its own, and the slowest rank's time counts.
-    Each algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
+    Short sums are repeated in a row, as nccl-tests does: one alone measures when its ranks were scheduled. Each
+    algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
     repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
     Raises: PeerLostError.
     """
@@ -54,16 +58,26 @@ def time_sums(
     wrong: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
 
+    loops = 1
+
     def repeat(name: str, count: int) -> None:
         tensor_N.zero_()
-        seconds[name] += _time_here(tensor_N, communicators[name], count=count, label=f"{label} by {name}")
+        what = f"{label} by {name}"
+        seconds[name] += _time_here(tensor_N, communicators[name], count=count, loops=loops, label=what)
         wrong[name] += int(torch.count_nonzero(tensor_N))
 
     for name, communicator in communicators.items():
         wrong[name] = _count_wrong_sums(tensor_N, communicator, label=f"check of {name}, {label}")
         seconds[name] = []
         repeat(name, 1)
-    pilots = {name: times[0] for name, times in slowest(seconds, any_communicator).items()}
+    pilots = _first(seconds, any_communicator)
+    loops = max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(min(pilots.values()), 1e-9))))
+    if loops > 1:  # then one sum alone is no repetition, and not even a sign of who is fast
+        for name in communicators:
+            seconds[name].clear()
+            repeat(name, 1)
+        pilots = _first(seconds, any_communicator)
+    effort = dataclasses.replace(effort, seconds=effort.seconds / loops)
     chosen = _contenders(pilots, effort)
     left = _repetitions(sum(pilots[name] for name in chosen), effort) - 1
     while left > 0:
@@ -77,6 +91,11 @@ def time_sums(
     }
 
 
+def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
+    """The slowest rank's first repetition of each."""
+    return {name: times[0] for name, times in slowest(seconds, communicator).items()}
+
+
 def _contenders(pilots: Mapping[str, float], effort: Effort) -> list[str]:
     if effort.repetitions * sum(pilots.values()) <= effort.seconds:
         return list(pilots)
@@ -87,15 +106,16 @@ def _repetitions(seconds_each: float, effort: Effort) -> int:
     return max(LEAST_REPETITIONS, min(effort.repetitions, int(effort.seconds / max(seconds_each, 1e-9))))
 
 
-def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, label: str) -> list[float]:
-    """This rank's seconds of each of count all-reduces, one after another."""
+def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loops: int, label: str) -> list[float]:
+    """This rank's seconds per all-reduce of each of count repetitions, one after another."""
     seconds = []
     for _ in range(count):
         _wait_for(communicator.device)
         start = time.perf_counter()
-        communicator.sum_(tensor_N, label=label)
+        for _ in range(loops):
+            communicator.sum_(tensor_N, label=label)
         _wait_for(communicator.device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start) / loops)
     return seconds
 
 

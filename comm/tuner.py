@@ -30,6 +30,8 @@ SWEEP_SHARE = 0.6
 """Of the time goes to the sweep over all sizes; the rest to where the choice is uncertain."""
 MOST_NOISE = 0.02
 """Two contenders at a size are told apart where their medians are known this well; two such errors stay below 4%."""
+NARROW = 1.5
+"""Between two sizes that choose differently and lie further apart than by this factor, one more is measured."""
 LEAST_REFINEMENT = 5
 """Repetitions below which a second look is not worth its check."""
 BANDWIDTH_BOUND = 2.5
@@ -104,7 +106,7 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
     table, sizes = make_hybrid(times), sorted(times)
     for a, b in pairwise(sizes):
         middle = math.isqrt(a * b) // granularity * granularity
-        if table.choose(a) != table.choose(b) and b >= FACTOR * a and middle not in times:
+        if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
             both = [name for name in times[a] if name in times[b]]
             return middle, [name for name in both if name in (table.choose(a), table.choose(b))] or both
     doubtful = {size: doubt for size in sizes if (doubt := _doubt(times[size])) and doubt[0] > MOST_NOISE}

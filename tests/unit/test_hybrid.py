@@ -59,14 +59,22 @@ def test_malformed_tables_are_refused(text: str, complaint: str) -> None:
         HybridTable.from_json(text)
 
 
-def test_limits_are_geometric_means() -> None:
+def test_limits_lie_where_both_take_equally_long() -> None:
+    """Ratios of 8 at 2^12 and 1/2 at 2^16: as a power of the size, 1 after three quarters of the four doublings."""
     times = {
         1024: exact(doubling=1.0, ring=9.0),
-        4096: exact(doubling=2.0, ring=9.0),
-        65_536: exact(doubling=12.0, ring=10.0),
+        4096: exact(doubling=1.0, ring=8.0),
+        65_536: exact(doubling=20.0, ring=10.0),
         2**20: exact(doubling=99.0, ring=50.0),
     }
-    assert make_hybrid(times).rows == (HybridRow(16_384, "doubling"), HybridRow(None, "ring"))  # sqrt(2^12 * 2^16)
+    assert make_hybrid(times).rows == (HybridRow(2**15, "doubling"), HybridRow(None, "ring"))
+
+
+def test_a_limit_is_the_geometric_mean_where_times_do_not_tell() -> None:
+    times = {4096: exact(doubling=1.0), 65_536: exact(doubling=20.0, ring=10.0)}
+    assert make_hybrid(times).rows == (HybridRow(16_384, "doubling"), HybridRow(None, "ring"))
+    equal = {1000: exact(a=1.0, b=9.0), 4000: exact(a=1.0, b=1.0), 16_000: exact(a=2.0, b=1.0)}
+    assert make_hybrid(equal).rows == (HybridRow(8000, "a"), HybridRow(None, "b"))
 
 
 def test_no_switch_for_less_than_the_noise() -> None:
