@@ -11,7 +11,6 @@ import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +31,6 @@ from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.imagenet import eval_requests, read_index
 from bigbatch.trainer.data.listing import list_folder
 from bigbatch.trainer.data.shards import ENTRY, FORMAT_VERSION, Facts, Shard
-from bigbatch.trainer.data.show_progress import show_progress
 from bigbatch.trainer.errors import DataError
 
 REAL_DATA = Path(
@@ -525,27 +523,6 @@ def test_a_report_that_cannot_be_written(tmp_path):
     report = check_dataset(write(tmp_path, good_files()))
     with pytest.raises(DataError, match=r"nowhere/report.json: cannot be written \(No such file or directory\)"):
         write_json(report, tmp_path / "nowhere/report.json")
-
-
-def test_progress_is_a_line_at_every_tenth_without_a_terminal(capsys):
-    with show_progress("checking") as on_progress:
-        for done in (50, 120, 199, 1000, 1000):
-            on_progress(done, 1000)
-    lines = ["checking: 120 of 1,000 pictures", "checking: 1,000 of 1,000 pictures"]
-    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
-
-
-def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
-    """Its rate leaves out what was done before the first call: by an earlier process."""
-    monkeypatch.setattr(Console, "is_terminal", True)
-    clock = SimpleNamespace(monotonic=iter([100.0, 102.0]).__next__)
-    monkeypatch.setattr("bigbatch.trainer.data.show_progress.time", clock)
-    with show_progress("verifying", unit="shards") as on_progress:
-        on_progress(500, 1000)
-        on_progress(508, 1000)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.search(r"verifying .* 508/1000\S* 4 shards/s", err)
 
 
 def test_real_pictures_are_what_their_list_says():

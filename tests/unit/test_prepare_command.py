@@ -1,9 +1,7 @@
 """`bigbatch data prepare` on the command line: what it says, what it exits with, what its help teaches."""
 
-import io
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from archive_writer import (
@@ -105,27 +103,6 @@ def test_help_has_an_example_that_parses(name, capsys, monkeypatch):
     monkeypatch.setattr(prepare_command, "_run", lambda prepare, arguments: called.append(arguments) or 0)
     assert main(example.split()) == 0
     assert len(called) == 1
-
-
-def test_plain_lines_come_at_every_tenth():
-    lines = []
-    advance = prepare_command._plain_lines(lines.append)
-    for done in range(1, 1001):
-        advance("writing train", done, 1000)
-    assert lines == [f"writing train: {done:,} of 1,000" for done in range(100, 1001, 100)]
-
-
-def test_a_terminal_gets_a_bar(monkeypatch):
-    import rich.console
-
-    screen = io.StringIO()
-    console = partial(rich.console.Console, file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(rich.console, "Console", lambda stderr: console())
-    with prepare_command.shown_progress() as advance:
-        advance("checking x.tar", 5, 5)
-        advance("writing train", 1, 4)
-    assert re.search(r"checking x\.tar.*100%", screen.getvalue())
-    assert re.search(r"writing train.*25%", screen.getvalue())
 
 
 def test_published_facts_are_torchvisions():

@@ -5,7 +5,7 @@ import hashlib
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -13,10 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 from urllib.request import Request, urlopen
 
+from bigbatch.trainer.data.show_progress import Report
 from bigbatch.trainer.errors import DataError
-
-Report = Callable[[str, int, int], None]
-"""(what is done, done so far, in all): called often, by the thread that asked for the work."""
 
 MAX_MEMBER_BYTES = 1 << 30
 """A header may claim any length; what is read into memory stays below this (the largest CIFAR file has 155 MB)."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.trainer.data.archives import Archive, Member, Report, check_md5, download, find_archive, read_members
+from bigbatch.trainer.data.archives import Archive, Member, check_md5, download, find_archive, read_members
 from bigbatch.trainer.data.class_folders import (
     DataSet,
     Picture,
@@ -19,6 +19,7 @@ from bigbatch.trainer.data.class_folders import (
     unfinished_folder,
 )
 from bigbatch.trainer.data.matfile import read_struct_array
+from bigbatch.trainer.data.show_progress import Report
 from bigbatch.trainer.errors import DataError
 
 IMAGENET = DataSet(

@@ -2,15 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigbatch.trainer.data.archives import Report
     from bigbatch.trainer.data.class_folders import DataSet
+    from bigbatch.trainer.data.show_progress import Report
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -142,8 +141,10 @@ def _at_least_one(text: str) -> int:
 
 
 def _run(prepare: Prepare, arguments: argparse.Namespace) -> int:
+    from bigbatch.trainer.data.show_progress import show_each
+
     start = time.monotonic()
-    with shown_progress() as on_progress:
+    with show_each() as on_progress:
         data_set, written = prepare(arguments, on_progress)
     print(summary(data_set, arguments.root, written=written, seconds=time.monotonic() - start))
     return 0
@@ -158,39 +159,6 @@ def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: flo
         lines.append(f"evaluation reads the class names from {root}/train: link ImageNet's there")
     lines.append(f"in the config: data.root: {root}, data.num_classes: {data_set.num_classes}")
     return "\n".join(lines)
-
-
-@contextmanager
-def shown_progress() -> "Iterator[Report]":
-    """A bar per kind of work; where no terminal is, a line at every tenth of it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _plain_lines(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        tasks = {}
-
-        def advance(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what)
-            progress.update(tasks[what], completed=done, total=total)
-
-        yield advance
-
-
-def _plain_lines(say: Callable[[str], None]) -> "Report":
-    tenths: dict[str, int] = {}
-
-    def advance(what: str, done: int, total: int) -> None:
-        if (tenth := 10 * done // total) > tenths.get(what, 0):
-            tenths[what] = tenth
-            say(f"{what}: {done:,} of {total:,}")
-
-    return advance
 
 
 def _imagenet(arguments: argparse.Namespace, on_progress: "Report") -> "tuple[DataSet, list[str]]":

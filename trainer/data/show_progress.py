@@ -3,50 +3,68 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 Advance = Callable[[int, int], None]
 """Takes (done, total)."""
+Report = Callable[[str, int, int], None]
+"""Takes (what is done, done so far, in all); called often, by the thread that asked for the work."""
 
 
 @contextmanager
 def show_progress(title: str, *, unit: str = "pictures") -> Iterator[Advance]:
-    """A bar with units per second; where no terminal is, a line at every tenth of the work."""
+    """One bar, or its lines, with units per second."""
+    with show_each(unit=unit) as report:
+        yield partial(report, title)
+
+
+@contextmanager
+def show_each(*, unit: str = "") -> Iterator[Report]:
+    """A bar per kind of work, with units per second if they have a name; no terminal: a line at every tenth of it."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), title, unit)
+        yield _lines(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), unit)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task, rate = progress.add_task(title, total=None, rate=""), _Rate(unit)
-        yield lambda done, total: progress.update(task, completed=done, total=total, rate=rate.after(done))
+        tasks, counts = {}, {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what], counts[what] = progress.add_task(what, so_far=""), _Count(unit)
+            progress.update(tasks[what], completed=done, total=total, so_far=counts[what].text(done, total))
+
+        yield report
 
 
-def _lines(say: Callable[[str], None], title: str, unit: str) -> Advance:
-    tenths_said = 0
+def _lines(say: Callable[[str], None], unit: str) -> Report:
+    tenths_said: dict[str, int] = {}
 
-    def advance(done: int, total: int) -> None:
-        nonlocal tenths_said
-        if (tenths := 10 * done // total) > tenths_said:
-            tenths_said = tenths
-            say(f"{title}: {done:,} of {total:,} {unit}")
+    def report(what: str, done: int, total: int) -> None:
+        if (tenths := 10 * done // total) > tenths_said.get(what, 0):
+            tenths_said[what] = tenths
+            say(f"{what}: {done:,} of {total:,} {unit}".rstrip())
 
-    return advance
+    return report
 
 
-class _Rate:
-    """Units per second since the first call: what was done before it may be the work of an earlier process."""
+class _Count:
+    """What is done, and its rate since the first call: what was done before may be the work of an earlier process."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
         self._first: tuple[int, float] | None = None
 
-    def after(self, done: int) -> str:
-        """The rate as text; empty at the first call."""
+    def text(self, done: int, total: int) -> str:
+        """Share, or number and rate if there is a unit; without a rate at the first call."""
+        if not self._unit:
+            return f"{done / max(total, 1):.0%}"
         now = time.monotonic()
         if self._first is None:
             self._first = done, now
         first_done, start = self._first
-        return f"{(done - first_done) / (now - start):,.0f} {self._unit}/s" if done > first_done else ""
+        rate = f" {(done - first_done) / (now - start):,.0f} {self._unit}/s" if done > first_done else ""
+        return f"{done:,}/{total:,}{rate}"
