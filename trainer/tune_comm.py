@@ -32,7 +32,6 @@ from bigbatch.trainer.precision import Precision
 MODEL_CONFIG = "imagenet/resnet50_8k"
 """What --model changes the model of."""
 
-
 NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_buffer_bytes null"
 """What leaves the fusion plan to the table."""
 

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
             "limit_seconds": _limit(num_bytes, goodput, num_nodes=job.num_nodes),
-            "tuned": {name: describe_tuned(findings) for name, findings in tuned.items()},
+            "tuned": describe_tuned(tuned),
             "left_out": left_out,
             "rows": rows,
         }

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
             "model": options.model,
             "num_bytes": sum(num_bytes),
             "pace_seconds": options.pace,
-            "tuned": {name: describe_tuned(findings) for name, findings in tuned.items()},
+            "tuned": describe_tuned(tuned),
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
             "rows": rows,

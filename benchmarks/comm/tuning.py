@@ -69,8 +69,12 @@ def describe_times(times: Times) -> dict[str, Any]:
     }
 
 
-def describe_tuned(tuned: Findings) -> dict[str, Any]:
-    """For the record."""
+def describe_tuned(tuned: Mapping[str, Findings]) -> dict[str, Any]:
+    """Of each contestant that was tuned, for the record."""
+    return {name: _describe(findings) for name, findings in tuned.items()}
+
+
+def _describe(tuned: Findings) -> dict[str, Any]:
     return {
         "table": str(tuned.table),
         "sizes": dataclasses.asdict(tuned.chosen.sizes),

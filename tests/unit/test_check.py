@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pictures
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures import REAL_DATA, encoded, exif, write
 from PIL import Image
 from rich.console import Console
 
@@ -33,26 +35,9 @@ from bigbatch.trainer.data.listing import list_folder
 from bigbatch.trainer.data.shards import ENTRY, FORMAT_VERSION, Facts, Shard
 from bigbatch.trainer.errors import DataError
 
-REAL_DATA = Path(
-    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
-)
-
 
 def picture(seed, width=60, height=40):
-    noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def encoded(image, kind="JPEG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def exif(orientation):
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags.tobytes()
+    return pictures.picture(seed, width, height)
 
 
 def png(width, height, pixels, *, depth):
@@ -79,14 +64,6 @@ def with_bad_tables(data):
 def damaged_png(data):
     middle = len(data) // 2
     return data[:middle] + bytes(50) + data[middle + 50 :]
-
-
-def write(root, files):
-    for name, data in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return root
 
 
 def good_files():

@@ -1,14 +1,13 @@
 """All loaders obey requests and boxes: compared with torchvision and numpy, on made and on real pictures."""
 
 import io
-import os
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pictures import REAL_DATA, encoded, exif, picture, write
 from PIL import Image
 from torchvision.transforms import functional as vision
 
@@ -22,30 +21,13 @@ from bigbatch.trainer.data.resident import ResidentLoader
 from bigbatch.trainer.data.synthetic import SyntheticLoader
 from bigbatch.trainer.errors import ConfigError, DataError
 
-REAL_DATA = Path(
-    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
-)
 SIZE = 64
 CROP = random_resized_crop(seed=7)
 SETTINGS = {"crop": CROP, "image_size": SIZE, "microbatch_size": 4, "num_threads": 2, "prefetch_batches": 2}
 
 
-def picture(seed, width=150, height=110):
-    """Smooth colours, as in a photograph: on noise alone two resizers differ more than on any picture."""
-    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def encoded(image, kind="JPEG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def rotated():
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: rotate by 90 degrees to display
-    return encoded(picture(3), exif=exif.tobytes())
+    return encoded(picture(3), exif=exif(6))  # by 90 degrees, to display
 
 
 def every_kind():
@@ -61,14 +43,6 @@ def every_kind():
         "png-palette": encoded(picture(7).convert("P"), "PNG"),
         "444": encoded(picture(8, height=300), quality=95, subsampling=0),
     }
-
-
-def write(root, files):
-    for name, data in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,16 @@
 
 import base64
 import csv
-import os
 import struct
 import zlib
-from pathlib import Path
 
 import pytest
 from mat_writer import cell, element, file_of, matrix, number, struct_array, text
+from pictures import REAL_DATA
 
 from bigbatch.trainer.data.matfile import read_struct_array
 from bigbatch.trainer.errors import DataError
 
-REAL_DATA = Path(
-    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
-)
 FIELDS = ("ILSVRC2012_ID", "WNID", "num_children")
 
 # scipy.io.savemat(..., do_compression=True): an array "other", then "synsets" with ImageNet's eight fields, three

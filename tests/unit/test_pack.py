@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pictures
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,11 +37,7 @@ CUBIC = vision.InterpolationMode.BICUBIC
 
 
 def encoded(seed, width=100, height=80, *, mode="RGB", kind="JPEG", **options):
-    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
-    image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return pictures.encoded(pictures.picture(seed, width, height).convert(mode), kind, **options)
 
 
 def decoded(data):

@@ -28,6 +28,7 @@ from archive_writer import (
     val_files,
     write_official,
 )
+from pictures import REAL_DATA
 
 from bigbatch.trainer.data import class_folders
 from bigbatch.trainer.data.archives import Archive
@@ -39,9 +40,6 @@ from bigbatch.trainer.data.prepare import (
 )
 from bigbatch.trainer.errors import DataError
 
-REAL_DATA = Path(
-    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
-)
 EXPECTED = {
     **{
         f"train/{wnid}/{wnid}_{7 * n + 1}.JPEG": content(f"{wnid}_{7 * n + 1}.JPEG")

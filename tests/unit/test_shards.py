@@ -14,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pictures
 import pytest
 import torch
+from pictures import REAL_DATA, exif, write
 from PIL import Image
 
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
@@ -28,30 +30,21 @@ from bigbatch.trainer.data.shard_writer import Recipe
 from bigbatch.trainer.data.shards import PackedIndex, open_split, read_entries
 from bigbatch.trainer.errors import DataError
 
-REAL_DATA = Path(
-    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
-)
 SETTINGS = {"crop": random_resized_crop(seed=7), "image_size": 64, "num_threads": 2, "prefetch_batches": 2}
 
 
 def encoded(seed, width=150, height=110, *, mode="RGB", kind="JPEG", **options):
-    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
-    image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return pictures.encoded(pictures.picture(seed, width, height).convert(mode), kind, **options)
 
 
 def files():
     """All kinds that ImageNet holds, two classes, names that a tar or a key could stumble over."""
-    exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: rotate by 90 degrees to display
     return {
         "a/plain.JPEG": encoded(0),
         "a/dots.in.its.name.jpg": encoded(1, 120, 200),
         "a/same.jpg": encoded(2, mode="L"),
         "a/same.png": encoded(3, kind="PNG"),
-        "a/rotated.JPEG": encoded(4, exif=exif.tobytes()),
+        "a/rotated.JPEG": encoded(4, exif=exif(6)),
         "b/progressive.JPEG": encoded(5, progressive=True),
         "b/cmyk.JPEG": encoded(6, mode="CMYK"),
         "b/png-named.JPEG": encoded(7, 99, 101, kind="PNG"),
@@ -59,14 +52,6 @@ def files():
         "b/über.jpg": encoded(9),
         "b/z.jpg": encoded(10, 333, 222),
     }
-
-
-def write(root, contents):
-    for name, data in contents.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.trainer.data.archives import Archive
-from bigbatch.trainer.data.imagenet import PICTURE_SUFFIXES
+from bigbatch.trainer.data.imagenet import PICTURE_SUFFIXES, list_names
 from bigbatch.trainer.errors import DataError
 
 SOURCES = "prepared.json"
@@ -66,7 +66,7 @@ class PictureWriter:
         """Write the pictures, whose paths are names, to the folder at path, or nothing where it exists already."""
         folder = self._folder / path
         if os.path.isdir(folder):
-            self._on_written(len(_scan(folder)))
+            self._on_written(len(list_names(folder, want_folders=False)[0]))
             return
         hidden = folder.with_name(f".{folder.name}")
         self.write((str(hidden.relative_to(self._folder) / name), data) for name, data in pictures)
@@ -196,7 +196,7 @@ def missing_splits(root: Path, data_set: DataSet) -> list[str]:
     missing = []
     for split in data_set.num_pictures:
         folder = root / split
-        if not os.path.exists(folder) or not _scan(folder):
+        if not os.path.exists(folder) or not any(list_names(folder, want_folders=True)):
             missing.append(split)
             continue
         source = _read_note(root / SOURCES).get(split, data_set.name)
@@ -219,9 +219,7 @@ def finish_split(root: Path, data_set: DataSet, *, split: str) -> None:
 
 def class_names(folder: Path) -> list[str]:
     """Sorted names of the class folders in folder; none where there is no such folder."""
-    if not os.path.isdir(folder):
-        return []
-    return sorted(entry.name for entry in _scan(folder) if entry.is_dir() and not entry.name.startswith("."))
+    return list_names(folder, want_folders=True)[0] if os.path.isdir(folder) else []
 
 
 def is_picture(name: str) -> bool:
@@ -232,19 +230,11 @@ def is_picture(name: str) -> bool:
 def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
     """What is wrong with the number of classes or pictures; None where both are as published."""
     names = class_names(folder)
-    found = sum(1 for name in names for entry in _scan(folder / name) if is_picture(entry.name))
+    found = sum(is_picture(each) for name in names for each in list_names(folder / name, want_folders=False)[0])
     expected = data_set.num_pictures[split]
     if (len(names), found) == (data_set.num_classes, expected):
         return None
     return f"holds {found:,} of {expected:,} pictures in {len(names):,} of {data_set.num_classes:,} classes"
-
-
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
 
 
 def _read_note(path: Path) -> dict[str, Any]:
