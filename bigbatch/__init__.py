@@ -11,13 +11,13 @@ _HOMES = {
     "GradientReducer": "bigbatch.comm.reducer",
     "DistributedOptimizer": "bigbatch.comm.distributed_optimizer",
     "ddp_comm_hook": "bigbatch.comm.ddp_hook",
-    "connect": "bigbatch.comm.communicator",
+    "connect": "bigbatch.comm.connection",
 }
 
 __all__ = ["LARS", "DistributedOptimizer", "GradientReducer", "connect", "ddp_comm_hook", "param_groups"]
 
 if TYPE_CHECKING:
-    from bigbatch.comm.communicator import connect
+    from bigbatch.comm.connection import connect
     from bigbatch.comm.ddp_hook import ddp_comm_hook
     from bigbatch.comm.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.reducer import GradientReducer

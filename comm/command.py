@@ -13,8 +13,9 @@ import torch
 from bigbatch.comm import bench
 from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.bench_report import Report
-from bigbatch.comm.communicator import BACKENDS, WIRE_DTYPES, Communicator, connect
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import gather_conditions
+from bigbatch.comm.connection import BACKENDS, WIRE_DTYPES, connect
 from bigbatch.comm.environ import read_process_env
 from bigbatch.comm.hybrid import HybridTable
 from bigbatch.comm.measure import Effort, measure_links, time_sums

@@ -9,26 +9,19 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, CommError, InFlight, PeerLostError, dtype_name
-from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.backends.base import Backend, CommError, InFlight, dtype_name
 from bigbatch.comm.control import Control
-from bigbatch.comm.environ import MPI_LAUNCHERS, ProcessEnv, read_process_env
+from bigbatch.comm.environ import MPI_LAUNCHERS, ProcessEnv
 from bigbatch.comm.host_staging import HostStaging
 from bigbatch.comm.hybrid import HybridTable
 from bigbatch.comm.node_memory import NodeMemory
-from bigbatch.comm.places import meet
 from bigbatch.comm.stall import StallInspector
 from bigbatch.comm.timeline import Timeline, merge
-from bigbatch.comm.topology import Topology, make_topology
+from bigbatch.comm.topology import Topology
 
-BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
-WARN_SECONDS = 10.0
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
-WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-_open: set[Control] = set()
+open_controls: set[Control] = set()
 """The connections that this process has not closed."""
 
 
@@ -214,11 +207,18 @@ class Communicator:
             self.inspector.close()
         self.backend.close()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
-        _open.discard(self.control)
-        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not _open:
+        open_controls.discard(self.control)
+        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_controls:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
             finalize_mpi()
+
+    def abandon(self) -> None:
+        """Leave nothing behind of a connection that was refused, on all ranks alike."""
+        open_controls.discard(self.control)
+        if self.inspector is not None:
+            self.inspector.close()
+        self.backend.abandon()
 
     def __str__(self) -> str:
         topology = self.topology
@@ -234,167 +234,8 @@ def first_difference(ours: str, theirs: str) -> str:
     return next((f"{a.strip()!r} against {b.strip()!r}" for a, b in pairs if a != b), "one is longer")
 
 
-def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """This rank's GPU where the host has one for it, else the CPU. gloo and horovod keep to the CPU.
-
-    Raises: CommError for nccl without a GPU, and where a host has some, but fewer than ranks.
-    """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend in ("gloo", "horovod") or (backend != "nccl" and num_gpus == 0):
-        return torch.device("cpu")
-    if num_gpus < env.local_size:
-        raise CommError(
-            f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU, let each see all "
-            "GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or set comm.backend to gloo to train "
-            "on the CPU"
-        )
-    device = torch.device("cuda", env.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def connect(
-    *,
-    backend: str = "auto",
-    algorithm: str = "native",
-    group_size: int | None = None,
-    wire_dtype: str | None = None,
-    predivide: float = 1.0,
-    table: HybridTable | None = None,
-    interface: str | None = None,
-    timeout_seconds: float = 60.0,
-    warn_seconds: float | None = None,
-    env: ProcessEnv | None = None,
-    device: torch.device | None = None,
-) -> Communicator:
-    """Meet the other ranks of this job, whatever started them (mpirun, srun, torchrun, nothing). Collective.
-
-    backend "auto" is NCCL where every rank has a GPU and tcp otherwise; tcp and mpi sum the tensors of GPUs by way of
-    pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
-    bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table; group_size cuts hosts into smaller node groups;
-    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
-    interface names the network interface of hosts that have several. After warn_seconds (10, or timeout_seconds where
-    that is shorter) in one sum late ranks are named; after timeout_seconds the wait ends in an error.
-    Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
-    Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
-    for an unknown or impossible choice.
-    """
-    env = env or read_process_env()
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    wire = make_wire(wire_dtype, predivide)
-    warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
-    _require_own_interface(backend, interface)
-    device = device or choose_device(env, backend=backend)
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "tcp"
-    _require_device(backend, device)
-    control = Control(env, timeout_seconds=timeout_seconds, interface=interface)
-    control.library = backend
-    nodes = [place.node for place in meet(env, control)]
-    topology = make_topology(nodes, rank=env.rank, group_size=group_size)
-    transport = _connect(env, control, backend, device=device, interface=interface)
-    _open.add(control)
-    is_native = device.type in transport.capabilities.device_types
-    is_of_host = not is_native or device.type == "cpu"
-    memory = NodeMemory(topology, control) if is_of_host and transport.capabilities.has_messages else None
-    inspector = (
-        StallInspector(control, transport.oldest, warn_seconds=warn_seconds, ends_job=backend == "nccl")
-        if env.world_size > 1
-        else None
-    )
-    met = Communicator(
-        env=env,
-        control=control,
-        backend=transport,
-        topology=topology,
-        memory=memory,
-        staging=None if is_native else HostStaging(device),
-        algorithm="",
-        all_reduce_=lambda tensor_N: None,
-        wire=wire,
-        table=table,
-        device=device,
-        timeline=Timeline(device),
-        inspector=inspector,
-    )
-    try:
-        return met.with_algorithm(algorithm, table=table)
-    except PeerLostError:  # the job ends
-        raise
-    except (ValueError, CommError):
-        _abandon(met)
-        raise
-
-
-def _checked_warning(warn_seconds: float | None, *, timeout_seconds: float) -> float:
-    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
-    if not 0 < warn_seconds <= timeout_seconds:
-        raise ValueError(
-            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
-            "which there is nobody left to warn"
-        )
-    return warn_seconds
-
-
-def _require_own_interface(backend: str, interface: str | None) -> None:
-    if interface is not None and backend in ("mpi", "horovod"):
-        raise ValueError(
-            f"interface {interface!r} has no effect on backend {backend!r}, whose MPI library chooses its own: leave "
-            "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
-        )
-
-
-def _require_device(backend: str, device: torch.device) -> None:
-    if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"), ("horovod", "cuda")):
-        raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and horovod for CPUs, "
-            "tcp and mpi for both"
-        )
-
-
-def _abandon(met: Communicator) -> None:
-    """Leave nothing behind of a connection that was refused, on all ranks alike."""
-    _open.discard(met.control)
-    if met.inspector is not None:
-        met.inspector.close()
-    met.backend.abandon()
-
-
 def _require_wire(wire: Wire, transport: Backend) -> None:
     if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
         raise ValueError(
             f"{transport.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another backend"
         )
-
-
-def make_wire(wire_dtype: str | None, predivide: float = 1.0) -> Wire:
-    """The precision between ranks by name. Raises: ValueError for an unknown name, or a factor that is not positive."""
-    if wire_dtype not in WIRE_DTYPES:
-        known = ", ".join(str(name) for name in WIRE_DTYPES if name)
-        raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")
-    if not 0 < predivide < float("inf"):
-        raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
-    return Wire(WIRE_DTYPES[wire_dtype], predivide)
-
-
-def _connect(
-    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None
-) -> Backend:
-    if env.world_size == 1:
-        return SingleBackend()
-    if backend == "tcp":
-        from bigbatch.comm.backends.tcp import TcpBackend
-
-        return TcpBackend(env, control, interface=interface)
-    if backend == "mpi":
-        from bigbatch.comm.backends.mpi import MpiBackend
-
-        return MpiBackend(env, control, device=device)
-    if backend == "horovod":
-        from bigbatch.comm.backends.horovod import HorovodBackend
-
-        return HorovodBackend(env, control, device=device)
-    from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-
-    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from bigbatch.comm.communicator import Communicator, choose_device, connect
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import gather_cluster
+from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.plan_search import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.reducer import GradientReducer, tensor_spec

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigbatch.comm.communicator import BACKENDS, Communicator
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import Conditions, gather_conditions
+from bigbatch.comm.connection import BACKENDS
 from bigbatch.comm.environ import read_process_env
 from bigbatch.comm.fusion import TensorSpec
 from bigbatch.comm.measure import measure_links

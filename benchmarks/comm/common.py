@@ -26,8 +26,9 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.backends.links import leave_bbr
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import gather_conditions
+from bigbatch.comm.connection import connect
 from bigbatch.errors import UserError
 
 TIMEOUT_SECONDS = 300.0

@@ -12,7 +12,8 @@ from common import Job
 from torch import Tensor
 
 from bigbatch.comm.backends.mpi import import_mpi
-from bigbatch.comm.communicator import Communicator, connect, make_wire
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect, make_wire
 from bigbatch.comm.hybrid import HybridTable
 
 CONTESTANTS = (

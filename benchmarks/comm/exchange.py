@@ -35,7 +35,7 @@ from torch import Tensor
 from tuning import DEFAULT_ALGORITHM, describe_times
 
 from bigbatch.comm.backends.base import CommError
-from bigbatch.comm.communicator import make_wire
+from bigbatch.comm.connection import make_wire
 from bigbatch.comm.exact import expected_pattern, limit_of, rank_pattern
 from bigbatch.comm.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.measure import count_different, fill_

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from common import spread, write_record
 from torch import nn
 
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import device_name, source_commit
+from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.models import build_model

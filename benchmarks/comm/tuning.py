@@ -8,7 +8,7 @@ import torch
 from common import Job
 from torch import Tensor, nn
 
-from bigbatch.comm.communicator import make_wire
+from bigbatch.comm.connection import make_wire
 from bigbatch.comm.hybrid import Times
 from bigbatch.comm.measure import Links
 from bigbatch.comm.plan_search import DEFAULT_SIZES

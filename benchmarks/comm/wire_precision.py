@@ -18,8 +18,9 @@ import torch
 from common import run_rank
 from torch import Tensor
 
-from bigbatch.comm.communicator import Communicator, connect, make_wire
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import gather_conditions
+from bigbatch.comm.connection import connect, make_wire
 
 NUM_VALUES = 1_000_000
 KINDS = ("small", "spread", "large")

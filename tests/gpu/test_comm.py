@@ -12,7 +12,8 @@ from torch import nn
 from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.host_staging import HostStaging
 from bigbatch.comm.node_memory import NodeMemory

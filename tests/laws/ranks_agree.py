@@ -8,7 +8,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics

@@ -24,7 +24,8 @@ from ranks_transport import check_transport
 from bigbatch.comm import control
 from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.backends.base import CommError, PeerLostError
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import read_process_env
 
 SURVIVED = 7

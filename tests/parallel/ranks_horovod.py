@@ -14,7 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from bigbatch.comm.backends.base import CommError, Group
 from bigbatch.comm.broadcast import allreduce, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.distributed_optimizer import DistributedOptimizer
 
 

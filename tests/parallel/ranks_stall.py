@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bigbatch.comm.backends.base import PeerLostError
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.reducer import GradientReducer
 
 LATE = 1

@@ -14,7 +14,7 @@ from test_lost_rank import SURVIVED, finish, start_ranks
 from test_parallel import RANKS, assert_all_passed, job_argv, needs_mpi, run_to_the_end
 from torch import nn
 
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.ddp_hook import ddp_comm_hook
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from bigbatch.comm.backends.base import ALL_DTYPES, CommError, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control, listen
 from bigbatch.comm.environ import ProcessEnv
 

@@ -10,7 +10,8 @@ from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities, CommError
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import choose_device, connect, first_difference, make_wire
+from bigbatch.comm.communicator import first_difference
+from bigbatch.comm.connection import choose_device, connect, make_wire
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.hybrid import HybridRow, HybridTable
 
@@ -123,7 +124,7 @@ def test_a_backend_for_other_devices_is_refused(backend: str, device: str) -> No
 
 
 def test_a_transport_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bigbatch.comm.communicator.SingleBackend", NativeBackend)
+    monkeypatch.setattr("bigbatch.comm.connection.SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
     assert (met.algorithms, met.memory) == (("native",), None)
     assert met.sum_(torch.ones(2), label="test").tolist() == [1.0, 1.0]

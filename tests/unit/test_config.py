@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import bigbatch.trainer
 from bigbatch.comm.algorithms import ALGORITHMS
-from bigbatch.comm.communicator import BACKENDS
+from bigbatch.comm.connection import BACKENDS
 from bigbatch.trainer import build
 from bigbatch.trainer import config as config_module
 from bigbatch.trainer.config import Config, accumulation_steps, all_keys, largest_divisor, lookup

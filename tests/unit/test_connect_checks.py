@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from bigbatch.comm import communicator, control
+from bigbatch.comm import communicator, connection, control
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import links, mpi
 from bigbatch.comm.backends.base import Capabilities, CommError, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control, listen
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.comm.hybrid import HybridRow, HybridTable
@@ -202,7 +202,7 @@ def table(*names: str) -> HybridTable:
 def test_a_table_of_algorithms_that_cannot_run_here_is_refused(
     made: type[SingleBackend], names: Sequence[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(communicator, "SingleBackend", made)
+    monkeypatch.setattr(connection, "SingleBackend", made)
     met = connect(env=ALONE, device=CPU)
     with pytest.raises(ValueError, match=f"the table of algorithm 'hybrid' {message}"):
         met.with_algorithm("hybrid", table=table(*names))
@@ -211,7 +211,7 @@ def test_a_table_of_algorithms_that_cannot_run_here_is_refused(
 
 
 def test_a_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "SingleBackend", NativeBackend)
+    monkeypatch.setattr(connection, "SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
     with pytest.raises(ValueError, match="collectives-only cannot sum bfloat16: choose another wire_dtype"):
         met.with_algorithm("native", wire=Wire(torch.bfloat16))
@@ -235,11 +235,11 @@ def test_a_refused_connection_is_given_up(options: dict[str, str], error: str, m
         made.append(NativeBackend())
         return made[-1]
 
-    monkeypatch.setattr(communicator, "SingleBackend", make)
-    before = set(communicator._open)
+    monkeypatch.setattr(connection, "SingleBackend", make)
+    before = set(communicator.open_controls)
     with pytest.raises(ValueError, match=error):
         connect(env=ALONE, device=CPU, **options)  # type: ignore[arg-type]
-    assert communicator._open == before
+    assert communicator.open_controls == before
     assert made[0].is_abandoned
 
 
@@ -248,9 +248,9 @@ def test_a_refused_connection_stops_its_inspector() -> None:
     inspector = SimpleNamespace(close=lambda: stopped.append("inspector"))
     backend = SimpleNamespace(abandon=lambda: stopped.append("backend"))
     met = connect(env=ALONE, device=CPU)
-    communicator._abandon(replace(met, inspector=inspector, backend=backend))  # type: ignore[arg-type]
+    replace(met, inspector=inspector, backend=backend).abandon()  # type: ignore[arg-type]
     assert stopped == ["inspector", "backend"]
-    assert met.control not in communicator._open
+    assert met.control not in communicator.open_controls
 
 
 def test_a_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_a_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkey
     def lose(*_: object, **__: object) -> None:
         raise PeerLostError("rank 1 is gone")
 
-    monkeypatch.setattr(communicator, "SingleBackend", lambda: made)
+    monkeypatch.setattr(connection, "SingleBackend", lambda: made)
     monkeypatch.setattr(communicator, "make_allreduce", lose)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
         connect(env=ALONE, device=CPU)

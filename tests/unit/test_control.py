@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from bigbatch.comm import control
 from bigbatch.comm.backends.base import CommError, PeerLostError
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control, first_line, listen, rendezvous
 from bigbatch.comm.environ import ProcessEnv
 

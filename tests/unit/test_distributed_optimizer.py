@@ -14,7 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 from bigbatch.comm.backends.base import Done, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.broadcast import allreduce, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.distributed_optimizer import DistributedOptimizer
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.measure import _make_hop

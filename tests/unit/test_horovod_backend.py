@@ -9,7 +9,7 @@ import torch
 
 from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.backends.horovod import HorovodBackend, import_horovod
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control
 from bigbatch.comm.environ import ProcessEnv
 

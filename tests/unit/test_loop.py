@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.data.loader import Batch

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch.comm.backends.base import CommError, InFlight, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.reducer import ExposedTime, GradientReducer, describe
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator, connect
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.comm.timeline import Timeline, merge

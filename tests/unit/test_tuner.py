@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bigbatch.cli import main
 from bigbatch.comm import ready_times, tuner
 from bigbatch.comm.backends.base import CommError
-from bigbatch.comm.communicator import connect
+from bigbatch.comm.connection import connect
 from bigbatch.comm.cost_model import Link
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.fusion import TensorSpec
