@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bigbatch: {arguments[0]} is no subcommand; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     code = _run(COMMANDS[arguments[0]][0], arguments[1:])
-    if _is_worker():
+    if _is_worker() or _is_held():
         _leave(code)
     return code
 
@@ -79,11 +80,17 @@ def _is_worker() -> bool:
         return False
 
 
+def _is_held() -> bool:
+    """A thread still waits for a file system that does not answer: the interpreter's teardown would wait with it."""
+    threads = (thread for thread in threading.enumerate() if not thread.daemon)
+    return any(thread.name.startswith("bigbatch-") for thread in threads)
+
+
 def _leave(code: int) -> None:
     """End without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort.
 
     All files are closed and the job has said its farewells by now; a good run must exit with 0, and a
-    failed rank must not wait for its peers.
+    failed rank must not wait for its peers or for a dead file system.
     """
     sys.stdout.flush()
     sys.stderr.flush()

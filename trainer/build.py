@@ -1,13 +1,10 @@
-"""From a config to the objects of a run: the only file that knows all parts."""
+"""From a config to the objects of a run: with build_input.py, the only files that know all parts."""
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,37 +16,22 @@ from bigbatch.comm.plan_search import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.reducer import GradientReducer, tensor_spec
 from bigbatch.comm.tuned import Tuned, TunedError, parse_tuned, read_text
 from bigbatch.errors import UserError
-from bigbatch.trainer.config import BatchConfig, Config, accumulation_steps
+from bigbatch.trainer import build_input
+from bigbatch.trainer.config import Config, accumulation_steps
 from bigbatch.trainer.config_file import dump_config
-from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.data.dali import DaliLoader
-from bigbatch.trainer.data.folder import FolderLoader
-from bigbatch.trainer.data.imagenet import eval_requests, train_requests
-from bigbatch.trainer.data.loader import Batch, Crop, Loader, PictureSource
-from bigbatch.trainer.data.normalize import Normalize
-from bigbatch.trainer.data.resident import ResidentLoader
-from bigbatch.trainer.data.shards import open_split
-from bigbatch.trainer.data.synthetic import SyntheticLoader
+from bigbatch.trainer.config_sections import BatchConfig
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.host import settle
 from bigbatch.trainer.loop import Parts, Plan
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
+from bigbatch.trainer.numa import bind
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.param_groups import param_groups
 from bigbatch.trainer.optim.schedule import Schedule, make_schedule
-from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
+from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_weights
 from bigbatch.trainer.signals import StopRequest
-
-
-@dataclass(frozen=True)
-class Split:
-    """One part of the data: how many samples, and a loader for them (index is None for generated ones)."""
-
-    num_samples: int
-    loader: Loader
-    index: PictureSource | None
 
 
 def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
@@ -80,6 +62,17 @@ def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | Non
         raise ConfigError(f"comm: {error}") from error
     settle(communicator)
     return communicator, tuned
+
+
+def bind_rank(config: Config, env: ProcessEnv) -> str | None:
+    """Keep this process near its GPU or its memory, where data.bind_numa asks for it; a line for the log.
+
+    Call it before any other: it holds for threads that start later.
+    """
+    if not config.data.bind_numa:
+        return None
+    device = choose_device(env, backend=config.comm.backend)
+    return bind(device=device, local_rank=env.local_rank, local_size=env.local_size)
 
 
 def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
@@ -120,93 +113,6 @@ def stated_sizes(config: Config) -> PlanSizes:
     )
 
 
-def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
-    """Training and validation data. Collective. Raises: DataError; ConfigError."""
-    if config.data.loader == "synthetic":
-        return _synthetic_split(config, communicator), _synthetic_split(config, communicator)
-    train_index, val_index = _read_indices(config, communicator)
-    train = _picture_split(config, communicator, train_index, _train_crop(config))
-    return train, _eval_split(config, communicator, val_index)
-
-
-def make_eval_split(config: Config, communicator: Communicator) -> Split:
-    """Validation data alone: no training picture is opened. Collective. Raises: DataError; ConfigError."""
-    if config.data.loader == "synthetic":
-        return _synthetic_split(config, communicator)
-    _, val_index = _read_indices(config, communicator)
-    return _eval_split(config, communicator, val_index)
-
-
-def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureSource, PictureSource]:
-    root = Path(config.data.root)
-    train_index = open_split(root, "train")
-    val_index = open_split(root, "val", classes=train_index.classes)
-    if len(train_index.classes) != config.data.num_classes:
-        raise ConfigError(
-            f"data.num_classes={config.data.num_classes}, but {root} holds {len(train_index.classes)} classes"
-        )
-    communicator.agree(
-        f"the pictures in {root}",
-        f"{len(train_index)} training pictures ({_digest(train_index)}), "
-        f"{len(val_index)} validation pictures ({_digest(val_index)})",
-    )
-    return train_index, val_index
-
-
-def _digest(index: PictureSource) -> str:
-    """Of class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
-    digest = hashlib.sha256("\0".join(index.classes).encode("utf-8", "surrogateescape"))
-    digest.update(index.labels_N.tobytes())
-    sizes_N2 = index.sizes(np.arange(len(index)))
-    if sizes_N2 is not None:
-        digest.update(sizes_N2.tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _synthetic_split(config: Config, communicator: Communicator) -> Split:
-    loader = SyntheticLoader(
-        num_classes=config.data.num_classes,
-        image_size=config.data.image_size,
-        microbatch_size=config.batch.microbatch_size,
-        device=communicator.device,
-        seed=config.run.seed,
-    )
-    assert config.data.num_synthetic_samples is not None
-    return Split(config.data.num_synthetic_samples, loader, None)
-
-
-def _train_crop(config: Config) -> Crop:
-    data = config.data
-    if data.crop == "padded":
-        return padded_crop(seed=config.run.seed, size=data.image_size, flip=data.flip)
-    assert data.crop_area_min is not None
-    return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
-
-
-def _eval_split(config: Config, communicator: Communicator, index: PictureSource) -> Split:
-    return _picture_split(config, communicator, index, center_crop(fraction=config.data.eval_crop_fraction))
-
-
-def _picture_split(config: Config, communicator: Communicator, index: PictureSource, crop: Crop) -> Split:
-    data = config.data
-    common: dict[str, Any] = {
-        "index": index,
-        "crop": crop,
-        "image_size": data.image_size,
-        "microbatch_size": config.batch.microbatch_size,
-        "num_threads": data.num_threads,
-    }
-    loader: Loader
-    if data.loader == "resident":
-        loader = ResidentLoader(**common, device=communicator.device)
-    elif data.loader == "dali":
-        loader = DaliLoader(**common, prefetch_batches=data.prefetch_batches, device_id=communicator.device.index)
-    else:
-        is_gpu = communicator.device.type == "cuda"
-        loader = FolderLoader(**common, prefetch_batches=data.prefetch_batches, pin_memory=is_gpu)
-    return Split(len(index), loader, index)
-
-
 def make_model(config: Config, communicator: Communicator) -> nn.Module:
     """The classifier in fp32, on the device, the same weights on every rank. Raises: ConfigError."""
     seed_weights(config.run.seed)
@@ -219,16 +125,6 @@ def make_model(config: Config, communicator: Communicator) -> nn.Module:
     options = {} if config.model.width is None else {"width": config.model.width}
     model = build_model(config.model.name, num_classes=config.data.num_classes, norm=norm, **options)
     return model.to(device=communicator.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def make_normalize(config: Config, communicator: Communicator) -> Normalize:
-    """From the loader's bytes to the model's numbers."""
-    return Normalize(
-        mean=config.data.mean,
-        std=config.data.std,
-        device=communicator.device,
-        dtype=COMPUTE_DTYPES[config.optimizer.precision],
-    )
 
 
 def make_parts(
@@ -247,7 +143,7 @@ def make_parts(
     precision = Precision(model, name=config.optimizer.precision, device=communicator.device)
     return Parts(
         model=model,
-        statistics_N=flatten_running_statistics(model),
+        statistics_N=flatten_running_statistics(model, num_spare=1),
         precision=precision,
         optimizer=_make_optimizer(config, model, precision),
         schedule=_make_schedule(config, plan),
@@ -258,7 +154,8 @@ def make_parts(
             **_fusion_sizes(config, model, tuned),
         ),
         communicator=communicator,
-        normalize=make_normalize(config, communicator),
+        prepare=build_input.make_prepare(config, communicator),
+        normalize=build_input.make_normalize(config, communicator),
         stop=StopRequest(),
     )
 
@@ -278,8 +175,7 @@ def _make_optimizer(config: Config, model: nn.Module, precision: Precision) -> t
     groups = param_groups(model, weight_decay=settings.weight_decay, substitute=precision.masters)
     lr = config.schedule.base_lr
     if settings.name == "sgd":
-        nesterov = settings.momentum > 0
-        return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum, nesterov=nesterov, fused=True)
+        return _make_sgd(groups, lr=lr, momentum=settings.momentum)
     assert settings.trust_coefficient is not None
     assert settings.eps is not None
     assert settings.momentum_form is not None
@@ -291,6 +187,19 @@ def _make_optimizer(config: Config, model: nn.Module, precision: Precision) -> t
         eps=settings.eps,
         momentum_form=settings.momentum_form,
     )
+
+
+def _make_sgd(groups: list[dict[str, Any]], *, lr: float, momentum: float) -> torch.optim.SGD:
+    """With Nesterov momentum that starts from zero, not from its first gradient, which is the same update.
+
+    An fp16 run's first step may overflow and be skipped: torch's fused kernel then leaves a momentum that was
+    allocated for it and never written, and the next step takes that for one.
+    """
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+    if momentum > 0:
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return optimizer
 
 
 def _make_schedule(config: Config, plan: Plan) -> Schedule:
@@ -344,31 +253,3 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
 
 def _ghosts_per_microbatch(batch: BatchConfig) -> int:
     return batch.microbatch_size // batch.bn_span
-
-
-def train_batches(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Batch]:
-    """This rank's microbatches from first_step to the end of the run, across epochs without a pause."""
-    return split.loader.load(
-        train_requests(
-            seed=config.run.seed,
-            num_samples=split.num_samples,
-            global_batch_size=config.batch.global_batch_size,
-            microbatch_size=config.batch.microbatch_size,
-            rank=communicator.rank,
-            world_size=communicator.world_size,
-            start_step=plan.first_step,
-            end_step=plan.num_steps,
-        )
-    )
-
-
-def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:
-    """This rank's share of a split, in whole microbatches with padding marked."""
-    return split.loader.load(
-        eval_requests(
-            num_samples=split.num_samples,
-            microbatch_size=config.batch.microbatch_size,
-            rank=communicator.rank,
-            world_size=communicator.world_size,
-        )
-    )

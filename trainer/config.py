@@ -1,166 +1,20 @@
-"""What an experiment is: frozen dataclasses without defaults, so that one complete YAML says everything."""
+"""What an experiment is, and which settings go together."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from bigbatch.trainer.config_sections import (
+    AugmentConfig,
+    BatchConfig,
+    CommConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from bigbatch.trainer.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where the run goes, how long it lasts, what it writes."""
-
-    directory: str
-    """Run folder for config, metrics, checkpoints, plot and summary."""
-    seed: int
-    """Seed of weights, sample order and every draw of the input."""
-    epochs: int
-    """Passes over the training set."""
-    log_every_steps: int
-    """Steps between two reports (sums over ranks, one host sync)."""
-    eval_every_epochs: int
-    """Epochs between two evaluations; the last epoch is always evaluated."""
-    checkpoint_every_steps: int
-    """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
-    keep_checkpoints: int
-    """Newest checkpoints to keep, besides the best."""
-    resume: str
-    """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
-    else the path of a checkpoint to start from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The pictures and what is done to them."""
-
-    loader: Literal["dali", "torchvision", "resident", "synthetic"]
-    """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
-    resident: whole set decoded once on the device; synthetic: generated tensors, for measuring."""
-    root: str
-    """Folder with train/<class>/<picture> and val/<class>/<picture>; unused by synthetic."""
-    num_classes: int
-    """Classes of the data set and outputs of the model."""
-    num_synthetic_samples: int | None
-    """Size of the generated training set and of the validation set; null for every other loader."""
-    image_size: int
-    """Height and width of the pictures that the model sees, in pixels."""
-    crop: Literal["resized", "padded"]
-    """Training crop. resized: random area and aspect ratio (ImageNet); padded: shift by up to 4 pixels (CIFAR)."""
-    crop_area_min: float | None
-    """Smallest share of the picture's area in a resized crop, in (0, 1]; null for padded."""
-    flip: bool
-    """Mirror half of the training pictures."""
-    eval_crop_fraction: float
-    """Side of the central evaluation crop as a share of the picture's shorter side, in (0, 1]."""
-    mean: tuple[float, float, float]
-    """Channel means (red, green, blue) on the scale 0 to 1."""
-    std: tuple[float, float, float]
-    """Channel standard deviations (red, green, blue) on the scale 0 to 1."""
-    num_threads: int
-    """Decoding threads per rank."""
-    prefetch_batches: int
-    """Microbatches prepared ahead of use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The classifier."""
-
-    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"]
-    """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
-    width: int | None
-    """Channels of resnet9's first layer; null for every other model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-    """The batch is global: any number of ranks gives the same update."""
-
-    global_batch_size: int
-    """Samples per update, over all ranks and accumulation steps."""
-    microbatch_size: int
-    """Samples per rank per forward pass; accumulation steps follow from it."""
-    bn_span: int
-    """Samples over which batch norm takes its statistics (a ghost batch); divides microbatch_size."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The update. Bias and batch norm neither decay nor adapt."""
-
-    name: Literal["lars", "sgd"]
-    """lars, or sgd with Nesterov momentum."""
-    momentum: float
-    """Share of the last update that is kept, in [0, 1)."""
-    weight_decay: float
-    """L2 decay of weights, not of bias and batch norm."""
-    trust_coefficient: float | None
-    """LARS eta; null for sgd."""
-    eps: float | None
-    """Added to the denominator of the LARS trust ratio; null for sgd."""
-    momentum_form: Literal["lr_inside", "lr_outside"] | None
-    """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; null for sgd."""
-    label_smoothing: float
-    """Share of the target spread over all classes, in [0, 1)."""
-    precision: Literal["fp32", "bf16", "fp16"]
-    """Weights, activations and gradients; master weights, update and batch norm are fp32 always. On a GPU, fp32
-    convolutions use TF32, torch's default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate as a pure function of the step; linear warm-up from 0."""
-
-    name: Literal["polynomial", "cosine", "step", "one_cycle"]
-    """Form of the decay after the warm-up."""
-    base_lr: float
-    """Learning rate at the end of the warm-up."""
-    warmup_epochs: float
-    """Length of the warm-up, in epochs."""
-    end_lr: float | None
-    """Learning rate at the last step; null for step."""
-    power: float | None
-    """Exponent of the polynomial; null for every other form."""
-    milestone_epochs: tuple[float, ...] | None
-    """Epochs at which step multiplies the rate by gamma; null for every other form."""
-    gamma: float | None
-    """Factor at each milestone; null for every form but step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommConfig:
-    """Gradients over the wire."""
-
-    backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"]
-    """auto: NCCL where every rank has a GPU, else tcp."""
-    interface: str | None
-    """Network interface between the nodes, such as eth0; null for the one that leads to rank 0."""
-    algorithm: Literal["native", "ring", "hierarchical", "sharded", "doubling", "hybrid"]
-    """native: the backend's own; hierarchical: reduce to a leader per node, ring of leaders, broadcast;
-    sharded: reduce-scatter in the node, all-reduce across, all-gather in the node; doubling: leaders sum by recursive
-    doubling; hybrid: by the size of the buffer, as table says."""
-    table: str | None
-    """File that `bigbatch comm tune` made for this cluster and model; null for none."""
-    group_size: int | None
-    """Ranks per node group; null for one group per host."""
-    wire_dtype: Literal["float16", "bfloat16"] | None
-    """Precision of fp32 gradients between ranks; null for their own."""
-    predivide: float
-    """Gradients are divided by this before a sum in wire_dtype and multiplied after, against overflow."""
-    threshold_bytes: int | None
-    """Gradients larger than this travel alone; null for what table says."""
-    buffer_bytes: int | None
-    """Largest fusion buffer; null for what table says."""
-    first_buffer_bytes: int | None
-    """Size of the first buffer; null for what table says, or the same as the others."""
-    warn_seconds: float
-    """Ranks that others have waited for so long are named."""
-    timeout_seconds: float
-    """A peer that does not answer for this long ends the job."""
-    timeline_steps: tuple[int, int] | None
-    """First and last step to record into timeline.json in the run's folder; null for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +23,7 @@ class Config:
 
     run: RunConfig
     data: DataConfig
+    augment: AugmentConfig
     model: ModelConfig
     batch: BatchConfig
     optimizer: OptimizerConfig
@@ -180,7 +35,10 @@ class Config:
         _check_batch(self.batch)
         _check_choices(self)
         _check_loader(self.data)
+        _check_train_sizes(self.data, epochs=self.run.epochs)
         _check_image_size(self)
+        _check_augment(self)
+        _check_patience(self)
         _check_schedule(self.schedule, epochs=self.run.epochs)
         _check_comm(self.comm)
 
@@ -196,6 +54,7 @@ POSITIVE = (
     "data.std",
     "data.num_threads",
     "data.prefetch_batches",
+    "data.patience_seconds",
     "model.width",
     "batch.global_batch_size",
     "batch.microbatch_size",
@@ -215,7 +74,14 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "run.seed",
     "run.checkpoint_every_steps",
-    "data.mean",
+    "data.max_skipped",
+    "data.probe_seconds",
+    "augment.color_jitter",
+    "augment.randaugment_ops",
+    "augment.randaugment_magnitude",
+    "augment.cutout_size",
+    "augment.mixup_alpha",
+    "augment.cutmix_alpha",
     "optimizer.weight_decay",
     "optimizer.eps",
     "schedule.warmup_epochs",
@@ -223,6 +89,7 @@ NOT_NEGATIVE = (
     "schedule.milestone_epochs",
     "comm.timeline_steps",
 )
+SHARE = ("data.hardware_share", "data.mean")
 SHARE_WITH_ONE = ("data.crop_area_min", "data.eval_crop_fraction")
 SHARE_BELOW_ONE = ("optimizer.momentum", "optimizer.label_smoothing")
 
@@ -240,6 +107,12 @@ ONLY_FOR = {
     "schedule.gamma": ("schedule.name", ("step",)),
 }
 
+SMALLEST_SHARPENED = 3
+"""Pixels a side that one of RandAugment's operations needs."""
+
+NO_READER = ("resident", "synthetic")
+"""Loaders that do not read pictures while training."""
+
 SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
 """Pixels a side that a model needs to reach its last pooling; the ResNets take any."""
 
@@ -254,6 +127,7 @@ def _check_ranges(config: Config) -> None:
     for keys, legal, is_legal in (
         (POSITIVE, "positive and finite", lambda v: 0 < v < math.inf),
         (NOT_NEGATIVE, "0 or more, and finite", lambda v: 0 <= v < math.inf),
+        (SHARE, "at least 0 and at most 1", lambda v: 0 <= v <= 1),
         (SHARE_WITH_ONE, "above 0 and at most 1", lambda v: 0 < v <= 1),
         (SHARE_BELOW_ONE, "at least 0 and below 1", lambda v: 0 <= v < 1),
         (("run.seed",), "below 2**63", lambda v: v < 2**63),
@@ -285,15 +159,76 @@ def _check_loader(data: DataConfig) -> None:
             f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
             "not resize: set it to 1.0"
         )
+    if data.loader == "resident" and data.train_sizes is not None:
+        raise ConfigError(
+            "data.train_sizes does not go with data.loader=resident, which does not resize: set it to null"
+        )
+    for key, value in (("max_skipped", data.max_skipped), ("stage", data.stage)):
+        if data.loader in NO_READER and value is not None:
+            raise ConfigError(f"data.{key}={value} has no meaning with data.loader={data.loader}: set it to null")
+    if data.stage == "":
+        raise ConfigError("data.stage is empty: name a folder of each node, or set it to null")
+
+
+def _check_patience(config: Config) -> None:
+    """A read may fail for the patience and then not return; meanwhile the other ranks wait."""
+    patience, timeout = config.data.patience_seconds, config.comm.timeout_seconds
+    if config.data.loader in NO_READER or 2 * (patience + 1) <= timeout:
+        return
+    longest = math.floor(100 * (timeout / 2 - 1)) / 100
+    shorter = f", or data.patience_seconds to at most {longest:g}" if longest > 0 else ""
+    raise ConfigError(
+        f"data.patience_seconds={patience:g} is too long: the other ranks give up after comm.timeout_seconds="
+        f"{timeout:g}: set that to at least {math.ceil(2 * (patience + 1))}{shorter}"
+    )
+
+
+def _check_train_sizes(data: DataConfig, *, epochs: int) -> None:
+    if data.train_sizes is None:
+        return
+    firsts = [first for first, _ in data.train_sizes]
+    if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
+        raise ConfigError(f"data.train_sizes={_plain(data.train_sizes)} must give epochs that rise from 0")
+    if firsts[-1] >= epochs:
+        raise ConfigError(
+            f"data.train_sizes={_plain(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
+            f"last epoch is {epochs - 1}"
+        )
+    if min(size for _, size in data.train_sizes) <= 0:
+        raise ConfigError(f"data.train_sizes={_plain(data.train_sizes)} must give sizes of 1 pixel or more")
+
+
+def _plain(pairs: tuple[tuple[int, int], ...] | None) -> list[list[int]] | None:
+    return None if pairs is None else [list(pair) for pair in pairs]
+
+
+def _check_augment(config: Config) -> None:
+    augment = config.augment
+    if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
+        remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
+        raise ConfigError(
+            f"augment.randaugment_magnitude={augment.randaugment_magnitude} does not go with "
+            f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
+        )
+    if (augment.randaugment_magnitude or 0) > 30:
+        raise ConfigError(f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30")
+    if augment.cutout_size % 2:
+        raise ConfigError(f"augment.cutout_size={augment.cutout_size} must be even: {augment.cutout_size + 1} is")
+    if (augment.mixup_alpha or augment.cutmix_alpha) and config.batch.bn_span < 2:
+        raise ConfigError(
+            "augment.mixup_alpha and augment.cutmix_alpha mix within a ghost batch: batch.bn_span=1 leaves none"
+        )
 
 
 def _check_image_size(config: Config) -> None:
-    smallest = SMALLEST_IMAGE.get(config.model.name, 1)
-    if config.data.image_size < smallest:
-        raise ConfigError(
-            f"data.image_size={config.data.image_size} is too small for model.name={config.model.name}: give at "
-            f"least {smallest}"
-        )
+    needs = [(SMALLEST_IMAGE.get(config.model.name, 1), f"model.name={config.model.name}")]
+    if config.augment.randaugment_ops:
+        needs.append((SMALLEST_SHARPENED, f"augment.randaugment_ops={config.augment.randaugment_ops}"))
+    train_sizes = [("train_sizes", size) for _, size in config.data.train_sizes or ()]
+    for key, size in [("image_size", config.data.image_size), *train_sizes]:
+        for smallest, who in needs:
+            if size < smallest:
+                raise ConfigError(f"data.{key}={size} is too small for {who}: give at least {smallest}")
 
 
 def _check_schedule(schedule: ScheduleConfig, *, epochs: int) -> None:

@@ -11,6 +11,10 @@ class DataError(UserError, RuntimeError):
     """A picture, folder or data set is unusable; the message names the path."""
 
 
+class StorageError(DataError):
+    """The storage of a data set is at fault, and not one picture: no policy skips it."""
+
+
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be read, written or used here; the message names the path."""
 

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.comm.environ import read_process_env
-from bigbatch.trainer import build
+from bigbatch.trainer import build, build_input
 from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint, restoring
 from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.data.bad_pictures import require_few
 from bigbatch.trainer.errors import CheckpointError
 from bigbatch.trainer.evaluation import evaluate
 from bigbatch.trainer.models.norm import flatten_running_statistics
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.progress import describe_evaluation
 from bigbatch.trainer.rundir import RunDir
+from bigbatch.trainer.stage_data import stage_data
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     path = arguments.checkpoint or _best_path(rundir)
     env = read_process_env()
     config = build.without_choices(config, world_size=env.world_size)
+    build.bind_rank(config, env)
     communicator, _ = build.join_job(config, env)
     communicator.agree("the checkpoint to evaluate", str(path))
     model = build.make_model(config, communicator)
@@ -35,16 +38,23 @@ def main(argv: Sequence[str]) -> int:
     state = load_checkpoint(path)
     with restoring(path):
         precision.load_model_state(state["model"])
-    split = build.make_eval_split(config, communicator)
+    skipped: dict[str, str] = {}
+    config, _ = stage_data(config, communicator)
+    split = build_input.make_eval_split(config, communicator)
     record = evaluate(
         model,
-        build.eval_batches(config, communicator, split),
-        normalize=build.make_normalize(config, communicator),
+        build_input.eval_batches(config, communicator, split),
+        normalize=build_input.make_normalize(config, communicator),
         communicator=communicator,
         num_samples=split.num_samples,
+        flip=config.data.eval_flip,
+        skipped=skipped.update,
     )
     split.loader.close()
+    require_few(list(skipped.values()), max_skipped=config.data.max_skipped)
     if communicator.rank == 0:
+        for reason in skipped.values():
+            print(f"skipped: {reason}")
         print(f"{path}: {describe_evaluation(record)}")
         if arguments.json:
             print(json.dumps({"checkpoint": str(path), **record}))

@@ -14,13 +14,17 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 def settle(communicator: Communicator) -> None:
     """Once, before training: cuDNN's search on a GPU; cores and memory on a CPU. Collective."""
     if communicator.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True  # our shapes are fixed, so a search pays
+        torch.backends.cudnn.benchmark = True  # our shapes are few, so a search pays
         return
+    torch.set_num_threads(cores_per_rank(communicator))
+    keep_freed_memory()
+
+
+def cores_per_rank(communicator: Communicator) -> int:
+    """Of the cores that this rank may use, its share. Collective."""
     cores = usable_cores()
     mine = f"{communicator.env.host} {cores}"
-    num_sharing = communicator.gather_text(mine).count(mine)
-    torch.set_num_threads(max(1, len(cores) // num_sharing))
-    keep_freed_memory()
+    return max(1, len(cores) // communicator.gather_text(mine).count(mine))
 
 
 def usable_cores() -> list[int]:

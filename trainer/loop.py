@@ -1,7 +1,9 @@
 """The training loop: it is handed ready objects and builds nothing."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.data.loader import Batch
-from bigbatch.trainer.errors import TrainingDiverged
+from bigbatch.trainer.data.prepare_batch import Prepared
+from bigbatch.trainer.errors import DataError, TrainingDiverged
+from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
@@ -38,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works with. statistics_N: all running statistics of batch norm, one flat tensor."""
+    """What a step works with. statistics_N: all running statistics of batch norm, flat, and one spare element."""
 
     model: nn.Module
     statistics_N: Tensor
@@ -47,6 +51,7 @@ class Parts:
     schedule: Callable[[int], float]
     reducer: GradientReducer
     communicator: Communicator
+    prepare: Callable[[Batch], Prepared]
     normalize: Callable[[Tensor], Tensor]
     stop: StopRequest
 
@@ -60,6 +65,8 @@ class Hooks:
     """(steps done) -> record of the evaluation. Collective."""
     save: Callable[[int, float | None], None]
     """(steps done, top-1 or None)."""
+    skipped: Callable[[int, dict[str, str]], None] = lambda done, pictures: None
+    """(steps done, bad pictures and why): for which others stood in since the last time. Raises: DataError."""
     before_step: Callable[[int], None] = lambda step: None
     """(step). Collective."""
 
@@ -73,6 +80,8 @@ class Totals:
     input_wait_seconds: float = 0.0
     exposed_seconds: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
+    saved_step: int = 0
+    """Of the newest checkpoint; where the run started, as long as there is none."""
     stopped_by: str | None = None
 
 
@@ -81,7 +90,6 @@ class Window:
 
     def __init__(self, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-        self.input_wait_seconds = 0.0
         self.start = time.perf_counter()
         self.steps = 0
 
@@ -95,24 +103,29 @@ class Window:
 def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> Totals:
     """Run steps first_step to num_steps; stop early, with a checkpoint, when any rank was asked to.
 
+    Where the input of a rank fails, the state before that step is saved first.
     Collective. Raises: TrainingDiverged; PeerLostError; DataError from the input.
     """
-    totals, window = Totals(), Window(parts.communicator.device)
+    stream, totals = InputStream(batches), Totals(saved_step=plan.first_step)
+    window = Window(parts.communicator.device)
     parts.model.train()
     for step in range(plan.first_step, plan.num_steps):
         hooks.before_step(step)
-        train_step(step, plan, parts, batches, window)
+        train_step(step, plan, parts, stream, window)
         done = step + 1
         is_eval = done % plan.eval_every_steps == 0 or done == plan.num_steps
         is_save = plan.checkpoint_every_steps > 0 and done % plan.checkpoint_every_steps == 0
         if is_eval or is_save or done % plan.log_every_steps == 0:
-            any_stop = report(done, plan, parts, hooks, window, totals)
+            any_stop = report(done, plan, parts, hooks, stream, window, totals)
             if is_eval:
-                totals.last_evaluation = hooks.evaluate(done)
+                with saving_on_failure(done, parts, hooks, totals):
+                    totals.last_evaluation = hooks.evaluate(done)
                 hooks.save(done, totals.last_evaluation["top1"])
                 parts.model.train()
             elif is_save or any_stop:
                 hooks.save(done, None)
+            if is_eval or is_save or any_stop:
+                totals.saved_step = done
             if any_stop and done < plan.num_steps:
                 totals.stopped_by = parts.stop.signal_name or "another rank's signal"
                 break
@@ -120,49 +133,104 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
     return totals
 
 
-def train_step(step: int, plan: Plan, parts: Parts, batches: Iterator[Batch], window: Window) -> None:
-    """One update from one global batch. Collective; no host sync on a GPU."""
-    for group in parts.optimizer.param_groups:
-        group["lr"] = parts.schedule(step)
+@contextmanager
+def saving_on_failure(done: int, parts: Parts, hooks: Hooks, totals: Totals) -> Iterator[None]:
+    """Around what all ranks do together between steps: bad data end the run, but its state is saved before."""
+    try:
+        yield
+    except DataError:
+        save_before_end(done, parts, hooks, totals)
+        raise
+
+
+def save_before_end(done: int, parts: Parts, hooks: Hooks, totals: Totals) -> None:
+    """Save the state after step done, which the model is in, and return when it is on disk. Collective."""
+    # a second checkpoint of a step would lack the accuracy of the first
+    if done > totals.saved_step:
+        set_lr_(parts, step=done - 1)
+        hooks.save(done, None)
+    # rank 0 writes, and a launcher that sees another rank end would kill it in the midst of that
+    parts.communicator.gather_text("saved")
+
+
+def train_step(step: int, plan: Plan, parts: Parts, stream: InputStream, window: Window) -> None:
+    """One update from one global batch, or none where a rank has no batch. Collective; no host sync on a GPU."""
+    set_lr_(parts, step=step)
     parts.reducer.zero_grad()
+    statistics_before_N = parts.statistics_N.clone()
     span = partial(parts.communicator.timeline.span, row="step")
     for k in range(plan.accumulation_steps):
         is_last = k == plan.accumulation_steps - 1
-        waiting = time.perf_counter()
         with span("input wait"):
-            batch = next(batches)
-        window.input_wait_seconds += time.perf_counter() - waiting
-        images_BCHW = parts.normalize(batch.images_BCHW)
-        labels_B = batch.labels_B.to(parts.communicator.device, non_blocking=True)
+            batch = stream.draw(step=step)
+        prepared = parts.prepare(batch)
         microbatch = parts.communicator.rank * plan.accumulation_steps + k
         seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
         parts.reducer.is_active = is_last
         with span("forward"):
-            logits_BK = parts.model(images_BCHW).float()
+            logits_BK = parts.model(prepared.images_BCHW).float()
         if is_last:
+            parts.statistics_N[-1] = float(stream.failure is not None)
             parts.reducer.start_extra(parts.statistics_N, label="all-reduce of batch-norm statistics")
-        loss = F.cross_entropy(logits_BK, labels_B, label_smoothing=plan.label_smoothing, reduction="sum")
+        loss = F.cross_entropy(logits_BK, prepared.targets, label_smoothing=plan.label_smoothing, reduction="sum")
         with span("backward"):
             parts.precision.backward(loss / plan.global_batch_size)
-        window.count(loss, logits_BK, labels_B)
+        window.count(loss, logits_BK, prepared.labels_B)
     with span("wait for the sums"):
         parts.reducer.wait()
     with span("update"):
         parts.statistics_N.div_(parts.communicator.world_size)
-        parts.precision.update_(parts.optimizer)
+        has_failed_1 = parts.statistics_N[-1:] > 0
+        parts.statistics_N.copy_(torch.where(has_failed_1, statistics_before_N, parts.statistics_N))
+        parts.precision.update_(parts.optimizer, skip_1=has_failed_1)
     window.steps += 1
 
 
-def report(done: int, plan: Plan, parts: Parts, hooks: Hooks, window: Window, totals: Totals) -> bool:
+def set_lr_(parts: Parts, *, step: int) -> None:
+    """The learning rate of a step into all groups."""
+    for group in parts.optimizer.param_groups:
+        group["lr"] = parts.schedule(step)
+
+
+def end_if_input_failed(num_failed: float, parts: Parts, hooks: Hooks, stream: InputStream, totals: Totals) -> None:
+    """Save the state after the last step that all ranks had batches for, and end. Collective. Raises: DataError."""
+    if not num_failed:
+        return
+    failure = stream.failure
+    texts = parts.communicator.gather_text(json.dumps([failure.step, failure.reason]) if failure else "")
+    failures = [(*json.loads(text), rank) for rank, text in enumerate(texts) if text]
+    done, reason, rank = min(failures, key=lambda failure: failure[0])
+    tell_skipped(done, parts, hooks, stream, totals)
+    save_before_end(done, parts, hooks, totals)
+    where = f"rank {rank}: " if parts.communicator.world_size > 1 else ""
+    outcome = f"The run stopped after step {done} and goes on from there." if done else "No step was done."
+    raise DataError(f"{where}{reason.rstrip('.')}. {outcome}")
+
+
+def tell_skipped(done: int, parts: Parts, hooks: Hooks, stream: InputStream, totals: Totals) -> None:
+    """Put together what the ranks skipped. Collective. Raises: DataError where it was too much, after saving."""
+    pictures: dict[str, str] = {}
+    for text in parts.communicator.gather_text(json.dumps(stream.take_replaced())):
+        pictures |= json.loads(text)
+    if pictures:
+        with saving_on_failure(done, parts, hooks, totals):
+            hooks.skipped(done, pictures)
+
+
+def report(
+    done: int, plan: Plan, parts: Parts, hooks: Hooks, stream: InputStream, window: Window, totals: Totals
+) -> bool:
     """Sum the window over ranks, pass it on, and agree whether to stop. Collective; syncs with the device."""
     exposed = parts.reducer.exposed.take_seconds()
     sums_3 = window.sums_3.tolist()  # waits for the device, so that the seconds below are the window's own
     seconds = time.perf_counter() - window.start
-    mine = [*sums_3, seconds, window.input_wait_seconds, exposed, float(parts.stop.is_set)]
-    all_7 = torch.tensor(mine, dtype=torch.float64, device=parts.communicator.device)
-    loss, correct, samples, seconds_P, wait_P, exposed_P, stops = parts.communicator.sum_(
-        all_7, label=f"report of step {done}"
+    counts = map(float, (parts.stop.is_set, stream.failure is not None, len(stream.replaced)))
+    mine = [*sums_3, seconds, stream.take_wait_seconds(), exposed, *counts]
+    all_9 = torch.tensor(mine, dtype=torch.float64, device=parts.communicator.device)
+    loss, correct, samples, seconds_P, wait_P, exposed_P, stops, failed, num_skipped = parts.communicator.sum_(
+        all_9, label=f"report of step {done}"
     ).tolist()
+    end_if_input_failed(failed, parts, hooks, stream, totals)
     totals.steps += window.steps
     totals.step_seconds += seconds_P / parts.communicator.world_size
     totals.input_wait_seconds += wait_P / parts.communicator.world_size
@@ -179,8 +247,11 @@ def report(done: int, plan: Plan, parts: Parts, hooks: Hooks, window: Window, to
         "lr": parts.schedule(done - 1),
         "loss_scale": parts.precision.loss_scale(),
         "images_per_second": samples * parts.communicator.world_size / seconds_P,
+        "compute_images_per_second": samples * parts.communicator.world_size / (seconds_P - wait_P),
         "input_wait_fraction": wait_P / seconds_P,
         "exposed_communication_fraction": exposed_P / seconds_P,
     }
     hooks.on_report(record)
+    if num_skipped:
+        tell_skipped(done, parts, hooks, stream, totals)
     return stops > 0

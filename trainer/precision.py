@@ -1,5 +1,6 @@
 """fp32, bf16 and fp16: half-precision weights and gradients around fp32 master weights."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,14 +39,34 @@ class Precision:
         """Backward of the loss times the loss scale."""
         self.scaler.scale(loss).backward()
 
-    def update_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the summed gradients in fp32, update the masters, write the half-precision weights."""
+    def update_(self, optimizer: torch.optim.Optimizer, *, skip_1: Tensor | None = None) -> None:
+        """Unscale the summed gradients in fp32, update the masters, write the half-precision weights.
+
+        Where skip_1 (bool) is true, weights, optimizer and loss scale stay as they are; the host does not wait for it.
+        The optimizer must be fused: it then leaves everything as it was when it finds found_inf set.
+        """
         if self._half:
             torch._foreach_copy_(_grads(self._full), _grads(self._half))
+        if self.scaler.is_enabled():
+            self._scaled_update_(optimizer, skip_1)
+        else:
+            if skip_1 is not None:
+                optimizer.found_inf = skip_1.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        self.write_half_()
+
+    def _scaled_update_(self, optimizer: torch.optim.Optimizer, skip_1: Tensor | None) -> None:
+        """GradScaler decides by the gradients alone: so give it an overflow, and undo what it makes of that."""
+        state = [t for t in (self.scaler._scale, self.scaler._growth_tracker) if t is not None]
+        before = [tensor.clone() for tensor in state]
+        if skip_1 is not None:
+            _grads(self._full)[0].add_(torch.where(skip_1, math.inf, 0.0))
         self.scaler.unscale_(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()
-        self.write_half_()
+        if skip_1 is not None:
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(torch.where(skip_1, old, tensor).reshape(tensor.shape))
 
     @torch.no_grad()
     def write_half_(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 
 class Reporter(Protocol):
@@ -66,9 +67,9 @@ class Lines:
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """All values of the summary, a line each."""
-        for name, value in summary.items():
-            self.say(f"{name:32} {show(name, value)}")
+        """All values of the summary, a line each, and a line for each entry of a list."""
+        for name, text in rows(summary):
+            self.say(f"{name:32} {text}")
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -106,8 +107,8 @@ class Bar:
         """The summary as a table."""
         self.close()
         table = Table("result", "value", title="Summary")
-        for name, value in summary.items():
-            table.add_row(name, show(name, value))
+        for name, text in rows(summary):
+            table.add_row(name, Text(text))  # in a string, [brackets] of a path would be markup
         self._console.print(table)
 
     def close(self) -> None:
@@ -118,9 +119,17 @@ class Bar:
 UNITS = {
     "seconds": "s",
     "images_per_second": "images/s",
+    "compute_images_per_second": "images/s",
+    "loader_images_per_second": "images/s",
     "global_batch_size": "images",
     "world_size": "ranks",
 }
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and shown values of a summary; a list has a row for each of its entries."""
+    values = ((name, value if isinstance(value, list) else [value]) for name, value in summary.items())
+    return [(name, show(name, entry)) for name, entries in values for entry in entries]
 
 
 def show(name: str, value: Any) -> str:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import source_commit
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.comm.tuned import Tuned
-from bigbatch.trainer import build
+from bigbatch.trainer import build, build_input
 from bigbatch.trainer.checkpoint import (
     best_checkpoint,
     list_checkpoints,
@@ -26,13 +25,25 @@ from bigbatch.trainer.checkpoint import (
 )
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config, load_config
-from bigbatch.trainer.errors import CheckpointError, TrainingDiverged
+from bigbatch.trainer.data.bad_pictures import too_many
+from bigbatch.trainer.errors import TrainingDiverged
 from bigbatch.trainer.evaluation import evaluate
+from bigbatch.trainer.input_report import (
+    MeasuredInput,
+    Waited,
+    describe_input,
+    hint,
+    input_record,
+    slowest_stage,
+)
 from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, train
+from bigbatch.trainer.measure_input import measure_input
 from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.progress import Reporter, make_reporter
+from bigbatch.trainer.resume import changes, require_same_pictures, require_same_samples, resume_path
 from bigbatch.trainer.rundir import RunDir, read_records, writing
+from bigbatch.trainer.stage_data import stage_data
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and saved a checkpoint."""
@@ -42,8 +53,9 @@ def main(argv: Sequence[str]) -> int:
     """Train the experiment that argv describes; the exit code. Collective over the job's ranks."""
     config = load_config(argv)
     env = read_process_env()
+    bound = build.bind_rank(config, env)
     communicator, tuned = build.join_job(config, env)
-    code = _Run(config, communicator, env, tuned=tuned).run()
+    code = _Run(config, communicator, env, tuned=tuned, bound=bound).run()
     communicator.close()
     return code
 
@@ -51,16 +63,21 @@ def main(argv: Sequence[str]) -> int:
 class _Run:
     """The life of one run: files on the first rank, collectives on all."""
 
-    def __init__(self, config: Config, communicator: Communicator, env: ProcessEnv, *, tuned: Tuned | None) -> None:
+    def __init__(
+        self, config: Config, communicator: Communicator, env: ProcessEnv, *, tuned: Tuned | None, bound: str | None
+    ) -> None:
         self.config = config
         self.communicator = communicator
         self.rundir = RunDir(Path(config.run.directory))
         self.is_first = communicator.rank == 0
-        self.train_split, self.eval_split = build.make_splits(config, communicator)
-        resume_from = _resume_path(config, self.rundir)
+        local, staged = stage_data(config, communicator)
+        self.train_split, self.eval_split = build_input.make_splits(local, communicator)
+        self.placement = [line for line in (bound, staged) if line]
+        resume_from = resume_path(config, self.rundir)
         state = load_checkpoint(resume_from) if resume_from else None
         if state and config.run.resume == "auto":
-            _require_same_samples(state["config"], dump_config(config))
+            require_same_samples(state["config"], dump_config(config))
+            require_same_pictures(state, build_input.samples_digest(self.train_split), root=config.data.root)
         first_step = int(state["step"]) if state else 0
         communicator.agree("the checkpoint to resume from", str(resume_from))
         self.plan: Plan = build.make_plan(
@@ -77,18 +94,29 @@ class _Run:
             first_step=first_step,
             num_steps=self.plan.num_steps,
         )
+        self.skipped = self._skipped_before(first_step)
         self.resumed_config: str | None = state["config"] if state else None
         self.log: MetricsLog | None = None
+        self.input: MeasuredInput | None = None
+
+    def _skipped_before(self, step: int) -> dict[str, str]:
+        """Bad pictures that the run which goes on had met until step. Collective."""
+        found: dict[str, str] = {}
+        for record in read_records(self.rundir.metrics) if self.is_first and step else ():
+            if record["kind"] == "skipped" and record["step"] <= step:
+                found |= record["pictures"]
+        return dict(json.loads(self.communicator.gather_text(json.dumps(found))[0]))
 
     def run(self) -> int:
         """Train to the end or to a stop signal; the exit code."""
-        hooks = Hooks(self._report, self._evaluate, self._save, before_step=self._record_timeline)
+        hooks = Hooks(self._report, self._evaluate, self._save, skipped=self._skip, before_step=self._record_timeline)
         try:
             if self.is_first:
                 self._open_folder()
             self._introduce()
+            self._measure_input()
             started = time.perf_counter()
-            batches = build.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
+            batches = build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
             totals = train(self.plan, self.parts, hooks, batches)
             self._record_timeline(sys.maxsize)
             if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
@@ -122,7 +150,7 @@ class _Run:
         one_checkpoint = 2 * sum(m.numel() * m.element_size() for m in masters)  # weights and momentum
         num_kept = self.config.run.keep_checkpoints + 2  # the best, and the one that is being written
         require_free_disk(self.rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
-        if self.resumed_config and (changed := _changes(self.resumed_config, dump_config(self.config))):
+        if self.resumed_config and (changed := changes(self.resumed_config, dump_config(self.config))):
             self.say.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
         self.rundir.write_text(self.rundir.config, dump_config(self.config))
         for path in set_aside_after(self.rundir.checkpoints, step=self.plan.first_step):
@@ -141,23 +169,45 @@ class _Run:
             f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span {batch.bn_span}; "
             f"{plan.num_steps} steps in {self.config.run.epochs} epochs",
             *str(self.parts.reducer.plan).splitlines(),
+            *self.placement,
         ):
             self.say.say(line)
         if plan.first_step:
             self.say.say(f"resumed after step {plan.first_step}")
+
+    def _measure_input(self) -> None:
+        self.input = measure_input(self.config, self.communicator, self.train_split, plan=self.plan)
+        if self.input:
+            self.say.say(describe_input(self.input.rates))
+            if self.log:
+                self.log.write("input", input_record(self.input.rates, step=self.plan.first_step))
 
     def _report(self, record: dict[str, Any]) -> None:
         self.say.advance(record)
         if self.log:
             self.log.write("train", record)
 
+    def _skip(self, done: int, pictures: dict[str, str]) -> None:
+        """Bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
+        new = {name: reason for name, reason in sorted(pictures.items()) if name not in self.skipped}
+        self.skipped |= new
+        for reason in new.values():
+            self.say.say(f"skipped: {reason}")
+        if new and self.log:
+            self.log.write("skipped", {"step": done, "pictures": new})
+        most = self.config.data.max_skipped or 0
+        if len(self.skipped) > most:
+            raise too_many(len(self.skipped), max_skipped=most, last=list(self.skipped.values())[-1])
+
     def _evaluate(self, done: int) -> dict[str, Any]:
         record = evaluate(
             self.parts.model,
-            build.eval_batches(self.config, self.communicator, self.eval_split),
+            build_input.eval_batches(self.config, self.communicator, self.eval_split),
             normalize=self.parts.normalize,
             communicator=self.communicator,
             num_samples=self.eval_split.num_samples,
+            flip=self.config.data.eval_flip,
+            skipped=lambda pictures: self._skip(done, pictures),
         )
         record = {"step": done, "epoch": done / self.plan.steps_per_epoch, **record}
         self.say.evaluated(record)
@@ -180,6 +230,7 @@ class _Run:
             "optimizer": self.parts.optimizer.state_dict(),
             "precision": self.parts.precision.state_dict(),
             "gradient_order": "\n".join(self.parts.reducer.order),
+            "samples": build_input.samples_digest(self.train_split),
         }
         keep = self.config.run.keep_checkpoints
         save_checkpoint(self.rundir.checkpoints, state, step=done, top1=top1, keep=keep)
@@ -189,6 +240,7 @@ class _Run:
         title = f"{self.config.model.name}, global batch {self.config.batch.global_batch_size}"
         with writing(self.rundir.plot):
             plot_run(list(read_records(self.rundir.metrics)), self.rundir.plot, title=title)
+        self._give_hint(totals)
         if totals.stopped_by:
             newest = list_checkpoints(self.rundir.checkpoints)[-1]
             self.say.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
@@ -202,12 +254,29 @@ class _Run:
         self.say.finish(summary)
         self.say.say(f"plot: {self.rundir.plot}")
 
+    def _give_hint(self, totals: Totals) -> None:
+        """Say, and log, what would make a run faster that waits for its input."""
+        if not totals.steps:
+            return
+        waited = Waited(
+            wait_fraction=totals.input_wait_seconds / totals.step_seconds,
+            compute_images_per_second=self._images(totals) / (totals.step_seconds - totals.input_wait_seconds),
+            steps=totals.steps,
+        )
+        if text := hint(waited, self.input):
+            self.say.say(text)
+            if self.log:
+                self.log.write("hint", {"step": self.plan.first_step + totals.steps, "hint": text})
+
+    def _images(self, totals: Totals) -> int:
+        return totals.steps * self.config.batch.global_batch_size
+
     def _summary(self, totals: Totals, *, seconds: float) -> dict[str, Any]:
         """seconds, rates and shares are of this process, from its first step on; null if it had none to do."""
-        images = totals.steps * self.config.batch.global_batch_size
+        images = self._images(totals)
 
-        def per_second(amount: float) -> float | None:
-            return amount / totals.step_seconds if totals.steps else None
+        def per_second(amount: float, *, without: float = 0.0) -> float | None:
+            return amount / (totals.step_seconds - without) if totals.steps else None
 
         best = best_checkpoint(list_checkpoints(self.rundir.checkpoints))
         return {
@@ -220,9 +289,14 @@ class _Run:
             "global_batch_size": self.config.batch.global_batch_size,
             "world_size": self.communicator.world_size,
             "images_per_second": per_second(images),
+            "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
+            "loader_images_per_second": self.input.rates["loader"] if self.input else None,
             "input_wait_fraction": per_second(totals.input_wait_seconds),
+            "input_limit": slowest_stage(self.input.rates) if self.input else None,
             "exposed_communication_fraction": per_second(totals.exposed_seconds),
             "seconds": seconds,
+            "skipped_pictures": len(self.skipped),
+            "skipped": list(self.skipped.values()),
             "backend": self.communicator.backend.name,
             "algorithm": self.communicator.algorithm,
             "loader": self.config.data.loader,
@@ -233,48 +307,10 @@ class _Run:
         }
 
 
-def _resume_path(config: Config, rundir: RunDir) -> Path | None:
-    """Which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
-    resume = config.run.resume
-    if resume not in ("auto", "never"):
-        return Path(resume)
-    found = list_checkpoints(rundir.checkpoints)
-    if found and resume == "never":
-        raise CheckpointError(
-            f"{rundir.path} holds a run already (step {found[-1].step}): choose another run.directory, or set "
-            "run.resume to auto to go on"
-        )
-    return found[-1].path if found else None
-
-
 def _restore(parts: Parts, state: dict[str, Any]) -> None:
     parts.precision.load_model_state(state["model"])
     load_optimizer_state(parts.optimizer, state["optimizer"])
     parts.precision.load_state_dict(state["precision"])
-
-
-def _require_same_samples(old: str, new: str) -> None:
-    """Raise CheckpointError where the steps done are not steps of this config: samples would repeat or be missed."""
-    changed = _changes(old, new)
-    if odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]:
-        raise CheckpointError(
-            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
-            "name the checkpoint to start from with --run.resume"
-        )
-
-
-def _changes(old: str, new: str) -> dict[str, str]:
-    """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
-    before, after = (
-        {f"{section}.{key}": value for section, values in yaml.safe_load(text).items() for key, value in values.items()}
-        for text in (old, new)
-    )
-    where_and_how = ("run.directory", "run.resume")
-    return {
-        key: f"{value} (was {before.get(key)})"
-        for key, value in after.items()
-        if value != before.get(key) and key not in where_and_how
-    }
 
 
 def device_name(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from bigbatch.comm.ready_times import in_ready_order, measure_backward
 from bigbatch.comm.tuned import DEFAULT_FOLDER, Tuned, TunedError, default_path, require_folder, write_tuned
 from bigbatch.comm.tuner import Findings, choose, elapsed_seconds, measure_times, tune_sizes
 from bigbatch.comm.tuner_report import explain, explain_links, times_head, times_line
-from bigbatch.trainer import build
+from bigbatch.trainer import build, build_input
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.errors import ConfigError
@@ -127,7 +127,7 @@ def _make_forward(
     precision = Precision(model, name=config.optimizer.precision, device=communicator.device)
     flatten_running_statistics(model)
     model.train()
-    normalize = build.make_normalize(config, communicator)
+    normalize = build_input.make_normalize(config, communicator)
     size, count = config.data.image_size, config.batch.microbatch_size
     pictures_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
     images_BCHW = normalize(pictures_BCHW.contiguous(memory_format=torch.channels_last))

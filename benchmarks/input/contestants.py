@@ -13,15 +13,14 @@ import torch
 from PIL import Image
 
 from bigbatch.trainer.data.augment import random_resized_crop
-from bigbatch.trainer.data.dali import DaliLoader
 from bigbatch.trainer.data.encoded import open_picture, picture_size
-from bigbatch.trainer.data.folder import FolderLoader, resized_box
 from bigbatch.trainer.data.imagenet import PictureIndex
 from bigbatch.trainer.data.loader import Loader, Request
+from bigbatch.trainer.data.loaders import make_picture_loader
+from bigbatch.trainer.data.resize import resize_into
 from bigbatch.trainer.errors import ConfigError
 
-PREFETCH_BATCHES = 2
-OURS = ("our_dali", "our_folder")
+OURS = ("our_dali", "our_pillow")
 
 Draw = Callable[[int], Iterator[Any]]
 """round -> batches; exhausting them leaves nothing in flight."""
@@ -36,6 +35,8 @@ class Work:
     batch: int
     threads: int
     batches_per_thread: int
+    prefetch_batches: int = 2
+    """Prepared ahead of use, by those who can choose."""
     device_id: int | None = None
     """GPU on which DALI decodes."""
 
@@ -44,7 +45,7 @@ class Work:
     @property
     def fill_batches(self) -> int:
         """Drawn before the time runs."""
-        return 2 * PREFETCH_BATCHES * self.threads
+        return 2 * self.prefetch_batches * self.threads
 
     @property
     def batches(self) -> int:
@@ -54,7 +55,7 @@ class Work:
     @property
     def total_batches(self) -> int:
         """With some behind the timed ones, or the pipeline would run dry while the time still runs."""
-        return self.fill_batches + self.batches + 2 * PREFETCH_BATCHES * self.threads
+        return self.fill_batches + self.batches + 2 * self.prefetch_batches * self.threads
 
     def synchronize(self) -> None:
         """Wait for what the GPU has been given."""
@@ -91,23 +92,23 @@ def random_positions(work: Work, number: int) -> Iterator[np.ndarray]:
 
 
 def our_dali(work: Work) -> Draw:
-    """DaliLoader."""
-    return _ours(work, DaliLoader(**_our_settings(work), device_id=work.device_id))
+    """data.loader=dali."""
+    return _ours(work, make_picture_loader("dali", **_our_settings(work), device_id=work.device_id))
 
 
-def our_folder(work: Work) -> Draw:
-    """FolderLoader."""
-    return _ours(work, FolderLoader(**_our_settings(work)))
+def our_pillow(work: Work) -> Draw:
+    """data.loader=torchvision."""
+    return _ours(work, make_picture_loader("torchvision", **_our_settings(work)))
 
 
 def _our_settings(work: Work) -> dict[str, Any]:
     return {
-        "index": work.index,
+        "source": work.index,
         "crop": random_resized_crop(seed=0),
         "image_size": work.image_size,
         "microbatch_size": work.batch,
         "num_threads": work.threads,
-        "prefetch_batches": PREFETCH_BATCHES,
+        "prefetch_batches": work.prefetch_batches,
     }
 
 
@@ -127,7 +128,7 @@ def bare_dali(work: Work) -> Draw:
         batch_size=work.batch,
         num_threads=work.threads,
         device_id=work.device_id,
-        prefetch_queue_depth=PREFETCH_BATCHES,
+        prefetch_queue_depth=work.prefetch_batches,
         exec_dynamic=True,
     )
     paths = [work.index.full_path(position) for position in range(len(work.index))]
@@ -154,7 +155,7 @@ def bare_dali(work: Work) -> Draw:
         for _ in range(work.total_batches):
             yield pipeline.run()
         # its reader never ends and works ahead: wait until that many batches must be ready
-        time.sleep(2 * PREFETCH_BATCHES * (time.perf_counter() - start) / work.total_batches)
+        time.sleep(2 * work.prefetch_batches * (time.perf_counter() - start) / work.total_batches)
 
     return draw
 
@@ -178,7 +179,7 @@ def torchvision_recipe(work: Work) -> Draw:
         batch_size=work.batch,
         sampler=RandomSampler(pictures, replacement=True, num_samples=work.total_batches * work.batch),
         num_workers=work.threads,
-        prefetch_factor=PREFETCH_BATCHES,
+        prefetch_factor=work.prefetch_batches,
         persistent_workers=True,
         # to fork beside DALI's threads is unsafe
         multiprocessing_context="spawn",
@@ -187,35 +188,38 @@ def torchvision_recipe(work: Work) -> Draw:
 
 
 def simplejpeg_threads(work: Work) -> Draw:
-    """libjpeg-turbo through simplejpeg at the smallest scale that leaves the box large enough, resized by Pillow."""
+    """libjpeg-turbo through simplejpeg at the smallest scale that leaves the box large enough, resized by torch."""
     import simplejpeg
 
     crop, size = random_resized_crop(seed=0), work.image_size
     pool = ThreadPoolExecutor(work.threads)
 
-    def scaled(data: bytes, box: np.ndarray, height: int, width: int) -> tuple[Image.Image, np.ndarray]:
+    def scaled(data: bytes, box: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         need = min(1.0, max(size / box[2], size / box[3]))
         pixels_HWC = simplejpeg.decode_jpeg(data, "RGB", min_height=int(height * need), min_width=int(width * need))
         # a scaled side is rounded up, so the box stays inside
         box = (box * (pixels_HWC.shape[0] / height)).astype(int).clip(0)
         box[2:] = box[2:].clip(1)
-        return Image.fromarray(pixels_HWC), box
+        return pixels_HWC, box
 
     def load(position: int, number: int) -> np.ndarray:
         data, name = work.index.read(position), work.index.name(position)
         height, width = picture_size(data, path=name)
         boxes_B4, flips_B = crop(number, np.array([position]), np.array([[height, width]]))
         try:
-            picture, box = scaled(data, boxes_B4[0], height, width)
+            pixels_HWC, box = scaled(data, boxes_B4[0], height, width)
         except ValueError:  # a PNG, or a JPEG in CMYK
-            picture, box = open_picture(data, path=name), boxes_B4[0]
-        return np.asarray(resized_box(picture, box=box, flip=bool(flips_B[0]), image_size=size))
+            pixels_HWC, box = np.array(open_picture(data, path=name).convert("RGB")), boxes_B4[0]
+        top, left, height, width = box.tolist()
+        resized_HWC = np.empty((size, size, 3), np.uint8)
+        resize_into(resized_HWC, pixels_HWC[top : top + height, left : left + width], flip=bool(flips_B[0]))
+        return resized_HWC
 
     def draw(number: int) -> Iterator[Any]:
         in_flight: deque[list[Future[np.ndarray]]] = deque()
         for positions_B in random_positions(work, number):
             in_flight.append([pool.submit(load, position, number) for position in positions_B.tolist()])
-            if len(in_flight) > PREFETCH_BATCHES:
+            if len(in_flight) > work.prefetch_batches:
                 yield np.stack([each.result() for each in in_flight.popleft()])
         for batch in in_flight:
             yield np.stack([each.result() for each in batch])
@@ -239,7 +243,7 @@ def bare_decoder(work: Work) -> Draw:
 
 MAKERS: dict[str, Callable[[Work], Draw]] = {
     "our_dali": our_dali,
-    "our_folder": our_folder,
+    "our_pillow": our_pillow,
     "bare_dali": bare_dali,
     "torchvision": torchvision_recipe,
     "simplejpeg": simplejpeg_threads,

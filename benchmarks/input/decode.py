@@ -42,7 +42,15 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(1)
     index = subset(read_index(options.root, options.split), number=options.pictures)
-    work = Work(index, options.image_size, options.batch, options.threads, options.batches, options.device_id)
+    work = Work(
+        index,
+        options.image_size,
+        options.batch,
+        options.threads,
+        options.batches,
+        prefetch_batches=options.prefetch,
+        device_id=options.device_id,
+    )
     contestants, left_out = make_contestants(work, names=options.contestants)
     for name, reason in left_out.items():
         print(f"left out: {name}: {reason}", file=sys.stderr)
@@ -69,6 +77,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--image-size", type=count, default=224, help="pixels (default: %(default)s)")
     add("--threads", type=count, default=1, help="threads or workers, and cores (default: %(default)s)")
     add("--batch", type=count, default=64, help="pictures (default: %(default)s)")
+    add(
+        "--prefetch",
+        type=count,
+        default=2,
+        help="batches ahead of use (default: %(default)s)",
+    )
     add("--batches", type=count, default=10, help="timed in one turn, per thread (default: %(default)s)")
     add("--repetitions", type=count, default=10, help="rounds (default: %(default)s)")
     add("--device-id", type=at_least(0), help="GPU on which both DALI pipelines decode (default: the CPU)")

@@ -1,35 +1,47 @@
-"""Seconds and memory that the list of a data set costs at the start of a run: class folders beside a packed index.
+"""Seconds until a data set of ImageNet's size is listed and has given its first batch: class folders beside shards.
 
     python benchmarks/input/startup.py --out benchmarks/results/input-startup.json
     python benchmarks/input/startup.py --num 100000
 
-Both are made up: 1,000 folders of empty files, and an index whose shards are sparse files, as opening looks at their
-sizes only. Every repetition is a fresh process, the two in turn. The files were written just before, so folders and
-index are in the kernel's cache: a cold file system, or one over a network, takes longer.
+Both are made up: 1,000 folders with one JPEG each, under as many names as there are pictures (hard links), and an index
+whose shards hold one JPEG each, and holes. Every repetition is a fresh process, the two in turn; the time runs from
+the first look at the folder to a batch of 256 pictures at 224 x 224, of which listing is one part; Python and torch are
+imported before. The files were written just before, so folders and index are in the kernel's cache: a cold file system,
+or one over a network, takes longer.
 """
 
 import argparse
 import hashlib
+import io
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
 
 import numpy as np
 from arguments import at_least, run
+from PIL import Image
+
+if TYPE_CHECKING:
+    from bigbatch.trainer.data.loader import PictureSource
 
 NUM_CLASSES = 1000
 IMAGENET_PICTURES = 1_281_167
 PICTURE_BYTES = 110_000
-"""As ImageNet's on average."""
+"""As ImageNet's on average, for the size of the shards."""
+HEIGHT, WIDTH = 375, 500
+BATCH, IMAGE_SIZE = 256, 224
 LAYOUTS = {"class_folders": "read_index", "packed": "open_split"}
 """Folder of the layout: what opens it."""
 
@@ -76,17 +88,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build_class_folders(root: Path, *, num_pictures: int) -> None:
-    """root/train/<wnid>/<wnid>_<number>.JPEG, empty, with names as long as ImageNet's."""
+    """root/train/<wnid>/<wnid>_<number>.JPEG with names as long as ImageNet's: one file and its hard links."""
     per_class, rest = divmod(num_pictures, NUM_CLASSES)
     for label, wnid in enumerate(_wnids()):
         folder = root / "train" / wnid
         folder.mkdir(parents=True)
-        for number in range(per_class + (label < rest)):
-            (folder / f"{wnid}_{number * 7919 % 100_000}.JPEG").touch()
+        names = [f"{wnid}_{number * 7919 % 100_000}.JPEG" for number in range(per_class + (label < rest))]
+        (folder / names[0]).write_bytes(a_picture())
+        for name in names[1:]:
+            os.link(folder / names[0], folder / name)
+
+
+@cache
+def a_picture() -> bytes:
+    """A JPEG of HEIGHT x WIDTH."""
+    noise_HWC = np.random.default_rng(0).integers(0, 256, (HEIGHT // 4, WIDTH // 4, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise_HWC).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
 
 
 def build_packed(root: Path, *, num_pictures: int) -> int:
-    """root/train as `bigbatch data pack` leaves it, but with holes for pictures; the number of shards."""
+    """root/train as `bigbatch data pack` leaves it, but all pictures of a shard are its first; the number of shards."""
     from bigbatch.trainer.data.shard_writer import Recipe, padded
     from bigbatch.trainer.data.shards import BLOCK_BYTES, ENTRIES, ENTRY, FACTS, FORMAT_VERSION, Facts, Shard
 
@@ -95,15 +118,16 @@ def build_packed(root: Path, *, num_pictures: int) -> int:
     member_bytes = BLOCK_BYTES + padded(PICTURE_BYTES) + 2 * BLOCK_BYTES  # header, picture, label with its header
     per_shard = Recipe().shard_bytes // member_bytes
     entries_N, numbers_N = np.zeros(num_pictures, ENTRY), np.arange(num_pictures)
-    entries_N["shard"], places_N = np.divmod(numbers_N, per_shard)
-    entries_N["offset"] = BLOCK_BYTES + places_N * member_bytes
-    entries_N["length"], entries_N["height"], entries_N["width"] = PICTURE_BYTES, 375, 500
+    entries_N["shard"], entries_N["offset"] = numbers_N // per_shard, BLOCK_BYTES
+    entries_N["length"], entries_N["height"], entries_N["width"] = len(a_picture()), HEIGHT, WIDTH
     entries_N["label"] = numbers_N * NUM_CLASSES // num_pictures
     np.save(folder / ENTRIES, entries_N)
     num_shards = -(-num_pictures // per_shard)
     shards = tuple(Shard(f"shard-{n:06d}.tar", per_shard * member_bytes, "0" * 64) for n in range(num_shards))
     for shard in shards:
         with open(folder / shard.name, "wb") as file:
+            file.seek(BLOCK_BYTES)
+            file.write(a_picture())
             file.truncate(shard.num_bytes)
     facts = Facts(
         version=FORMAT_VERSION,
@@ -140,21 +164,62 @@ def measure_fresh(opener: str, root: Path) -> dict[str, Any]:
 
 
 def measure_here(opener: str, root: Path) -> dict[str, Any]:
-    """Seconds of read_index or open_split, and this process's peak memory after it and more than before it."""
+    """Seconds of read_index or open_split and to the first batch; peak memory after the list and more than before."""
     from bigbatch.trainer.data.imagenet import read_index
     from bigbatch.trainer.data.shards import open_split
 
-    before = peak_memory_mb()
-    start = time.perf_counter()
-    pictures = read_index(root, "train") if opener == "read_index" else open_split(root, "train")
-    seconds = time.perf_counter() - start
-    after = peak_memory_mb()
+    with warmed_loader() as first_batch:
+        before = peak_memory_mb()
+        start = time.perf_counter()
+        pictures = read_index(root, "train") if opener == "read_index" else open_split(root, "train")
+        listed = time.perf_counter() - start
+        after = peak_memory_mb()
+        first_batch(pictures)
+        seconds = time.perf_counter() - start
     return {
         "pictures": len(pictures),
-        "seconds": seconds,
+        "list_seconds": listed,
+        "first_batch_seconds": seconds,
         "peak_memory_mb": after,
         "added_peak_memory_mb": after - before,
     }
+
+
+@contextmanager
+def warmed_loader() -> "Iterator[Callable[[PictureSource], None]]":
+    """What draws the first batch of an epoch from a source, with everything imported."""
+    from bigbatch.trainer.data.augment import random_resized_crop
+    from bigbatch.trainer.data.imagenet import train_requests
+    from bigbatch.trainer.data.loaders import make_picture_loader
+
+    loaders = []
+
+    def first_batch(source: "PictureSource") -> None:
+        loader = make_picture_loader(
+            "torchvision",
+            source,
+            crop=random_resized_crop(seed=0),
+            image_size=IMAGE_SIZE,
+            microbatch_size=BATCH,
+            num_threads=os.cpu_count() or 1,
+            prefetch_batches=1,
+        )
+        loaders.append(loader)
+        requests = train_requests(
+            seed=0,
+            num_samples=len(source),
+            global_batch_size=BATCH,
+            microbatch_size=BATCH,
+            rank=0,
+            world_size=1,
+            start_step=0,
+            end_step=1,
+        )
+        assert len(next(iter(loader.load(requests))).labels_B) == BATCH
+
+    yield first_batch
+    for loader in loaders:
+        loader.close()
 
 
 def peak_memory_mb() -> float:

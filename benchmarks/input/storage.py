@@ -29,10 +29,10 @@ import numpy as np
 from arguments import at_least, run
 from record import conditions, file_system, show, spread, write_record
 
-from bigbatch.trainer.data.encoded import EncodedReader
 from bigbatch.trainer.data.imagenet import epoch_order, read_index
 from bigbatch.trainer.data.loader import PictureSource, Request
 from bigbatch.trainer.data.pack import pack
+from bigbatch.trainer.data.reading import EncodedReader
 from bigbatch.trainer.data.shard_writer import Recipe
 from bigbatch.trainer.data.shards import read_packed
 
@@ -200,12 +200,14 @@ def read_all(layout: Layout, *, number: int, threads: int, batch: int) -> Turn:
     reader = EncodedReader(
         layout.source,
         _no_crop,
+        image_size=lambda epoch: 1,
         microbatch_size=batch,
         num_threads=threads,
         prefetch_batches=PREFETCH_BATCHES,
+        patience_seconds=1,
     )
     start = time.perf_counter()
-    num_read = sum(len(encoded.jpegs) for encoded in reader.read(requests))
+    num_read = sum(len(encoded.pictures) for encoded in reader.read(requests))
     seconds = time.perf_counter() - start
     reader.close()
     return Turn(num_read / seconds, cached)

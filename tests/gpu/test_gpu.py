@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,15 +12,24 @@ from bigbatch.comm.environ import ProcessEnv
 from bigbatch.trainer import build
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.augment import random_resized_crop
-from bigbatch.trainer.data.dali import DaliLoader
-from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.generated import write_dataset
 from bigbatch.trainer.data.imagenet import read_index, train_requests
-from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.data.loader import Batch, Request
+from bigbatch.trainer.data.loaders import make_picture_loader
+from bigbatch.trainer.errors import DataError
+from bigbatch.trainer.input_stream import InputFailure, InputStream
 from bigbatch.trainer.loop import Window, train_step
 from bigbatch.trainer.train import main as train_main
 
 pytestmark = pytest.mark.gpu
+AUGMENTED = {
+    "color_jitter": 0.4,
+    "randaugment_ops": 2,
+    "randaugment_magnitude": 9,
+    "cutout_size": 8,
+    "mixup_alpha": 0.2,
+    "cutmix_alpha": 1.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +39,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_gpu_decoder_sees_the_same_pictures_as_pillow(data: Path) -> None:
+@pytest.mark.parametrize("hardware_share", [0.0, 1.0])
+def test_gpu_decoder_sees_the_same_pictures_as_pillow(hardware_share: float, data: Path) -> None:
+    """In two epochs of different picture sizes."""
     pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI")
     index = read_index(data, "train")
     common = {
-        "index": index,
+        "source": index,
         "crop": random_resized_crop(seed=0),
-        "image_size": 48,
+        "image_size": lambda epoch: (32, 48)[epoch],
         "microbatch_size": 32,
         "num_threads": 2,
         "prefetch_batches": 2,
@@ -48,17 +60,21 @@ def test_gpu_decoder_sees_the_same_pictures_as_pillow(data: Path) -> None:
             microbatch_size=32,
             rank=0,
             world_size=1,
-            start_step=0,
-            end_step=12,
+            start_step=14,
+            end_step=26,
         )
     )
-    on_gpu, on_cpu = DaliLoader(**common, device_id=0), FolderLoader(**common)
+    on_gpu = make_picture_loader("dali", **common, device_id=0, hardware_share=hardware_share)
+    on_cpu = make_picture_loader("torchvision", **common)
+    sides = []
     for ours, theirs in zip(on_gpu.load(requests), on_cpu.load(requests), strict=True):
+        sides.append(ours.images_BCHW.shape[-1])
         assert ours.images_BCHW.is_cuda
         torch.cuda._sleep(10_000_000)  # a consumer that is late: the next batches must not overwrite this one
         difference = (ours.images_BCHW.cpu().float() - theirs.images_BCHW.float()).abs().mean()
         assert difference < 3, "grey levels of 255; decoders differ in chroma upsampling and rounding"
         assert torch.equal(ours.labels_B.cpu(), theirs.labels_B)
+    assert sides == 6 * [32] + 6 * [48]
     on_gpu.close()
     on_cpu.close()
 
@@ -66,13 +82,14 @@ def test_gpu_decoder_sees_the_same_pictures_as_pillow(data: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", ["lars", "sgd"])
 def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_path: Path) -> None:
-    """Law 6: from the second step on, nothing in a step waits for the device."""
+    """Law 6: from the second step on, nothing waits for the device: no augmentation, and no step after a failure."""
     sgd = ["--optimizer.name=sgd", *(f"--optimizer.{k}=null" for k in ("trust_coefficient", "eps", "momentum_form"))]
     config = load_config(
         [
             *("--config", "quickstart", f"--run.directory={tmp_path}", f"--data.root={data}"),
             *(f"--optimizer.precision={precision}", "--batch.global_batch_size=256"),
             *(sgd if optimizer == "sgd" else []),
+            *(f"--augment.{key}={value}" for key, value in AUGMENTED.items()),
         ]
     )
     communicator, tuned = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
@@ -82,18 +99,24 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
 
     def batches() -> Iterator[Batch]:
         images = torch.zeros(128, 48, 48, 3, dtype=torch.uint8, device=communicator.device).permute(0, 3, 1, 2)
-        labels = torch.zeros(128, dtype=torch.int64, device=communicator.device)
-        while True:
-            yield Batch(images, labels, torch.ones(128, dtype=torch.bool))
+        labels = torch.zeros(128, dtype=torch.int64)  # on the host, as loaders give them
+        valid = torch.ones(128, dtype=torch.bool)
+        for _ in range(3 * plan.accumulation_steps):
+            yield Batch(images, labels, valid, Request(0, np.arange(128), np.ones(128, bool)))
+        raise DataError("the pictures are gone")
 
-    stream, window = batches(), Window(communicator.device)
+    stream, window = InputStream(batches()), Window(communicator.device)
     for step in range(2):
         train_step(step, plan, parts, stream, window)
     torch.cuda.set_sync_debug_mode("error")
     try:
         train_step(2, plan, parts, stream, window)
+        before = [master.detach().clone() for master in parts.precision.masters.values()]
+        train_step(3, plan, parts, stream, window)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert stream.failure == InputFailure(3, "the pictures are gone")
+    assert all(map(torch.equal, before, parts.precision.masters.values()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -1,6 +1,7 @@
 """Real jobs on a tiny data set: started by the launchers that users have, in processes of their own."""
 
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from bigbatch.launch.job import JobSpec
 from bigbatch.launch.mpirun import mpirun_argv
 from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.rundir import RunDir, read_records
 
 NUM_CLASSES = 10
 TRAIN_PER_CLASS = 16
@@ -22,6 +25,7 @@ VAL_PER_CLASS = 7
 TIMEOUT_SECONDS = 120
 
 TINY = {
+    "data.probe_seconds": 0,
     "data.image_size": 32,
     "data.eval_crop_fraction": 1.0,
     "model.width": 4,
@@ -47,6 +51,17 @@ SGD = {
 }
 """Hardly moves the weights, so that each step's gradient is that of the same model in all runs, and keeps
 every step's momentum."""
+
+AUGMENTED = {
+    "data.train_sizes": "[[0,24],[1,32]]",
+    "augment.color_jitter": 0.4,
+    "augment.randaugment_ops": 2,
+    "augment.randaugment_magnitude": 9,
+    "augment.cutout_size": 8,
+    "augment.mixup_alpha": 0.2,
+    "augment.cutmix_alpha": 1.0,
+}
+"""All that can be done to training pictures."""
 
 ROUNDING = 2e-5
 """Sums of fp32 in another order, relative to the whole gradient (2e-6 was measured)."""
@@ -78,6 +93,29 @@ def run(argv: Sequence[str], *, expect: int | None = 0, **environ: str) -> subpr
     if expect is not None:
         assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def message(done: "subprocess.CompletedProcess[str]") -> str:
+    """The one line that bigbatch printed for the user, on however many ranks."""
+    return only_message(done.stderr + done.stdout)
+
+
+def only_message(text: str) -> str:
+    """The same, in all that a job printed."""
+    assert "Traceback" not in text, text
+    lines = {line[line.index("bigbatch: ") :] for line in text.splitlines() if "bigbatch: " in line}
+    assert len(lines) == 1, text
+    return lines.pop()
+
+
+def fails(argv: Sequence[str], **environ: str) -> str:
+    """Run a command that must fail with exit code 1; its message."""
+    return message(run(argv, expect=1, **environ))
+
+
+def copy_of(data: Path, tmp_path: Path) -> Path:
+    """A data set to damage."""
+    return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 def start(argv: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
@@ -133,6 +171,16 @@ def newest_step(run: Path) -> int:
     """Step of the newest checkpoint; 0 without one."""
     found = list_checkpoints(run / "checkpoints")
     return found[-1].step if found else 0
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Those of metrics.jsonl that are train, eval or skipped."""
+    return [record for record in read_records(RunDir(run).metrics) if record["kind"] == kind]
+
+
+def steps(run: Path) -> list[int]:
+    """Of the reports."""
+    return [record["step"] for record in records(run, "train")]
 
 
 def final_state(run: Path) -> dict[str, Tensor]:

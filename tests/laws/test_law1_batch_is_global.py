@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from .jobs import (
+    AUGMENTED,
     ROUNDING,
     SGD,
     alone,
@@ -49,3 +50,15 @@ def test_another_ghost_batch_is_another_run(data: Path, one_rank: Path, tmp_path
     run(alone(train_command(data, tmp_path, {**SGD, "batch.bn_span": 4})))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank)) > 1000 * ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank)) > 10 * ROUNDING
+
+
+@pytest.mark.parametrize("loader", ["dali", "torchvision"])
+def test_augmented_and_mixed_pictures_are_those_of_the_batch(
+    loader: str, data: Path, one_rank: Path, tmp_path: Path
+) -> None:
+    alike = {**SGD, **AUGMENTED, "data.loader": loader}
+    run(alone(train_command(data, tmp_path / "1", alike)))  # 4 microbatches
+    run(mpirun(train_command(data, tmp_path / "2", alike), ranks=2))  # 2 microbatches each
+    assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
+    assert statistics_distance(final_state(tmp_path / "2"), final_state(tmp_path / "1")) < ROUNDING
+    assert gradient_distance(step_gradients(tmp_path / "1"), step_gradients(one_rank)) > 1000 * ROUNDING

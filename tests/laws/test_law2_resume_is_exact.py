@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from bigbatch.trainer.checkpoint import list_checkpoints
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.rundir import RunDir
 
 from .jobs import (
+    AUGMENTED,
     ROUNDING,
     SGD,
     alone,
@@ -27,6 +28,7 @@ from .jobs import (
     start,
     statistics_distance,
     step_gradients,
+    steps,
     train_command,
     wait_until,
 )
@@ -36,9 +38,12 @@ STEPS_PER_EPOCH = 5
 LONG = {"run.epochs": EPOCHS, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 4}
 
 
-@pytest.mark.parametrize("loader", ["dali", "torchvision"])
-def test_killed_rank_changes_no_bit(loader: str, data: Path, tmp_path: Path) -> None:
-    overrides = {**LONG, "data.loader": loader}
+@pytest.mark.parametrize(
+    ("loader", "settings"),
+    [("dali", {}), ("torchvision", {}), ("dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[6,32]]"})],
+)
+def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], data: Path, tmp_path: Path) -> None:
+    overrides = {**LONG, **settings, "data.loader": loader}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(mpirun(train_command(data, whole, overrides), ranks=2))
 
@@ -55,7 +60,7 @@ def test_killed_rank_changes_no_bit(loader: str, data: Path, tmp_path: Path) -> 
     done = run(command)
     assert f"resumed after step {resumed_after}" in done.stdout
     assert_identical(final_state(broken), final_state(whole))
-    assert _steps(broken) == _steps(whole), "each report stands once, in order"
+    assert steps(broken) == steps(whole), "each report stands once, in order"
 
 
 @pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
@@ -70,7 +75,7 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(launcher: str, code: int, 
     launch = [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", "--", *command]
     log = tmp_path / "stopped.log"
     process = start(launch, log)
-    wait_until(lambda: len(_steps(stopped)) >= 4, process=process, log=log)
+    wait_until(lambda: len(steps(stopped)) >= 4, process=process, log=log)
     ranks = rank_pids(process.pid)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == code, log.read_text()
@@ -100,10 +105,6 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
     assert f"resumed after step {STEPS_PER_EPOCH}" in done.stdout
     assert gradient_distance(step_gradients(moved), step_gradients(whole)) < ROUNDING
     assert statistics_distance(final_state(moved), final_state(whole)) < ROUNDING
-
-
-def _steps(run_folder: Path) -> list[int]:
-    return [r["step"] for r in read_records(RunDir(run_folder).metrics) if r["kind"] == "train"]
 
 
 def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: Path) -> None:

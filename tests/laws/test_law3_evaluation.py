@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as tv
 from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.models import build_model
 
-from .jobs import NUM_CLASSES, VAL_PER_CLASS, alone, mpirun, run, train_command
+from .jobs import NUM_CLASSES, VAL_PER_CLASS, alone, copy_of, fails, mpirun, run, train_command
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +54,29 @@ def test_every_picture_counts_once(ranks: int, microbatch_size: int, data: Path,
     assert record["count"] == pictures
     assert record["top1"] * pictures == pytest.approx(correct, abs=1e-9)
     assert record["loss"] == pytest.approx(loss, rel=2e-2), "crops of odd sides are rounded by up to a pixel"
+
+
+@pytest.mark.parametrize(("ranks", "microbatch_size"), [(1, 8), (2, 16)])
+@pytest.mark.parametrize("number", [0, NUM_CLASSES * VAL_PER_CLASS - 1], ids=["first", "last, which pads"])
+def test_bad_picture_is_counted_out(
+    number: int, ranks: int, microbatch_size: int, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    damaged = copy_of(data, tmp_path)
+    victim = sorted((damaged / "val").glob("*/*"))[number]
+    victim.write_bytes(b"no picture")
+    options = (f"--data.root={damaged}", f"--batch.microbatch_size={microbatch_size}", "--data.loader=torchvision")
+    command = ["evaluate", str(trained), "--json", *options, "--data.max_skipped=3"]
+    done = run(mpirun(command, ranks=ranks) if ranks > 1 else alone(command))
+    record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert [line for line in done.stdout.splitlines() if line.startswith(f"skipped: {victim}: ")]
+    victim.unlink()
+    correct, pictures, _ = count_by_hand(damaged, trained)
+    assert record["count"] == pictures == NUM_CLASSES * VAL_PER_CLASS - 1
+    assert record["top1"] * pictures == pytest.approx(correct, abs=1e-9)
+
+
+def test_bad_picture_that_may_not_be_skipped_ends_the_evaluation(data: Path, trained: Path, tmp_path: Path) -> None:
+    damaged = copy_of(data, tmp_path)
+    victim = sorted((damaged / "val").glob("*/*"))[40]
+    victim.write_bytes(b"no picture")
+    assert str(victim) in fails(mpirun(["evaluate", str(trained), f"--data.root={damaged}"], ranks=2))

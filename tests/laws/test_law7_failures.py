@@ -11,24 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 
-from .jobs import SGD, alone, kill_rank, mpirun, newest_step, rank_pids, run, start, train_command, wait_until
+from .jobs import (
+    SGD,
+    alone,
+    copy_of,
+    fails,
+    kill_rank,
+    mpirun,
+    newest_step,
+    rank_pids,
+    run,
+    start,
+    train_command,
+    wait_until,
+)
 
 LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 400}
-
-
-def message(done: "subprocess.CompletedProcess[str]") -> str:
-    """The one line that bigbatch printed for the user."""
-    assert "Traceback" not in done.stderr + done.stdout, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
-    assert len(lines) == 1, done.stderr
-    return lines[0]
-
-
-def fails(argv: list[str], **environ: str) -> str:
-    """Run a command that must fail with exit code 1; its message."""
-    return message(run(argv, expect=1, **environ))
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,6 @@ def test_ranks_that_do_not_divide_the_batch(data: Path, tmp_path: Path) -> None:
     done = run(mpirun(train_command(data, tmp_path / "run", {}), ranks=3), expect=1)
     assert "batch.global_batch_size=32 is not a multiple of batch.microbatch_size=8 x 3 rank(s)" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def copy_of(data: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 def test_class_missing_in_validation(data: Path, tmp_path: Path) -> None:
@@ -209,9 +205,8 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
 
 def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
     """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
-    command = mpirun(
-        train_command(data, tmp_path / "run", {**LONG, "comm.timeout_seconds": 4, "comm.warn_seconds": 2}), ranks=2
-    )
+    bounds = {"comm.timeout_seconds": 4, "comm.warn_seconds": 2, "data.patience_seconds": 1}
+    command = mpirun(train_command(data, tmp_path / "run", {**LONG, **bounds}), ranks=2)
     log = tmp_path / "log"
     process = start(command, log)
     wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=process, log=log)
@@ -236,3 +231,26 @@ def test_steps_of_other_samples_are_not_gone_on_with(key: str, value: int, data:
     line = fails(alone(train_command(data, tmp_path, {"run.epochs": 2, key: value})))
     assert f"another {key}" in line
     assert "--run.resume" in line
+
+
+def test_steps_of_other_pictures_are_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+    """As many as before, one of them in another class: no count tells."""
+    changed, folder = copy_of(data, tmp_path), tmp_path / "run"
+    run(alone(train_command(changed, folder, {"run.epochs": 1})))
+    goes_on = alone(train_command(changed, folder, {"run.epochs": 2}))
+    picture = sorted((changed / "train" / "disk").iterdir())[0]
+    moved = changed / "train" / "ring" / picture.name
+    picture.rename(moved)
+    line = fails(goes_on)
+    assert f"the training pictures in {changed} are not those" in line
+    assert "--run.resume" in line
+
+    checkpoint = list_checkpoints(folder / "checkpoints")[-1]
+    state = load_checkpoint(checkpoint.path)
+    save_checkpoint(tmp_path / "other", state, step=checkpoint.step, top1=None, keep=1)
+    named = {"run.epochs": 2, "run.resume": tmp_path / "other" / checkpoint.path.name}
+    assert "resumed after step 5" in run(alone(train_command(changed, tmp_path / "named", named))).stdout
+
+    del state["samples"]  # as checkpoints were once
+    save_checkpoint(folder / "checkpoints", state, step=checkpoint.step, top1=None, keep=1)
+    assert "resumed after step 5" in run(goes_on).stdout

@@ -26,12 +26,11 @@ from bigbatch.trainer.data import listing
 from bigbatch.trainer.data.augment import center_crop
 from bigbatch.trainer.data.check import Report, Spread, check_dataset, equal_groups, imagenet_findings, spread
 from bigbatch.trainer.data.check_report import finding_lines, print_report, write_json
-from bigbatch.trainer.data.dali import DaliLoader
 from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.examine import TRAITS, examine, examine_all
-from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.imagenet import eval_requests, read_index
 from bigbatch.trainer.data.listing import list_folder
+from bigbatch.trainer.data.loaders import make_picture_loader
 from bigbatch.trainer.data.shards import ENTRY, FORMAT_VERSION, Facts, Shard
 from bigbatch.trainer.errors import DataError
 
@@ -186,16 +185,15 @@ def test_a_bad_picture_is_a_problem_and_does_not_end_the_check(tmp_path, kind, d
     assert sum(report.splits["train"].forms.values()) == 9 - len(report.problems)
 
 
-@pytest.mark.parametrize("loader_class", [FolderLoader, DaliLoader])
+@pytest.mark.parametrize("name", ["torchvision", "dali"])
 @pytest.mark.parametrize("kind", [*BAD, *TRAITED])
-def test_the_judgement_is_that_of_the_loaders(tmp_path, kind, loader_class):
-    if loader_class is DaliLoader:
+def test_the_judgement_is_that_of_the_loaders(tmp_path, kind, name):
+    if name == "dali":
         pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     data = BAD[kind][0] if kind in BAD else TRAITED[kind][1]
     index = read_index(write(tmp_path, {"train/a/0.jpg": data, "val/a/0.jpg": encoded(picture(7))}), "train")
     sizes = {"image_size": 32, "microbatch_size": 1, "num_threads": 1, "prefetch_batches": 1}
-    extra = {"device_id": None} if loader_class is DaliLoader else {}
-    loader = loader_class(index=index, crop=center_crop(), **sizes, **extra)
+    loader = make_picture_loader(name, index, crop=center_crop(), **sizes)
     requests = eval_requests(num_samples=1, microbatch_size=1, rank=0, world_size=1)
     reason = None
     try:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import bigbatch.trainer
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.connection import BACKENDS
-from bigbatch.trainer import build
+from bigbatch.trainer import build, config_sections
 from bigbatch.trainer import config as config_module
 from bigbatch.trainer.config import Config, accumulation_steps, all_keys, largest_divisor, lookup
 from bigbatch.trainer.config_file import load_config
@@ -41,14 +41,28 @@ BASE = {
     "data.num_classes": 10,
     "data.num_synthetic_samples": None,
     "data.image_size": 32,
+    "data.train_sizes": None,
     "data.crop": "resized",
     "data.crop_area_min": 0.5,
     "data.flip": True,
     "data.eval_crop_fraction": 1.0,
+    "data.eval_flip": False,
     "data.mean": (0.5, 0.5, 0.5),
     "data.std": (0.25, 0.25, 0.25),
+    "data.max_skipped": None,
     "data.num_threads": 1,
     "data.prefetch_batches": 1,
+    "data.patience_seconds": 0.25,
+    "data.hardware_share": 0.5,
+    "data.stage": None,
+    "data.bind_numa": False,
+    "data.probe_seconds": 0.0,
+    "augment.color_jitter": 0.0,
+    "augment.randaugment_ops": 0,
+    "augment.randaugment_magnitude": None,
+    "augment.cutout_size": 0,
+    "augment.mixup_alpha": 0.0,
+    "augment.cutmix_alpha": 0.0,
     "model.name": "resnet9",
     "model.width": 8,
     "batch.global_batch_size": 256,
@@ -80,7 +94,7 @@ BASE = {
     "comm.buffer_bytes": 1,
     "comm.first_buffer_bytes": None,
     "comm.warn_seconds": 1.0,
-    "comm.timeout_seconds": 1.0,
+    "comm.timeout_seconds": 2.5,
     "comm.timeline_steps": None,
 }
 STEP = {
@@ -140,6 +154,8 @@ POSITIVE = [
     ("data.std", (0.25, 0.0, 0.25)),
     ("data.num_threads", 0),
     ("data.prefetch_batches", 0),
+    ("data.patience_seconds", 0.0),
+    ("data.patience_seconds", float("inf")),
     ("model.width", 0),
     ("batch.global_batch_size", 0),
     ("batch.microbatch_size", 0),
@@ -160,7 +176,16 @@ POSITIVE = [
 NOT_NEGATIVE = [
     ("run.seed", -1),
     ("run.checkpoint_every_steps", -1),
-    ("data.mean", (0.5, 0.5, -0.5)),
+    ("data.max_skipped", -1),
+    ("data.probe_seconds", -1.0),
+    ("data.probe_seconds", float("inf")),
+    ("augment.color_jitter", -0.1),
+    ("augment.randaugment_ops", -1),
+    ("augment.randaugment_magnitude", -1),
+    ("augment.cutout_size", -2),
+    ("augment.mixup_alpha", -0.2),
+    ("augment.mixup_alpha", float("nan")),
+    ("augment.cutmix_alpha", float("inf")),
     ("optimizer.weight_decay", -1e-4),
     ("optimizer.weight_decay", float("nan")),
     ("optimizer.eps", -1e-9),
@@ -169,6 +194,9 @@ NOT_NEGATIVE = [
     ("comm.timeline_steps", (-1, 3)),
 ]
 SHARES = [
+    ("data.hardware_share", -0.1, "at least 0 and at most 1"),
+    ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
+    ("data.hardware_share", 1.1, "at least 0 and at most 1"),
     ("data.crop_area_min", 0.0, "above 0 and at most 1"),
     ("data.crop_area_min", 1.5, "above 0 and at most 1"),
     ("data.eval_crop_fraction", 0.0, "above 0 and at most 1"),
@@ -210,6 +238,7 @@ def test_no_number_goes_unchecked():
     checked = {
         *config_module.POSITIVE,
         *config_module.NOT_NEGATIVE,
+        *config_module.SHARE,
         *config_module.SHARE_WITH_ONE,
         *config_module.SHARE_BELOW_ONE,
     }
@@ -267,6 +296,102 @@ def test_loader_and_crop_go_together():
     assert message.endswith("set it to 1.0")
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_decoding_engine_may_take_none_or_all(share):
+    assert make_config({"data.hardware_share": share}).data.hardware_share == share
+
+
+SYNTHETIC = {"data.loader": "synthetic", "data.num_synthetic_samples": 64}
+SIZES = ((0, 16), (4, 32))
+
+
+@pytest.mark.parametrize("choice", [RESIDENT, SYNTHETIC], ids=["resident", "synthetic"])
+@pytest.mark.parametrize(("key", "value"), [("max_skipped", 3), ("max_skipped", 0), ("stage", "/tmp/x")])
+def test_loaders_that_read_nothing_in_training_skip_and_stage_nothing(choice, key, value):
+    message = refusal({**choice, f"data.{key}": value})
+    assert message == f"data.{key}={value} has no meaning with data.loader={choice['data.loader']}: set it to null"
+    make_config({**choice, f"data.{key}": None})
+    make_config({f"data.{key}": value})
+
+
+def test_resident_pictures_have_one_size_and_synthetic_ones_any():
+    message = refusal({**RESIDENT, "data.train_sizes": SIZES})
+    assert message.startswith("data.train_sizes=[[")
+    assert message.endswith("]] has no meaning with data.loader=resident: set it to null")
+    for choice in ({}, SYNTHETIC):
+        assert make_config({**choice, "data.train_sizes": SIZES}).data.train_sizes == SIZES
+
+
+@pytest.mark.parametrize("sizes", [(), ((1, 16),), ((0, 16), (0, 32)), ((0, 16), (4, 32), (2, 24)), ((-1, 16),)])
+def test_sizes_are_given_from_the_first_epoch_on_and_in_order(sizes):
+    pairs = [list(pair) for pair in sizes]
+    assert refusal({"data.train_sizes": sizes}) == f"data.train_sizes={pairs} must give epochs that rise from 0"
+
+
+@pytest.mark.parametrize("size", [0, -16])
+def test_sizes_are_pixels(size):
+    message = refusal({"data.train_sizes": ((0, 16), (1, size))})
+    assert message == f"data.train_sizes=[[0, 16], [1, {size}]] must give sizes of 1 pixel or more"
+
+
+def test_every_size_is_large_enough_for_the_model():
+    message = refusal({"data.train_sizes": ((0, 7), (1, 32))})
+    assert message == "data.train_sizes=7 is too small for model.name=resnet9: give at least 8"
+    make_config({"data.train_sizes": ((0, 8), (1, 32))})
+
+
+@pytest.mark.parametrize("timeout", [2.5, 10.0, 600.0])
+def test_patience_ends_before_the_other_ranks_lose_theirs(timeout):
+    """2 * (patience + 1): a read may fail for so long, and then not return."""
+    changes = {"comm.timeout_seconds": timeout, "data.patience_seconds": timeout}
+    message = refusal(changes)
+    assert message.startswith(f"data.patience_seconds={timeout:g} is too long: the other ranks give up after ")
+    assert f"comm.timeout_seconds={timeout:g}: " in message
+    least, longest = map(
+        float, re.search(r"to at least (.*), or data.patience_seconds to at most (.*)$", message).groups()
+    )
+    make_config({**changes, "comm.timeout_seconds": least})
+    assert 2 * (longest + 1) == timeout
+    make_config({**changes, "data.patience_seconds": longest})
+    assert "is too long" in refusal({**changes, "data.patience_seconds": longest + 0.01})
+    assert refusal({"comm.timeout_seconds": 2.0}).endswith("set that to at least 3")
+    make_config({**changes, **SYNTHETIC})  # which reads nothing that could be late
+
+
+@pytest.mark.parametrize(
+    ("ops", "magnitude", "remedy", "legal"), [(2, None, "give one, 9 is usual", 9), (0, 9, "set it to null", None)]
+)
+def test_randaugment_is_a_number_and_a_strength(ops, magnitude, remedy, legal):
+    changes = {"augment.randaugment_ops": ops, "augment.randaugment_magnitude": magnitude}
+    assert refusal(changes) == (
+        f"augment.randaugment_magnitude={magnitude} does not go with augment.randaugment_ops={ops}: {remedy}"
+    )
+    make_config({**changes, "augment.randaugment_magnitude": legal})
+
+
+@pytest.mark.parametrize("magnitude", [0, 30])
+def test_randaugment_has_31_strengths(magnitude):
+    legal = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": magnitude}
+    assert make_config(legal).augment.randaugment_magnitude == magnitude
+    too_strong = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": 31}
+    assert refusal(too_strong) == "augment.randaugment_magnitude=31 must be at most 30"
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_cutout_has_a_middle(size):
+    message = refusal({"augment.cutout_size": size})
+    assert message == f"augment.cutout_size={size} must be even: {size + 1} is"
+    make_config({"augment.cutout_size": size + 1})
+
+
+@pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
+def test_a_picture_is_mixed_with_another(key):
+    message = refusal({key: 0.2, "batch.bn_span": 1})
+    assert "batch.bn_span=1" in message
+    make_config({key: 0.2, "batch.bn_span": 2})
+    make_config({"batch.bn_span": 1})
+
+
 def test_schedule_fits_the_run():
     assert refusal({"schedule.warmup_epochs": 10.5}) == "schedule.warmup_epochs=10.5 is longer than run.epochs=10"
     assert refusal({"schedule.end_lr": 1.5}) == ("schedule.end_lr=1.5 exceeds schedule.base_lr=1.0: give at most that")
@@ -294,6 +419,27 @@ def test_smallest_picture_is_the_smallest_that_the_model_takes(name):
             model(torch.zeros(1, 3, smallest - 1, smallest - 1))
     too_small = refusal({"model.name": name, "data.image_size": smallest - 1, **width})
     assert too_small.endswith(f"is too small for model.name={name}: give at least {smallest}")
+
+
+def test_randaugment_needs_a_few_pixels():
+    ops = {
+        "model.name": "resnet18",
+        "model.width": None,
+        "augment.randaugment_ops": 2,
+        "augment.randaugment_magnitude": 9,
+    }
+    make_config({**ops, "data.train_sizes": ((0, 3),)})
+    assert refusal({**ops, "data.train_sizes": ((0, 2),)}) == (
+        "data.train_sizes=2 is too small for augment.randaugment_ops=2: give at least 3"
+    )
+
+
+def test_a_stage_has_a_name():
+    assert refusal({"data.stage": ""}) == "data.stage is empty: name a folder of each node, or set it to null"
+
+
+def test_means_are_shares():
+    assert refusal({"data.mean": (123.7, 116.3, 103.5)}).endswith("must be at least 0 and at most 1")
 
 
 def test_bn_span_names_a_divisor():
@@ -380,7 +526,7 @@ def test_choices_are_those_that_the_code_knows(section, key, known):
 
 
 def test_every_key_has_its_docstring():
-    tree = ast.parse(inspect.getsource(config_module))
+    tree = ast.parse(inspect.getsource(config_sections))
     documented = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name != "Config":  # its fields are the sections
@@ -415,7 +561,9 @@ def keys_read(tree: ast.AST) -> set[str]:
 
 def test_every_key_is_read_outside_of_the_config():
     room = Path(bigbatch.trainer.__file__).parent
-    sources = [path for path in room.rglob("*.py") if path.name not in ("config.py", "config_file.py")]
+    sources = [
+        path for path in room.rglob("*.py") if path.name not in ("config.py", "config_sections.py", "config_file.py")
+    ]
     found = set().union(*(keys_read(ast.parse(path.read_text())) for path in sources))
     assert set(all_keys()) - found == set()
 

@@ -14,6 +14,7 @@ from bigbatch.comm.command import make_sweep
 from bigbatch.trainer.config import accumulation_steps
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.command import _parser as data_parser
+from bigbatch.trainer.data.generated import write_dataset
 from bigbatch.trainer.tune_comm import _parser as tune_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,8 @@ def test_bigbatch_commands(line: str, capsys: pytest.CaptureFixture[str], tmp_pa
 
 @pytest.mark.parametrize("code", [code for page in PAGES for code in blocks(page, "python")])
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
+    if "data/shapes" in code:
+        write_dataset(tmp_path / "data/shapes", train_per_class=10, val_per_class=1)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
 
 

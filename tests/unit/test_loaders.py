@@ -3,27 +3,38 @@
 import io
 import sys
 import threading
+import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from pictures import REAL_DATA, encoded, exif, picture, write
 from PIL import Image
-from torchvision.transforms import functional as vision
+from torchvision.transforms.v2 import functional as vision
 
+from bigbatch.trainer.data import dali
+from bigbatch.trainer.data.ahead import ahead
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.data.dali import DaliLoader
-from bigbatch.trainer.data.encoded import ahead, jpeg_size, open_picture, picture_size, png_size
-from bigbatch.trainer.data.folder import FolderLoader
+from bigbatch.trainer.data.dali import DaliDecoder
+from bigbatch.trainer.data.encoded import jpeg_size, open_picture, picture_size, png_size
 from bigbatch.trainer.data.imagenet import eval_requests, read_index, train_requests
 from bigbatch.trainer.data.loader import Request
+from bigbatch.trainer.data.loaders import make_picture_loader
 from bigbatch.trainer.data.resident import ResidentLoader
 from bigbatch.trainer.data.synthetic import SyntheticLoader
 from bigbatch.trainer.errors import ConfigError, DataError
 
 SIZE = 64
 CROP = random_resized_crop(seed=7)
-SETTINGS = {"crop": CROP, "image_size": SIZE, "microbatch_size": 4, "num_threads": 2, "prefetch_batches": 2}
+SETTINGS = {
+    "crop": CROP,
+    "image_size": SIZE,
+    "microbatch_size": 4,
+    "num_threads": 2,
+    "prefetch_batches": 2,
+    "patience_seconds": 0.0,
+}
 
 
 def rotated():
@@ -52,17 +63,15 @@ def index(tmp_path_factory):
     return read_index(write(root, files), "train")
 
 
-@pytest.fixture(params=["folder", "dali"])
+@pytest.fixture(params=["torchvision", "dali"])
 def make(request):
     """A maker of loaders that closes them and checks that no thread stays behind."""
-    loader_class, extra = FolderLoader, {}
     if request.param == "dali":
         pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
-        loader_class, extra = DaliLoader, {"device_id": None}
     made, before = [], bigbatch_threads()
 
     def make(index, **changed):
-        made.append(loader_class(index=index, **(SETTINGS | extra | changed)))
+        made.append(make_picture_loader(request.param, index, **(SETTINGS | changed)))
         return made[-1]
 
     yield make
@@ -81,15 +90,16 @@ def requests(index, *, microbatch_size=4):
     return list(eval_requests(num_samples=len(index.paths), microbatch_size=microbatch_size, rank=0, world_size=1))
 
 
-def expected_pictures(index, request, crop=CROP, size=SIZE):
+def expected_pictures(index, request, crop=CROP, size=SIZE, decoded=vision.pil_to_tensor):
     """torchvision's resized_crop of the stored picture, flipped where asked: (B, 3, size, size)."""
     pictures = [Image.open(index.full_path(position)) for position in request.indices_B]
     sizes_B2 = np.array([(image.height, image.width) for image in pictures])
     boxes_B4, flips_B = crop(request.epoch, request.indices_B, sizes_B2)
     results = []
-    for image, (top, left, height, width), flip in zip(pictures, boxes_B4.tolist(), flips_B, strict=True):
-        image = vision.resized_crop(image.convert("RGB"), top, left, height, width, [size, size])
-        results.append(vision.pil_to_tensor(vision.hflip(image) if flip else image))
+    for image, box, flip in zip(pictures, boxes_B4.tolist(), flips_B, strict=True):
+        image = vision.resized_crop(decoded(image.convert("RGB")), *box, [size, size], antialias=True)
+        image = vision.hflip(image) if flip else image
+        results.append(image if isinstance(image, torch.Tensor) else vision.pil_to_tensor(image))
     return torch.stack(results)
 
 
@@ -99,7 +109,7 @@ def difference(batch, expected):
 
 
 def is_exact(loader):
-    return isinstance(loader, FolderLoader)
+    return not isinstance(loader.decoder, DaliDecoder)
 
 
 def test_pictures_labels_and_order_are_those_asked_for(make, index):
@@ -134,6 +144,8 @@ def test_real_pictures(make):
     ):
         apart_B = difference(batch, expected_pictures(index, request, size=224))
         assert apart_B.max() <= (0 if is_exact(loader) else 1.0)
+        by_pillow = expected_pictures(index, request, size=224, decoded=lambda image: image)
+        assert difference(batch, by_pillow).max() <= (0.25 if is_exact(loader) else 1.0)
 
 
 def test_many_threads_and_small_batches_keep_the_order(make, index):
@@ -238,13 +250,20 @@ def test_a_picture_that_would_fill_the_memory_is_named(monkeypatch):
         open_picture(encoded(picture(0), "PNG"), path="a.png")
 
 
+def test_a_part_of_a_png_that_pillow_chokes_on_is_named():
+    whole = encoded(picture(0), "PNG")
+    short_gamma = b"\0\0\0\1gAMA\0" + zlib.crc32(b"gAMA\0").to_bytes(4, "big")
+    with pytest.raises(DataError, match=r"^a.png: cannot be read as a picture \(Truncated gAMA chunk\); replace or"):
+        open_picture(whole[:33] + short_gamma + whole[33:], path="a.png")
+
+
 def test_a_failure_of_dali_that_is_no_pictures_fault_keeps_its_own_message(index):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 
     def outside(epoch, indices_B, sizes_B2):
         return np.tile(np.array([[0, 0, 9999, 9999]], np.int32), (4, 1)), np.zeros(4, bool)
 
-    loader = DaliLoader(index=index, device_id=None, **(SETTINGS | {"crop": outside}))
+    loader = make_picture_loader("dali", index, **(SETTINGS | {"crop": outside}))
     with pytest.raises(RuntimeError) as caught:
         list(loader.load(requests(index)))
     assert not isinstance(caught.value, DataError)
@@ -258,10 +277,33 @@ def test_a_file_that_went_away_is_named(make, tmp_path):
         list(make(index, microbatch_size=1).load(requests(index, microbatch_size=1)))
 
 
+def size_of(epoch):
+    return {0: 32, 1: 56, 2: 32}[epoch]
+
+
+@pytest.mark.parametrize("prefetch_batches", [1, 4])
+def test_the_size_is_that_of_the_requests_epoch(make, index, monkeypatch, prefetch_batches):
+    """Also where batches of two epochs are under way together; and one pipeline serves all sizes."""
+    built, build = [], dali._build_pipeline
+    monkeypatch.setattr(dali, "_build_pipeline", lambda *given, **named: built.append(1) or build(*given, **named))
+    asked = [replace(request, epoch=epoch) for epoch in range(3) for request in requests(index)]
+    loader = make(index, image_size=size_of, prefetch_batches=prefetch_batches)
+    changing = [batch.images_BCHW.clone() for batch in loader.load(asked)]
+    assert len(built) == (0 if is_exact(loader) else 1)
+    assert [images.shape[2:] for images in changing] == [(size, size) for size in (32, 56, 32) for _ in range(3)]
+    for size in (32, 56):
+        constant = make(index, image_size=size, prefetch_batches=prefetch_batches)
+        for request, images_BCHW, batch in zip(asked, changing, constant.load(asked), strict=True):
+            if size_of(request.epoch) == size:
+                assert torch.equal(images_BCHW, batch.images_BCHW)
+                apart_B = difference(batch, expected_pictures(index, request, size=size))
+                assert apart_B.max() <= (0 if is_exact(loader) else 1.0)
+
+
 def test_dali_missing_names_the_extra(monkeypatch, index):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(ConfigError, match=r"pip install 'bigbatch\[dali\]'"):
-        DaliLoader(index=index, device_id=None, **SETTINGS)
+        make_picture_loader("dali", index, **SETTINGS)
 
 
 def test_jpeg_size_reads_the_frame_header():
@@ -388,11 +430,11 @@ def test_resident_refuses_what_it_cannot_do(small_index, index):
 
 @pytest.mark.parametrize("kind", ["resident", "synthetic"])
 def test_close_ends_an_iterator_on_the_device(small_index, kind):
-    common = {"image_size": 32, "microbatch_size": 4, "device": "cpu"}
+    common = {"microbatch_size": 4, "device": "cpu"}
     if kind == "resident":
-        loader = ResidentLoader(index=small_index, crop=center_crop(fraction=1.0), **common)
+        loader = ResidentLoader(index=small_index, crop=center_crop(fraction=1.0), image_size=32, **common)
     else:
-        loader = SyntheticLoader(num_classes=3, **common)
+        loader = SyntheticLoader(num_classes=3, image_size=lambda epoch: 32, **common)
     half = loader.load(requests(small_index))
     next(half)
     loader.close()
@@ -401,7 +443,7 @@ def test_close_ends_an_iterator_on_the_device(small_index, kind):
 
 
 def test_synthetic_repeats_one_batch():
-    make = {"num_classes": 3, "image_size": 8, "microbatch_size": 4, "device": "cpu"}
+    make = {"num_classes": 3, "image_size": lambda epoch: 8 << epoch, "microbatch_size": 4, "device": "cpu"}
     asked = list(eval_requests(num_samples=7, microbatch_size=4, rank=0, world_size=1))
     batches = list(SyntheticLoader(**make).load(asked))
     assert [batch.labels_B.tolist() for batch in batches] == [[0, 1, 2, 0], [1, 2, 0, 0]]
@@ -409,6 +451,8 @@ def test_synthetic_repeats_one_batch():
     assert batches[0].images_BCHW.shape == (4, 3, 8, 8)
     assert batches[0].images_BCHW.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(batches[0].images_BCHW, batches[1].images_BCHW)
+    (larger,) = SyntheticLoader(**make).load([replace(asked[0], epoch=1)])
+    assert larger.images_BCHW.shape == (4, 3, 16, 16)
     (other,) = SyntheticLoader(**make, seed=1).load(asked[:1])
     assert not torch.equal(other.images_BCHW, batches[0].images_BCHW)
     with pytest.raises(ValueError, match="got 2 samples, microbatch_size is 4"):

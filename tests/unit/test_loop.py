@@ -3,98 +3,22 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, make_batches, make_parts
 from torch import nn
+from torchvision.transforms.v2 import functional as vision
 
-from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
-from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.data.prepare_batch import PrepareBatch
 from bigbatch.trainer.errors import DataError, TrainingDiverged
 from bigbatch.trainer.evaluation import count_batch, evaluate
-from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, train
+from bigbatch.trainer.loop import Totals, train
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
-from bigbatch.trainer.precision import Precision
-
-CPU = torch.device("cpu")
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
-SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
-PLAN = Plan(
-    seed=0,
-    first_step=0,
-    num_steps=4,
-    steps_per_epoch=2,
-    accumulation_steps=ACCUMULATION,
-    global_batch_size=SPAN * ACCUMULATION,
-    ghosts_per_microbatch=1,
-    label_smoothing=SMOOTHING,
-    log_every_steps=1,
-    eval_every_steps=2,
-    checkpoint_every_steps=0,
-)
-
-
-def schedule(step: int) -> float:
-    return 0.1 / (step + 1)
-
-
-def make_parts(*, stop: Any = None) -> Parts:
-    torch.manual_seed(0)
-    communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
-    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=ACCUMULATION)
-    model = build_model("resnet9", num_classes=CLASSES, norm=norm, width=2)
-    return Parts(
-        model=model,
-        statistics_N=flatten_running_statistics(model),
-        precision=Precision(model, name="fp32", device=CPU),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=True),
-        schedule=schedule,
-        reducer=GradientReducer(model.named_parameters(), communicator),
-        communicator=communicator,
-        normalize=lambda images_BCHW: images_BCHW.float() / 255,
-        stop=stop or SimpleNamespace(is_set=False, signal_name=None),
-    )
-
-
-def make_batches(count: int = PLAN.num_steps * ACCUMULATION) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        Batch(
-            torch.randint(0, 256, (SPAN, 3, 16, 16), dtype=torch.uint8, generator=generator),
-            torch.randint(0, CLASSES, (SPAN,), generator=generator),
-            torch.ones(SPAN, dtype=torch.bool),
-        )
-        for _ in range(count)
-    ]
-
-
-class Recorder:
-    """Hooks that write down what happens."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.records: list[dict[str, Any]] = []
-
-    def hooks(self) -> Hooks:
-        return Hooks(on_report=self._report, evaluate=self._evaluate, save=self._save)
-
-    def _report(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-        self.events.append(("report", record["step"]))
-
-    def _evaluate(self, done: int) -> dict[str, Any]:
-        self.events.append(("evaluate", done))
-        return {"top1": done / 100}
-
-    def _save(self, done: int, top1: float | None) -> None:
-        self.events.append(("save", done, top1))
 
 
 def plain_pytorch(batches: list[Batch]) -> tuple[nn.Module, list[float]]:
@@ -183,7 +107,8 @@ def test_shares_of_the_step_are_shares() -> None:
 
 def test_loss_that_is_no_number_ends_the_run() -> None:
     parts = make_parts()
-    broken = replace(parts, normalize=lambda images_BCHW: images_BCHW.float() * float("nan"))
+    prepare = PrepareBatch(normalize=lambda images_BCHW: images_BCHW.float() * float("nan"), device=CPU)
+    broken = replace(parts, prepare=prepare)
     with pytest.raises(TrainingDiverged, match=r"step 1.*schedule\.base_lr"):
         train(PLAN, broken, Recorder().hooks(), iter(make_batches()))
 
@@ -209,3 +134,44 @@ def test_evaluation_that_misses_a_picture_is_an_error() -> None:
             communicator=parts.communicator,
             num_samples=9,
         )
+
+
+def evaluate_8(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and the record of its evaluation over two batches."""
+    parts = make_parts()
+    with torch.no_grad():
+        for weight in parts.model.parameters():
+            weight.mul_(3)  # or the outputs hardly depend on the picture yet
+    record = evaluate(
+        parts.model,
+        iter(make_batches(2)),
+        normalize=parts.normalize,
+        communicator=parts.communicator,
+        num_samples=2 * SPAN,
+        **options,
+    )
+    return parts.model, record
+
+
+def expected_loss(model: nn.Module, *, with_mirrored: bool) -> float:
+    """Mean cross-entropy of the mean logits, in float64, one picture at a time."""
+    model = copy.deepcopy(model).double().eval()
+    losses = []
+    for batch in make_batches(2):
+        for image_CHW, label in zip(batch.images_BCHW, batch.labels_B, strict=True):
+            views = [image_CHW, vision.horizontal_flip(image_CHW)] if with_mirrored else [image_CHW]
+            with torch.no_grad():
+                logits_VK = torch.cat([model(view[None].double() / 255) for view in views])
+            losses.append(F.cross_entropy(logits_VK.mean(0), label).item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("options", "with_mirrored"), [({}, False), ({"flip": False}, False), ({"flip": True}, True)])
+def test_flip_takes_the_mean_over_the_picture_and_its_mirror_image(
+    options: dict[str, bool], with_mirrored: bool
+) -> None:
+    model, record = evaluate_8(**options)
+    assert record["count"] == 2 * SPAN
+    assert record["loss"] == pytest.approx(expected_loss(model, with_mirrored=with_mirrored), rel=1e-5)
+    other = expected_loss(model, with_mirrored=not with_mirrored)
+    assert record["loss"] != pytest.approx(other, rel=1e-3), "the views do not differ: nothing was tested"

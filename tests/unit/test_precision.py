@@ -1,8 +1,11 @@
 """Half-precision weights around fp32 masters, loss scaling, and what a checkpoint holds of them."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
@@ -16,11 +19,17 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
 
 
-def step(model: nn.Module, precision: Precision, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> None:
+def step(
+    model: nn.Module,
+    precision: Precision,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    skip_1: Tensor | None = None,
+) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     precision.backward(model(images.to(precision.compute_dtype)).float().square().mean())
-    precision.update_(optimizer)
+    precision.update_(optimizer, skip_1=skip_1)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -125,3 +134,51 @@ def test_foreign_weights_are_refused() -> None:
     precision = Precision(small_model(), name="fp32", device=CPU)
     with pytest.raises(RuntimeError, match="Missing key"):
         precision.load_model_state({})
+
+
+OPTIMIZERS = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    partial(torch.optim.SGD, lr=0.1, fused=True),
+    partial(LARS, lr=1.0),
+    partial(LARS, lr=1.0, momentum_form="lr_outside"),
+]
+
+
+def same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, Tensor):
+        return isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    return ours == theirs
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", COMPUTE_DTYPES)
+def test_skipped_update_leaves_no_trace(name: str, make_optimizer: "partial[torch.optim.Optimizer]") -> None:
+    """Twins: one is asked to skip an update in between, on whatever gradients, the other never hears of it."""
+    images = torch.randn(3, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    no, yes = torch.tensor([False]), torch.tensor([True])
+    ends = []
+    for steps in ([(0, no), (1, no)], [(0, no), (2, yes), (1, no)], [(0, None), (1, None)]):
+        model = small_model().eval()  # statistics are the loop's business
+        precision = Precision(model, name=name, device=CPU)
+        precision.load_state_dict({**precision.state_dict(), "growth_interval": 2} if name == "fp16" else {})
+        optimizer = make_optimizer(list(precision.masters.values()))
+        for index, skip_1 in steps:
+            step(model, precision, optimizer, images[index], skip_1)
+        state = [precision.model_state(), model.state_dict(), optimizer.state_dict()["state"], precision.state_dict()]
+        ends.append(copy.deepcopy(dict(enumerate(state))))
+    assert same(ends[1], ends[0])
+    assert same(ends[2], ends[0])
+    assert not same(ends[0][0], Precision(small_model(), name=name, device=CPU).model_state())
+
+
+def test_skipped_update_with_an_overflow_of_its_own_keeps_the_scale() -> None:
+    model = small_model()
+    precision = Precision(model, name="fp16", device=CPU)
+    optimizer = LARS(list(precision.masters.values()), lr=1.0)
+    step(model, precision, optimizer, torch.randn(8, 3, 8, 8))
+    before = copy.deepcopy(precision.state_dict())
+    step(model, precision, optimizer, torch.full((8, 3, 8, 8), float("inf")), torch.tensor([True]))
+    assert precision.state_dict() == before
+    assert precision.is_finite()

@@ -21,16 +21,21 @@ from pictures import REAL_DATA, exif, write
 from PIL import Image
 
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.data.dali import DaliLoader
-from bigbatch.trainer.data.folder import FolderLoader
 from bigbatch.trainer.data.imagenet import PictureIndex, eval_requests, read_index, train_requests
+from bigbatch.trainer.data.loaders import make_picture_loader
 from bigbatch.trainer.data.pack import pack
 from bigbatch.trainer.data.resident import ResidentLoader
 from bigbatch.trainer.data.shard_writer import Recipe
 from bigbatch.trainer.data.shards import PackedIndex, open_split, read_entries
 from bigbatch.trainer.errors import DataError
 
-SETTINGS = {"crop": random_resized_crop(seed=7), "image_size": 64, "num_threads": 2, "prefetch_batches": 2}
+SETTINGS = {
+    "crop": random_resized_crop(seed=7),
+    "image_size": 64,
+    "num_threads": 2,
+    "prefetch_batches": 2,
+    "patience_seconds": 0.0,
+}
 
 
 def encoded(seed, width=150, height=110, *, mode="RGB", kind="JPEG", **options):
@@ -112,10 +117,7 @@ def make(request):
     made = []
 
     def make(index, **changed):
-        loader_class, extra = (
-            (FolderLoader, {}) if request.param == "torchvision" else (DaliLoader, {"device_id": None})
-        )
-        made.append(loader_class(index=index, **(SETTINGS | extra | changed)))
+        made.append(make_picture_loader(request.param, index, **(SETTINGS | changed)))
         return made[-1]
 
     if request.param == "dali":
@@ -349,6 +351,22 @@ def test_the_limit_of_open_files_is_named(packed, monkeypatch):
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(DataError, match=r"picture 00000000: too many open files; raise the limit, .*`ulimit -n"):
         index.read(0)
+
+
+def test_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packed, monkeypatch, capsys):
+    index, opened, num_refused = open_split(packed, "train"), os.open, [0]
+
+    def refuse(*given):
+        num_refused[0] += 1
+        if num_refused[0] <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(*given)
+
+    monkeypatch.setattr(os, "open", refuse)
+    loader = make(index, microbatch_size=1, patience_seconds=20.0)
+    asked = list(eval_requests(num_samples=len(index), microbatch_size=1, rank=0, world_size=1))
+    assert len(list(loader.load(asked))) == len(index)
+    assert num_refused[0] > 3
 
 
 def open_shards(root):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.trainer.data.prepare_command import add_prepare
+from bigbatch.trainer.data.stage_command import add_stage
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     add_prepare(commands)
     _add_check(commands)
     _add_pack(commands)
+    add_stage(commands)
     return parser
 
 

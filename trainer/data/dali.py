@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,15 +13,22 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from bigbatch.trainer.data.encoded import EncodedBatch, EncodedReader, open_picture
-from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
+from bigbatch.trainer.data.ahead import ahead
+from bigbatch.trainer.data.bad_pictures import UndecodableError
+from bigbatch.trainer.data.encoded import open_picture, picture_size
+from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.data.picture_loader import as_batch
+from bigbatch.trainer.data.reading import EncodedBatch
+from bigbatch.trainer.data.resize import resize_into
+from bigbatch.trainer.data.rows import for_each_row
 from bigbatch.trainer.errors import ConfigError, DataError
 
 
-class DaliLoader:
-    """Decodes in DALI's threads, working prefetch_batches ahead; one pipeline lives across all loads.
+class DaliDecoder:
+    """Decodes in DALI's threads, working prefetch_batches ahead; one pipeline lives across all calls.
 
-    device_id None decodes on the CPU; else the JPEGs are decoded by that GPU and the pictures stay there.
+    device_id None decodes on the CPU, where torch resizes, which takes a third of the time of DALI's resize; else the
+    JPEGs are decoded and resized by that GPU and the pictures stay there.
     A picture that is cut off is always an error; a JPEG damaged inside may pass with wrong pixels, as libjpeg
     only warns of that.
     """
@@ -27,97 +36,98 @@ class DaliLoader:
     def __init__(
         self,
         *,
-        index: PictureSource,
-        crop: Crop,
-        image_size: int,
         microbatch_size: int,
         device_id: int | None,
         num_threads: int,
         prefetch_batches: int,
+        hardware_share: float = 0.65,
     ) -> None:
-        """Raises: ConfigError if DALI is not installed."""
+        """hardware_share: of the JPEGs, that a GPU's decoding engine takes where it has one.
+
+        Raises: ConfigError if DALI is not installed.
+        """
         _import_dali()
-        self._reader = EncodedReader(
-            index,
-            crop,
-            microbatch_size=microbatch_size,
-            # reading waits more than it computes; two threads feed many decoders and leave them the cores
-            num_threads=min(2, num_threads),
-            prefetch_batches=prefetch_batches,
-        )
         self._build = partial(
             _build_pipeline,
             self._feed,
-            image_size=image_size,
             microbatch_size=microbatch_size,
             device_id=device_id,
             num_threads=num_threads,
             prefetch_batches=prefetch_batches,
+            hardware_share=hardware_share,
         )
         self._device_id = device_id
+        self._num_threads = num_threads
         self._pipeline: Any = None
         self._encoded: Iterator[EncodedBatch] = iter(())
         self._in_flight: deque[EncodedBatch] = deque()
-        self._stream: Generator[Batch, None, None] | None = None
+        self._failure: Exception | None = None  # of encoded
 
-    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """Yield one batch per request, in order; ends the iterator of an earlier load.
-
-        Raises: DataError naming a picture that cannot be read or decoded.
-        """
-        self._end_stream()
-        self._stream = self._batches(requests)
-        return self._stream
+    def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
+        """Yield one batch for each, in order. Raises: UndecodableError naming the picture."""
+        if self._device_id is None:
+            return ahead(self._resized(encoded), depth=1)
+        return self._decoded(encoded, _as_torch)
 
     def close(self) -> None:
-        self._end_stream()
         self._pipeline = None
-        self._reader.close()
 
-    def _end_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+    def _resized(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-resize") as threads:
+            resize = partial(_resize_all, threads=threads, num_threads=self._num_threads)
+            yield from self._decoded(encoded, lambda boxes: resize(boxes, self._in_flight[0]))
 
-    def _batches(self, requests: Iterable[Request]) -> Generator[Batch, None, None]:
+    def _decoded(
+        self, encoded: Generator[EncodedBatch, None, None], finish: Callable[[Any], Tensor]
+    ) -> Generator[Batch, None, None]:
         if self._pipeline is None:
             self._pipeline = self._build()
-        with closing(self._reader.read(requests)) as self._encoded:
+        with closing(encoded):
+            self._encoded, self._failure = encoded, None
             try:
-                while (pictures := self._run()) is not None:
-                    encoded = self._in_flight.popleft()
-                    yield Batch(
-                        images_BCHW=_as_torch(pictures).permute(0, 3, 1, 2),
-                        labels_B=torch.from_numpy(encoded.labels_B),
-                        valid_B=torch.from_numpy(encoded.valid_B),
-                    )
+                while (pictures := self._next()) is not None:
+                    images_BHWC = finish(pictures)
+                    yield as_batch(self._in_flight.popleft(), images_BHWC)
             finally:
                 self._drain()
+            if self._failure is not None:
+                raise self._failure
 
-    def _feed(self) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
-        """What DALI asks for once per batch; it takes StopIteration for the end of the stream."""
-        encoded = next(self._encoded)
+    def _feed(self) -> tuple[list[np.ndarray], ...]:
+        """What DALI asks for once per batch; it takes StopIteration for the end of the stream.
+
+        A failure is such an end: it must not come before the batches in flight.
+        """
+        try:
+            encoded = next(self._encoded)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise StopIteration from error
         self._in_flight.append(encoded)
-        jpegs = [np.frombuffer(jpeg, np.uint8) for jpeg in encoded.jpegs]
-        starts_B2, shapes_B2 = np.split(encoded.boxes_B4, 2, axis=1)
-        flips_B = encoded.flips_B.astype(np.int32)
-        return jpegs, np.ascontiguousarray(starts_B2), np.ascontiguousarray(shapes_B2), flips_B
+        return _inputs(encoded, with_resize=self._device_id is not None)
+
+    def _next(self) -> Any:
+        """As _run, but DALI's error may become an UndecodableError."""
+        try:
+            return self._run()
+        except RuntimeError:
+            _raise_if_undecodable(self._in_flight)
+            raise
 
     def _run(self) -> Any:
-        """The next pictures as a DALI tensor list, or None at the end of the stream."""
+        """The next pictures as a DALI tensor list, or None at the end of the stream. Raises: RuntimeError of DALI."""
         try:
             return self._pipeline.run(_current_stream(self._device_id))[0]
         except StopIteration:
             return None
-        except DataError:  # from the reader, by way of _feed
-            raise
         except RuntimeError:
             self._pipeline = None  # an executor that failed stays failed
-            _raise_if_undecodable(self._in_flight)
             raise
 
     def _drain(self) -> None:
-        """Throw away what is in flight, so that the next load starts with an empty queue."""
+        """Throw away what is in flight, so that the next call starts with an empty queue."""
         self._encoded = iter(())
         try:
             while self._pipeline is not None and self._run() is not None:
@@ -141,16 +151,26 @@ def _import_dali() -> tuple[Any, Any, Any]:
     return Pipeline, fn, types
 
 
+def _inputs(encoded: EncodedBatch, *, with_resize: bool) -> tuple[Any, ...]:
+    """Pictures, top and left, height and width; and output sizes and flips where DALI is to resize, too."""
+    pictures = [np.frombuffer(picture, np.uint8) for picture in encoded.pictures]
+    starts_B2, shapes_B2 = (np.ascontiguousarray(half) for half in np.split(encoded.boxes_B4, 2, axis=1))
+    if not with_resize:
+        return pictures, starts_B2, shapes_B2
+    sizes_B2 = np.full_like(starts_B2, encoded.image_size, np.float32)
+    return pictures, starts_B2, shapes_B2, sizes_B2, encoded.flips_B.astype(np.int32)
+
+
 def _build_pipeline(
     feed: Callable[[], Any],
     *,
-    image_size: int,
     microbatch_size: int,
     device_id: int | None,
     num_threads: int,
     prefetch_batches: int,
+    hardware_share: float,
 ) -> Any:
-    """(JPEG, top-left, height-width, flip) -> box decoded, resized to image_size, flipped; uint8 HWC."""
+    """From _inputs to boxes decoded (on the CPU), or decoded, resized and flipped (on a GPU); uint8 HWC."""
     Pipeline, fn, types = _import_dali()
     pipeline = Pipeline(
         batch_size=microbatch_size,
@@ -160,20 +180,26 @@ def _build_pipeline(
         # outputs then own their memory; bound to torch's stream they are freed in that stream's order
         exec_dynamic=True,
     )
+    is_gpu = device_id is not None
     with pipeline:
-        jpegs, starts, shapes, flips = fn.external_source(source=feed, num_outputs=4, batch=True)
-        pictures = fn.decoders.image_slice(
-            jpegs,
+        # the size to resize to is an input, so that it can change without another pipeline
+        pictures, starts, shapes, *rest = fn.external_source(source=feed, num_outputs=5 if is_gpu else 3, batch=True)
+        boxes = fn.decoders.image_slice(
+            pictures,
             start=starts,
             shape=shapes,
             axes=[0, 1],
-            device="cpu" if device_id is None else "mixed",
+            device="mixed" if is_gpu else "cpu",
             output_type=types.RGB,
             # boxes are those of the stored picture; an EXIF rotation would come between
             adjust_orientation=False,
+            **({"hw_decoder_load": hardware_share} if is_gpu else {}),
         )
-        pictures = fn.resize(pictures, size=[image_size, image_size], interp_type=types.INTERP_TRIANGULAR)
-        pipeline.set_outputs(fn.flip(pictures, horizontal=flips))
+        if is_gpu:
+            sizes, flips = rest
+            boxes = fn.resize(boxes, size=sizes, interp_type=types.INTERP_TRIANGULAR)
+            boxes = fn.flip(boxes, horizontal=flips)
+        pipeline.set_outputs(boxes)
     return pipeline
 
 
@@ -186,8 +212,49 @@ def _as_torch(pictures: Any) -> Tensor:
     return from_dlpack(pictures.as_tensor())
 
 
+def _resize_all(boxes: Any, batch: EncodedBatch, *, threads: ThreadPoolExecutor, num_threads: int) -> Tensor:
+    """A DALI tensor list of boxes as one tensor (B, size, size, 3)."""
+    images_BHWC = torch.empty((len(boxes), batch.image_size, batch.image_size, 3), dtype=torch.uint8)
+    pixels_BHWC = images_BHWC.numpy()
+
+    def fill(row: int) -> None:
+        resize_into(pixels_BHWC[row], np.asarray(boxes[row]), flip=bool(batch.flips_B[row]))
+
+    for_each_row(fill, len(boxes), threads=threads, num_threads=num_threads)
+    return images_BHWC
+
+
 def _raise_if_undecodable(batches: Iterable[EncodedBatch]) -> None:
-    """Raise the DataError of the first picture that cannot be decoded; DALI's own message names none."""
+    """Raise for the first picture that cannot be decoded; DALI's own message names none."""
     for batch in batches:
-        for data, name in zip(batch.jpegs, batch.names, strict=True):
-            open_picture(data, path=name)
+        for data, name, position in zip(batch.pictures, batch.names, batch.positions, strict=True):
+            try:
+                open_picture(data, path=name)
+            except DataError as error:
+                raise UndecodableError(str(error), position=position) from error
+    if (found := _first_refused([row for batch in batches for row in _rows(batch)])) is not None:
+        raise UndecodableError(
+            f"{found.names[0]}: DALI cannot decode it, though Pillow can; save it anew, or remove it",
+            position=found.positions[0],
+        )
+
+
+def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
+    """Each whole picture as a batch of its own."""
+    for data, name, position in zip(batch.pictures, batch.names, batch.positions, strict=True):
+        box_14 = np.array([(0, 0, *picture_size(data, path=name))], np.int32)
+        yield replace(batch, positions=[position], pictures=[data], names=[name], boxes_B4=box_14)
+
+
+def _first_refused(rows: list[EncodedBatch]) -> EncodedBatch | None:
+    """The first that DALI cannot decode alone. On the CPU, so that a GPU's failure is not taken for a picture's."""
+    feed = (_inputs(row, with_resize=False) for row in rows)
+    pipeline = _build_pipeline(
+        lambda: next(feed), microbatch_size=1, device_id=None, num_threads=1, prefetch_batches=1, hardware_share=0.0
+    )
+    for row in rows:
+        try:
+            pipeline.run()
+        except RuntimeError:
+            return row
+    return None

@@ -1,19 +1,10 @@
-"""Pictures as they lie on disk, read ahead of use, with the box and the flip that each is to get."""
+"""What an encoded picture is: its kind, its size, and whether it can be decoded."""
 
 import io
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from bigbatch.trainer.data.loader import Crop, PictureSource, Request
 from bigbatch.trainer.errors import DataError
-
-T = TypeVar("T")
 
 # start-of-frame markers: 0xC0..0xCF without DHT (C4), JPG (C8) and DAC (CC)
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -23,40 +14,6 @@ _ADVICE = "replace or remove it"
 
 class UnsupportedPictureError(DataError):
     """A picture that may be whole, but is of a kind that no loader takes."""
-
-
-def ahead(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
-    """Yield items in order while one thread draws up to depth of them in advance.
-
-    Starts at the first draw. An exception of items is raised at its place in the order. Closing waits for
-    the item in progress, drops the rest, ends the thread and closes items if it is a generator.
-    """
-    source, end = iter(items), object()
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigbatch-ahead")
-    # one worker runs these calls one after the other, so the order is kept without a queue or a lock
-    pending = deque(thread.submit(next, source, end) for _ in range(depth))
-    try:
-        while (item := pending.popleft().result()) is not end:
-            pending.append(thread.submit(next, source, end))
-            yield item  # type: ignore[misc]
-    finally:
-        thread.shutdown(wait=True, cancel_futures=True)
-        if isinstance(source, Generator):
-            source.close()
-
-
-@dataclass(frozen=True)
-class EncodedBatch:
-    """One request with its files in memory: what is left is to decode each box, resize and flip it."""
-
-    jpegs: list[bytes]
-    names: list[str]
-    """Where each lies, for messages."""
-    boxes_B4: np.ndarray
-    """(top, left, height, width) in the stored picture, int32."""
-    flips_B: np.ndarray
-    labels_B: np.ndarray
-    valid_B: np.ndarray
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -117,7 +74,7 @@ def open_picture(data: bytes, *, path: str) -> Image.Image:
         raise DataError(f"{path}: is not a picture; {_ADVICE}") from error
     except Image.DecompressionBombError as error:  # more than 179 megapixels
         raise UnsupportedPictureError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
-    except OSError as error:  # cut off within the header
+    except (OSError, ValueError) as error:  # cut off or damaged within the header
         raise DataError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
     if picture.format not in ("JPEG", "MPO", "PNG") or picture.mode.startswith("I"):
         kind = f"{picture.format} in mode {picture.mode}"
@@ -129,66 +86,3 @@ def open_picture(data: bytes, *, path: str) -> Image.Image:
     if picture.format == "PNG" and PNG_END not in data:  # Pillow does not mind, DALI does
         raise DataError(f"{path}: is cut off: its end mark is missing; {_ADVICE}")
     return picture
-
-
-class EncodedReader:
-    """Turns requests into encoded batches with its own threads, ahead of whoever decodes them."""
-
-    def __init__(
-        self,
-        source: PictureSource,
-        crop: Crop,
-        *,
-        microbatch_size: int,
-        num_threads: int,
-        prefetch_batches: int,
-    ) -> None:
-        self._source = source
-        self._crop = crop
-        self._microbatch_size = microbatch_size
-        self._num_threads = num_threads
-        self._prefetch_batches = prefetch_batches
-
-    def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
-        """Yield one batch per request, in order. Raises: DataError naming the picture."""
-        return ahead(self._read_all(requests), depth=self._prefetch_batches)
-
-    def close(self) -> None:
-        """Release the source's open files; reading again is possible."""
-        self._source.close()
-
-    def _read_all(self, requests: Iterable[Request]) -> Iterator[EncodedBatch]:
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read") as threads:
-            for request in requests:
-                yield self._read_one(request, threads)
-
-    def _read_one(self, request: Request, threads: ThreadPoolExecutor) -> EncodedBatch:
-        """Raises: ValueError if the request has not microbatch_size samples."""
-        if len(request.indices_B) != self._microbatch_size:
-            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self._microbatch_size}")
-        positions = request.indices_B.tolist()
-        # one task per thread, not per file: a task costs as much as reading a cached file
-        parts = [positions[part :: self._num_threads] for part in range(self._num_threads)]
-        pictures: list = [None] * len(positions)
-        for part, read in enumerate(threads.map(self._read_part, parts)):
-            pictures[part :: self._num_threads] = read
-        sizes_B2 = np.array([size for _, size in pictures], np.int64)
-        boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, sizes_B2)
-        return EncodedBatch(
-            jpegs=[data for data, _ in pictures],
-            names=[self._source.name(position) for position in positions],
-            boxes_B4=boxes_B4,
-            flips_B=flips_B,
-            labels_B=self._source.labels_N[request.indices_B],
-            valid_B=request.valid_B,
-        )
-
-    def _read_part(self, positions: list[int]) -> list[tuple[bytes, Sequence[int]]]:
-        """The pictures, each with the size that the source knows or else its header tells."""
-        source, read = self._source, []
-        known_B2 = source.sizes(np.array(positions, np.int64))
-        sizes = [None] * len(positions) if known_B2 is None else known_B2.tolist()
-        for position, size in zip(positions, sizes, strict=True):
-            data = source.read(position)
-            read.append((data, size or picture_size(data, path=source.name(position))))
-        return read

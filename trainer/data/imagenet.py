@@ -1,5 +1,6 @@
 """Which picture comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.trainer.data.loader import Request
-from bigbatch.trainer.errors import DataError
+from bigbatch.trainer.errors import DataError, StorageError
 
 PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png")
 
@@ -35,7 +36,7 @@ class PictureIndex:
         return self.full_path(position)
 
     def read(self, position: int) -> bytes:
-        """Raises: DataError naming the path."""
+        """Raises: StorageError naming the path."""
         return read_file(self.full_path(position))
 
     def sizes(self, positions_B: np.ndarray) -> None:
@@ -46,12 +47,19 @@ class PictureIndex:
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a picture. Raises: DataError naming path."""
+    """The bytes of a picture. Raises: StorageError naming path."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); was it moved since the start?") from error
+        raise StorageError(f"{path}: {read_problem(error)}") from error
+
+
+def read_problem(error: OSError, *, file: str = "it") -> str:
+    """Why reading failed, and what to do."""
+    if error.errno == errno.EMFILE:
+        return "too many open files; raise the limit, such as by `ulimit -n 65536`"
+    return f"cannot be read ({error.strerror or error}); was {file} moved since the start?"
 
 
 def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) -> PictureIndex:

@@ -24,6 +24,14 @@ class Request:
 
 
 @dataclass(frozen=True)
+class BadPicture:
+    """A picture that could not be used, and what is wrong with it."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Batch:
     """Pictures as uint8 in channels-last memory (shape B, 3, H, W), class indices (int64), validity (bool).
 
@@ -33,6 +41,10 @@ class Batch:
     images_BCHW: "Tensor"
     labels_B: "Tensor"
     valid_B: "Tensor"
+    """False where a sample only pads, or stands in for a bad picture."""
+    request: Request
+    replaced: tuple[BadPicture, ...] = ()
+    """Those for which the next usable pictures of the split stand in."""
 
 
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -40,6 +52,9 @@ Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 sizes are (height, width) in pixels of the stored picture, EXIF orientation ignored; boxes are
 (top, left, height, width) inside it. Every draw depends on (seed, epoch, index) alone."""
+
+ImageSize = Callable[[int], int]
+"""epoch -> height and width of its pictures, in pixels."""
 
 
 class Pictures(Protocol):
@@ -62,7 +77,7 @@ class Pictures(Protocol):
         ...
 
     def read(self, position: int) -> bytes:
-        """The picture as it is stored; from any thread. Raises: DataError naming the picture."""
+        """The picture as it is stored; from any thread. Raises: StorageError naming the picture."""
         ...
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
+from bigbatch.trainer.data.on_device import on_device
 from bigbatch.trainer.errors import DataError
 
 
@@ -61,6 +62,7 @@ class ResidentLoader:
             images_BCHW=images_BHWC.permute(0, 3, 1, 2),
             labels_B=torch.from_numpy(self._labels_N[indices_B]),
             valid_B=torch.from_numpy(request.valid_B),
+            request=request,
         )
 
 
@@ -74,10 +76,7 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     rows_BS = tops_lefts_B2[:, :1] + steps_S
     columns_BS = tops_lefts_B2[:, 1:] + np.where(flips_B[:, None], steps_S[::-1], steps_S)
     tables = np.stack([np.broadcast_to(indices_B[:, None], rows_BS.shape), rows_BS, columns_BS])
-    tables_3BS = torch.from_numpy(tables)
-    if images_NHWC.is_cuda:  # from pageable memory the copy would wait for the device
-        tables_3BS = tables_3BS.pin_memory()
-    indices_BS, rows_BS, columns_BS = tables_3BS.to(images_NHWC.device, non_blocking=True)
+    indices_BS, rows_BS, columns_BS = on_device(tables, images_NHWC.device)
     rows_BS1, columns_B1S = rows_BS[:, :, None], columns_BS[:, None, :]
     inside_BSS = (rows_BS1 >= 0) & (rows_BS1 < size) & (columns_B1S >= 0) & (columns_B1S < size)
     last = size - 1

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.trainer.data.encoded import picture_size
-from bigbatch.trainer.data.imagenet import read_index, require_same_classes
+from bigbatch.trainer.data.imagenet import read_index, read_problem, require_same_classes
 from bigbatch.trainer.data.loader import PictureSource
-from bigbatch.trainer.errors import DataError
+from bigbatch.trainer.errors import DataError, StorageError
 
 FORMAT_VERSION = 1
 FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
@@ -183,17 +183,17 @@ class PackedIndex:
         return np.stack([entries_B["height"], entries_B["width"]], axis=1).astype(np.int64)
 
     def read(self, position: int) -> bytes:
-        """Raises: DataError if the shard is gone or cut, or holds something else at that place."""
+        """Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
         try:
             file = self._files.get(self._paths[shard])
             data = _pread(file.descriptor, length=length, offset=offset)
         except OSError as error:
-            raise DataError(f"{self.name(position)}: {_reason(error)}") from error
+            raise StorageError(f"{self.name(position)}: {read_problem(error, file='the shard')}") from error
         if len(data) != length:
-            raise DataError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
+            raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
         if not _has_size(data, (height, width)):
-            raise DataError(
+            raise StorageError(
                 f"{self.name(position)}: is not the picture that {ENTRIES} describes, so one of the two was edited; "
                 f"delete the shard and {AGAIN}"
             )
@@ -228,12 +228,6 @@ def _has_size(data: bytes, size: tuple[int, int]) -> bool:
         return False
 
 
-def _reason(error: OSError) -> str:
-    if error.errno == errno.EMFILE:
-        return "too many open files; raise the limit, such as by `ulimit -n 65536`"
-    return f"cannot be read ({error.strerror}); was the shard moved since the start?"
-
-
 def _max_open() -> int:
     """A third of the limit for each split: training has two, and sockets and libraries want the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -262,12 +256,16 @@ class OpenFiles:
         """Raises: OSError."""
         with self._lock:
             file = self._by_path.pop(path, None)
-            if file is None:
-                while len(self._by_path) >= self._max_open:
-                    self._close_oldest()
-                file = self._open(path)
-            self._by_path[path] = file
-            return file
+            if file is not None:
+                self._by_path[path] = file
+                return file
+        # not under the lock: on a file system that does not answer it never returns
+        opened = self._open(path)
+        with self._lock:
+            file = self._by_path.setdefault(path, opened)  # another thread may have been faster
+            while len(self._by_path) > self._max_open:
+                self._close_oldest()
+        return file
 
     def _open(self, path: str) -> OpenFile:
         """Where the process may open no more, others of these files make room."""
@@ -275,9 +273,10 @@ class OpenFiles:
             try:
                 return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             except OSError as error:
-                if error.errno != errno.EMFILE or not self._by_path:
-                    raise
-            self._close_oldest()
+                with self._lock:
+                    if error.errno != errno.EMFILE or not self._by_path:
+                        raise
+                    self._close_oldest()
 
     def _close_oldest(self) -> None:
         self._by_path.pop(next(iter(self._by_path)))

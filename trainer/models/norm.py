@@ -89,11 +89,12 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return f"{super().extra_repr()}, bn_span={self.bn_span}, ghosts_per_step={self.ghosts_per_step}"
 
 
-def flatten_running_statistics(model: nn.Module) -> Tensor:
+def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tensor:
     """Move all running means and variances of model into one flat fp32 tensor and return it (may be empty).
 
     The buffers become views of it, so one all-reduce of the result averages them all; it may run between
-    forward and backward. Call after model.to(...), which would replace the views.
+    forward and backward. num_spare elements behind them are for what else is to be summed with them.
+    Call after model.to(...), which would replace the views.
     """
     slots = [
         (norm, name)
@@ -102,10 +103,11 @@ def flatten_running_statistics(model: nn.Module) -> Tensor:
         for name in ("running_mean", "running_var")
     ]
     buffers = [getattr(norm, name) for norm, name in slots]
-    if not buffers:
-        return torch.empty(0)
-    statistics_N = torch.cat([buffer.float() for buffer in buffers])
-    for (norm, name), view in zip(slots, statistics_N.split([b.numel() for b in buffers]), strict=True):
+    devices = [tensor.device for tensor in (*buffers, *model.parameters())]
+    spare = torch.zeros(num_spare, device=devices[0] if devices else None)
+    statistics_N = torch.cat([*(buffer.float() for buffer in buffers), spare])
+    *views, _ = statistics_N.split([*(buffer.numel() for buffer in buffers), num_spare])
+    for (norm, name), view in zip(slots, views, strict=True):
         # .data: a version counter of its own. Backward saves the buffers, though it does not read them
         # in training, and would refuse to run after a change through a shared counter.
         setattr(norm, name, view.data)

@@ -1,0 +1,105 @@
+"""Training fed by real pictures beside training on generated tensors: how long steps wait, and what the input costs.
+
+    python benchmarks/input/feed.py data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json
+    python benchmarks/input/feed.py data/imagenet --ranks 1 --out benchmarks/results/input-feed-resnet50.json -- \\
+        --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1
+
+Each repetition runs `bigbatch train` twice, once with the config's loader on ROOT and once with data.loader=synthetic,
+in turn, in the order of a coin. What follows -- are options of `bigbatch train`, by default --config quickstart.
+The figures are those of each run's summary.json; a ratio is of the two runs of one repetition. Training on generated
+tensors also leaves the loader's cores to the model, which on a CPU is the larger part of the difference.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+
+from arguments import at_least, run
+from record import conditions, show, spread, write_record
+
+from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.errors import DataError
+
+UNITS = {
+    "input_wait_fraction": "of the step",
+    "images_per_second": "images/s",
+    "compute_images_per_second": "images/s",
+    "loader_images_per_second": "images/s",
+}
+
+
+def main() -> None:
+    """Measure and write the record."""
+    options = parse()
+    facts = conditions(options)
+    index = open_split(options.root, "train")
+    facts |= {"pictures": len(index), "classes": len(index.classes)}
+    real = ["--data.root", str(options.root), "--data.num_classes", str(len(index.classes))]
+    generated = ["--data.loader", "synthetic", "--data.num_synthetic_samples", str(len(index))]
+    summaries: dict[str, list[dict[str, Any]]] = {"real": [], "generated": []}
+    for number in range(options.repetitions):
+        turns = [("real", real), ("generated", [*real, *generated])]
+        for name, overrides in random.Random(number).sample(turns, len(turns)):
+            summaries[name].append(train(options, overrides))
+    record = {"benchmark": "feed", "conditions": facts, **describe(summaries)}
+    for name, values in record["real"].items():
+        print(show(name, values, unit=UNITS[name]), file=sys.stderr)
+    print(show("real / generated", record["real / generated"], unit=""), file=sys.stderr)
+    write_record(options.out, record)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, count = parser.add_argument, at_least(1)
+    add("root", type=Path, help="data set with train and val, in class folders or packed")
+    add("--ranks", type=count, default=2, help="under mpirun; 1 for a single process (default: %(default)s)")
+    add("--repetitions", type=count, default=3, help="pairs of runs (default: %(default)s)")
+    add("--out", type=Path, help="JSON file for the results (default: standard output)")
+    ours = list(sys.argv[1:] if argv is None else argv)
+    theirs = ["--config", "quickstart"]
+    if "--" in ours:
+        at = ours.index("--")
+        ours, theirs = ours[:at], ours[at + 1 :]
+    options = parser.parse_args(ours)
+    options.overrides = theirs
+    return options
+
+
+def train(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+    """The summary of one run. Raises: DataError with the end of its output where it fails."""
+    with tempfile.TemporaryDirectory(prefix="bigbatch-feed-") as folder:
+        command = [sys.executable, "-m", "bigbatch"]
+        if options.ranks > 1:
+            command += ["launch", "mpirun", "--ranks", str(options.ranks), "--"]
+        command += ["train", *options.overrides, *overrides, "--run.directory", folder]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise DataError(f"{' '.join(command)} ended with exit code {done.returncode}: {done.stdout[-500:]}")
+        return dict(json.loads((Path(folder) / "summary.json").read_text()))
+
+
+def describe(summaries: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Spreads of what the summaries state, and of the ratio of rates within the repetitions."""
+    pairs = zip(summaries["real"], summaries["generated"], strict=True)
+    return {
+        "real": {name: spread([summary[name] for summary in summaries["real"]]) for name in UNITS},
+        "generated_images_per_second": spread([summary["images_per_second"] for summary in summaries["generated"]]),
+        "real / generated": spread([real["images_per_second"] / made["images_per_second"] for real, made in pairs]),
+        "device": summaries["real"][0]["device"],
+        "precision": summaries["real"][0]["precision"],
+        "loader": summaries["real"][0]["loader"],
+        "world_size": summaries["real"][0]["world_size"],
+    }
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,191 @@
+"""Law 7 for the input: what cannot be read ends a run without loss, and what may be skipped is told."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigbatch.trainer.checkpoint import list_checkpoints
+from bigbatch.trainer.data.imagenet import epoch_order, read_index
+from bigbatch.trainer.data.pack import pack
+from bigbatch.trainer.data.shard_writer import Recipe
+from bigbatch.trainer.rundir import RunDir
+
+from .jobs import (
+    NUM_CLASSES,
+    ROUNDING,
+    SGD,
+    TRAIN_PER_CLASS,
+    alone,
+    assert_identical,
+    copy_of,
+    fails,
+    final_state,
+    gradient_distance,
+    message,
+    mpirun,
+    newest_step,
+    only_message,
+    records,
+    run,
+    start,
+    step_gradients,
+    steps,
+    train_command,
+    wait_until,
+)
+
+SEED, GLOBAL_BATCH, STEPS_PER_EPOCH = 0, 32, 5
+NUM_SAMPLES = NUM_CLASSES * TRAIN_PER_CLASS
+
+
+def picture_of(data: Path, *, epoch: int, step: int, rank: int, number: int = 0) -> Path:
+    """What a rank of two trains on at a step of an epoch."""
+    order_N = epoch_order(seed=SEED, epoch=epoch, num_samples=NUM_SAMPLES)
+    position = order_N[step * GLOBAL_BATCH + rank * (GLOBAL_BATCH // 2) + number]
+    return Path(read_index(data, "train").name(int(position)))
+
+
+def only_decoding_tells(path: Path) -> None:
+    """Impossible Huffman code lengths: the frame header and the end marker stay."""
+    data = bytearray(path.read_bytes())
+    table = data.index(b"\xff\xc4") + 5
+    data[table : table + 16] = b"\xff" * 16
+    path.write_bytes(data)
+
+
+def no_picture(path: Path) -> None:
+    path.write_bytes(b"no picture")
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads(RunDir(folder).summary.read_text()))
+
+
+@pytest.mark.parametrize("loader", ["dali", "torchvision"])
+def test_data_that_go_away_change_no_bit(loader: str, data: Path, tmp_path: Path) -> None:
+    """Taken away in mid-run and brought back: the same command goes on after the last whole step."""
+    moving, epochs = copy_of(data, tmp_path), 40
+    overrides = {
+        "data.loader": loader,
+        "data.patience_seconds": 1,
+        "run.epochs": epochs,
+        "run.eval_every_epochs": epochs,
+        "run.log_every_steps": 3,
+    }
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(mpirun(train_command(moving, whole, overrides), ranks=2))
+
+    command = mpirun(train_command(moving, broken, overrides), ranks=2)
+    log = tmp_path / "broken.log"
+    process = start(command, log)
+    wait_until(lambda: len(steps(broken)) >= 3, process=process, log=log)
+    (moving / "train").rename(tmp_path / "away")
+    gone = time.monotonic()
+    assert process.wait(timeout=60) != 0
+    assert time.monotonic() - gone < 20
+    done = newest_step(broken)
+    assert 9 <= done < epochs * STEPS_PER_EPOCH
+    line = only_message(log.read_text())
+    assert f"{moving}/train/" in line
+    assert f"The run stopped after step {done} and" in line
+    assert steps(broken) == list(range(3, done + 1, 3)), "no report tells of steps that were none"
+
+    (tmp_path / "away").rename(moving / "train")
+    assert f"resumed after step {done}" in run(command).stdout
+    assert_identical(final_state(broken), final_state(whole))
+    assert steps(broken) == steps(whole)
+
+
+def test_evaluation_that_fails_loses_no_step(data: Path, tmp_path: Path) -> None:
+    damaged, whole, broken = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "broken"
+    run(mpirun(train_command(data, whole, {}), ranks=2))
+    victim = sorted((damaged / "val").glob("*/*"))[60]
+    picture = victim.read_bytes()
+    no_picture(victim)
+    command = mpirun(train_command(damaged, broken, {}), ranks=2)
+    assert str(victim) in fails(command)
+    assert newest_step(broken) == steps(broken)[-1] == 10, "evaluated every other epoch"
+    victim.write_bytes(picture)
+    assert "resumed after step 10" in run(command).stdout
+    assert_identical(final_state(broken), final_state(whole))
+    ours, theirs = summary(broken), summary(whole)
+    assert (ours["top1"], ours["top5"]) == (theirs["top1"], theirs["top5"])
+
+
+@pytest.mark.parametrize(("loader", "damage"), [("torchvision", no_picture), ("dali", only_decoding_tells)])
+def test_bad_picture_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data: Path, tmp_path: Path) -> None:
+    damaged = copy_of(data, tmp_path)
+    victim = picture_of(damaged, epoch=0, step=2, rank=1)
+    damage(victim)
+    command = train_command(damaged, tmp_path / "1", {**SGD, "data.max_skipped": 3, "data.loader": loader})
+    run(alone(command))
+    run(mpirun([*command, f"--run.directory={tmp_path / '2'}"], ranks=2))
+    assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
+    for folder in (tmp_path / "1", tmp_path / "2"):
+        told = summary(folder)
+        assert told["skipped_pictures"] == len(told["skipped"]) == 1
+        assert told["skipped"][0].startswith(f"{victim}: ")
+        (record,) = records(folder, "skipped")
+        assert record == {"kind": "skipped", "step": 3, "pictures": {str(victim): told["skipped"][0]}}
+
+
+def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> None:
+    """It goes on where only steps are left that do not meet the picture again."""
+    damaged, whole, resumed = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "resumed"
+    last_step = {"epoch": 1, "step": STEPS_PER_EPOCH - 1}
+    left = {picture_of(damaged, **last_step, rank=0, number=number) for number in range(GLOBAL_BATCH)}
+    victim = next(path for path in sorted((damaged / "train").glob("*/*")) if path not in left)
+    no_picture(victim)
+    overrides = {"data.max_skipped": 3, "run.checkpoint_every_steps": 1, "run.keep_checkpoints": 100}
+    run(mpirun(train_command(damaged, whole, overrides), ranks=2))
+    shutil.copytree(whole, resumed)
+    (resumed / "summary.json").unlink()
+    shutil.rmtree(list_checkpoints(resumed / "checkpoints")[-1].path)
+    done = run(mpirun(train_command(damaged, resumed, overrides), ranks=2))
+    assert "resumed after step 9" in done.stdout
+    assert "skipped: " not in done.stdout.partition("resumed after")[2].partition("skipped_pictures")[0]
+    assert_identical(final_state(resumed), final_state(whole))
+    assert summary(resumed)["skipped"] == summary(whole)["skipped"]
+    assert summary(resumed)["skipped_pictures"] == 1
+    assert records(resumed, "skipped") == records(whole, "skipped")
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1)], ids=["of one rank", "of all ranks"])
+def test_more_bad_pictures_than_may_be_skipped(ranks: tuple[int, int], data: Path, tmp_path: Path) -> None:
+    damaged, folder = copy_of(data, tmp_path), tmp_path / "run"
+    victims = [picture_of(damaged, epoch=0, step=2 + number, rank=rank) for number, rank in enumerate(ranks)]
+    for victim in victims:
+        no_picture(victim)
+    overrides = {"data.max_skipped": 1, "data.loader": "torchvision"}
+    line = message(run(mpirun(train_command(damaged, folder, overrides), ranks=2), expect=1))
+    assert "2 pictures are bad, and data.max_skipped=1" in line
+    assert any(str(victim) in line for victim in victims)
+    assert newest_step(folder) in (3, 4)
+    done = run(mpirun(train_command(damaged, folder, {**overrides, "data.max_skipped": 2}), ranks=2))
+    assert f"resumed after step {newest_step(folder)}" not in done.stdout, "it went on from there to the end"
+    assert sorted(line.partition(": ")[0] for line in summary(folder)["skipped"]) == sorted(map(str, victims))
+
+
+def test_packed_and_staged_copies_are_the_same_data(data: Path, tmp_path: Path) -> None:
+    packed, local = tmp_path / "packed", tmp_path / "local"
+    pack(data, packed, recipe=Recipe())
+
+    def trained(root: Path, name: str, **overrides: object) -> str:
+        keys = {key.replace("__", "."): value for key, value in overrides.items()}
+        return run(mpirun(train_command(root, tmp_path / name, keys), ranks=2)).stdout
+
+    trained(data, "folders")
+    trained(packed, "unstaged")
+    assert "GB copied in" in trained(packed, "staged", data__stage=local)
+    assert ", complete already\n" in trained(packed, "again", data__stage=local)
+    shard = max((local / "train").iterdir(), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert "GB copied" in trained(packed, "mended", data__stage=local)
+    trained(data, "moved", run__epochs=1)
+    assert "resumed after step 5" in trained(packed, "moved", data__stage=local)
+    for name in ("unstaged", "staged", "again", "mended"):
+        assert_identical(final_state(tmp_path / name), final_state(tmp_path / "folders"))

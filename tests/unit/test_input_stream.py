@@ -1,0 +1,208 @@
+"""Input that fails ends a run with a checkpoint of the last whole step, in which no bit is another one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_run import ACCUMULATION, OPTIMIZERS, PLAN, SPAN, Recorder, make_batches, make_parts
+
+from bigbatch.trainer.data.loader import BadPicture, Batch
+from bigbatch.trainer.errors import DataError
+from bigbatch.trainer.evaluation import evaluate
+from bigbatch.trainer.input_stream import InputFailure, InputStream
+from bigbatch.trainer.loop import Parts, Plan, train
+from bigbatch.trainer.precision import COMPUTE_DTYPES
+
+STEPS = replace(PLAN, eval_every_steps=PLAN.num_steps)
+"""Evaluated and saved at the end alone."""
+LOST = "/data/7.JPEG: cannot be read (Stale file handle)"
+
+
+def failing(batches: list[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise DataError(LOST)
+
+
+def with_bad(batch: Batch, *names: str) -> Batch:
+    return replace(batch, replaced=tuple(BadPicture(name, f"{name}: is not a picture") for name in names))
+
+
+def bits(value: Any) -> Any:
+    """Tensors as bytes, so that == compares bits; 0 and -0 are two values."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(inner) for key, inner in value.items()}
+    return [bits(inner) for inner in value] if isinstance(value, list) else value
+
+
+class StateRecorder(Recorder):
+    """Also keeps the whole state of each save."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+        self.states: dict[int, Any] = {}
+
+    def _save(self, done: int, top1: float | None) -> None:
+        super()._save(done, top1)
+        precision = self.parts.precision
+        state = [precision.model_state(), precision.state_dict(), self.parts.optimizer.state_dict()]
+        self.states[done] = bits([*state, self.parts.statistics_N, self.parts.reducer.order])
+
+
+def run(plan: Plan, batches: Iterator[Batch], *, precision: str, optimizer: str) -> tuple[StateRecorder, str]:
+    """What was recorded, and the message with which the run ended."""
+    parts = make_parts(precision=precision, optimizer=optimizer)
+    if precision == "fp16":  # small enough to begin without overflow, and grows while we look
+        parts.precision.load_state_dict({**parts.precision.state_dict(), "scale": 256.0, "growth_interval": 2})
+    recorder, message = StateRecorder(parts), ""
+    try:
+        train(plan, parts, recorder.hooks(), batches)
+    except DataError as error:
+        message = str(error)
+    return recorder, message
+
+
+@cache
+def undisturbed(precision: str, optimizer: str) -> dict[int, Any]:
+    """The state after each step."""
+    plan = replace(STEPS, checkpoint_every_steps=1)
+    recorder, message = run(plan, iter(make_batches()), precision=precision, optimizer=optimizer)
+    assert not message
+    return recorder.states
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", COMPUTE_DTYPES)
+@pytest.mark.parametrize(("step", "microbatch", "log_every"), [(1, 0, 1), (1, 1, 3), (2, 1, 1), (3, 2, 1), (3, 0, 3)])
+def test_state_before_the_failed_step_is_saved_bit_for_bit(
+    step: int, microbatch: int, log_every: int, precision: str, optimizer: str
+) -> None:
+    batches = failing(make_batches(step * ACCUMULATION + microbatch))
+    plan = replace(STEPS, log_every_steps=log_every)
+    recorder, message = run(plan, batches, precision=precision, optimizer=optimizer)
+    assert message == f"{LOST}. The run stopped after step {step} and goes on from there."
+    reports = [("report", done) for done in range(1, step + 1) if done % log_every == 0]
+    assert recorder.events == [*reports, ("save", step, None)]
+    expected = undisturbed(precision, optimizer)
+    assert recorder.states[step] == expected[step]
+    assert recorder.states[step] != expected[step + 1], "the comparison sees the difference of a step"
+
+
+@pytest.mark.parametrize(
+    ("first_step", "num_batches", "message"),
+    [
+        (0, 0, LOST),
+        (0, 1, f"{LOST}. No step was done."),
+        (2, 0, LOST),
+        (2, 1, f"{LOST}. The run stopped after step 2 and goes on from there."),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_failure_before_the_end_of_the_first_step_saves_nothing(
+    first_step: int, num_batches: int, message: str, precision: str
+) -> None:
+    batches = failing(make_batches(num_batches))
+    plan = replace(STEPS, first_step=first_step)
+    recorder, said = run(plan, batches, precision=precision, optimizer="sgd")
+    assert said == message
+    assert recorder.events == []
+
+
+def test_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
+    plan = replace(STEPS, eval_every_steps=2)
+    recorder, _ = run(plan, failing(make_batches(2 * ACCUMULATION)), precision="fp32", optimizer="sgd")
+    assert recorder.events[-2:] == [("evaluate", 2), ("save", 2, 0.02)]
+
+
+def test_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
+    parts = make_parts(stop=SimpleNamespace(is_set=True, signal_name="SIGTERM"))
+    recorder = Recorder()
+    with pytest.raises(DataError, match="stopped after step 1 and"):
+        train(replace(STEPS, log_every_steps=2), parts, recorder.hooks(), failing(make_batches(ACCUMULATION)))
+    assert recorder.events == [("save", 1, None)]
+
+
+def test_pictures_that_were_skipped_before_the_failure_are_told() -> None:
+    """The resumed run does not meet them again in this epoch."""
+    first, *others = make_batches(ACCUMULATION)
+    batches = failing([with_bad(first, "bad"), *others])
+    recorder, _ = run(replace(STEPS, log_every_steps=3), batches, precision="fp32", optimizer="sgd")
+    assert recorder.events == [("skipped", 1, {"bad": "bad: is not a picture"}), ("save", 1, None)]
+
+
+def test_skipped_pictures_are_told_at_the_report() -> None:
+    batches = make_batches()
+    batches[0], batches[1] = with_bad(batches[0], "a"), with_bad(batches[1], "a", "b")
+    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], "a")
+    recorder, _ = run(STEPS, iter(batches), precision="fp32", optimizer="sgd")
+    told = [(done, sorted(event[0])) for kind, done, *event in recorder.events if kind == "skipped"]
+    assert told == [(1, ["a", "b"]), (2, ["a"])]
+
+
+def too_many(done: int, pictures: dict[str, str]) -> None:
+    raise DataError("2 pictures are bad")
+
+
+def test_too_many_skipped_pictures_end_the_run_with_a_checkpoint() -> None:
+    recorder, batches = Recorder(), make_batches()
+    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], "a", "b")
+    with pytest.raises(DataError, match="2 pictures are bad"):
+        train(STEPS, make_parts(), replace(recorder.hooks(), skipped=too_many), iter(batches))
+    assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
+
+
+def test_too_many_skipped_pictures_before_a_failure_save_once() -> None:
+    recorder = Recorder()
+    batches = make_batches(ACCUMULATION)
+    batches[0] = with_bad(batches[0], "a", "b")
+    hooks = replace(recorder.hooks(), skipped=too_many)
+    with pytest.raises(DataError, match="2 pictures are bad"):
+        train(replace(STEPS, log_every_steps=2), make_parts(), hooks, failing(batches))
+    assert recorder.events == [("save", 1, None)]
+
+
+def test_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
+    parts = make_parts()
+    recorder = StateRecorder(parts)
+
+    def evaluate_two(done: int) -> dict[str, Any]:
+        return evaluate(
+            parts.model,
+            failing(make_batches(1)),
+            normalize=parts.normalize,
+            communicator=parts.communicator,
+            num_samples=2 * SPAN,
+        )
+
+    with pytest.raises(DataError, match="Stale file handle"):
+        train(
+            replace(STEPS, eval_every_steps=2),
+            parts,
+            replace(recorder.hooks(), evaluate=evaluate_two),
+            iter(make_batches()),
+        )
+    assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
+    assert recorder.states[2] == undisturbed("fp32", "sgd")[2]
+
+
+def test_last_batch_comes_again_after_a_failure() -> None:
+    first, second = make_batches(2)
+    stream = InputStream(failing([first, second]))
+    drawn = [stream.draw(step=step) for step in (0, 1, 2, 3)]
+    assert [batch is wanted for batch, wanted in zip(drawn, (first, second, second, second), strict=True)] == [True] * 4
+    assert stream.failure == InputFailure(2, LOST)
+
+
+def test_seconds_and_pictures_are_handed_out_once() -> None:
+    stream = InputStream(iter([with_bad(make_batches(1)[0], "a")]))
+    stream.draw(step=0)
+    assert stream.take_wait_seconds() > 0
+    assert stream.take_wait_seconds() == 0
+    assert stream.take_replaced() == {"a": "a: is not a picture"}
+    assert stream.take_replaced() == {}

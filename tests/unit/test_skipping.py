@@ -1,0 +1,360 @@
+"""Where others may stand in for bad pictures: which, where, how many; the oracle is torchvision's resized_crop."""
+
+import struct
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from pictures import encoded, picture, write
+from PIL import Image
+from test_loaders import BAD, with_bad_tables
+from torchvision.transforms.v2 import functional as vision
+
+from bigbatch.trainer.data.augment import random_resized_crop
+from bigbatch.trainer.data.dali import DaliDecoder
+from bigbatch.trainer.data.imagenet import eval_requests, read_index, train_requests
+from bigbatch.trainer.data.loader import Request
+from bigbatch.trainer.data.loaders import make_picture_loader
+from bigbatch.trainer.data.pack import pack
+from bigbatch.trainer.data.shard_writer import Recipe
+from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.errors import DataError, StorageError
+
+SIZE = 48
+CROP = random_resized_crop(seed=3)
+SETTINGS = {
+    "crop": CROP,
+    "image_size": SIZE,
+    "microbatch_size": 4,
+    "num_threads": 2,
+    "prefetch_batches": 2,
+    "patience_seconds": 0.0,
+}
+UNDECODABLE = with_bad_tables(encoded(picture(50)))
+KINDS = {name: data for name, (data, _) in BAD.items()} | {"bad tables": UNDECODABLE}
+
+
+def whole(number):
+    """Pictures of different sizes, so that a box shows whose size it was drawn for."""
+    return encoded(picture(number, 90 + 13 * (number % 9), 140 - 7 * (number % 11)))
+
+
+def split(root, bad, *, num_pictures=8):
+    """Two classes; bad gives what lies at some positions instead of a picture."""
+    names = [f"train/{'a' if n < num_pictures // 2 else 'b'}/{n:02d}.jpg" for n in range(num_pictures)]
+    return read_index(write(root, {name: bad.get(n, whole(n)) for n, name in enumerate(names)}), "train")
+
+
+def bigbatch_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("bigbatch")}
+
+
+@pytest.fixture(params=["torchvision", "dali"])
+def make(request):
+    """A maker of loaders that closes them and checks that no thread stays behind."""
+    if request.param == "dali":
+        pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    made, before = [], bigbatch_threads()
+
+    def make(source, **changed):
+        made.append(make_picture_loader(request.param, source, **(SETTINGS | changed)))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+    assert not bigbatch_threads() - before
+
+
+def ask(*positions, epoch=0):
+    return Request(epoch, np.array(positions), np.ones(len(positions), bool))
+
+
+def stand_in(position, bad, num_pictures):
+    while position in bad:
+        position = (position + 1) % num_pictures
+    return position
+
+
+def expected_pictures(index, request, bad):
+    """The box that is drawn for each position asked for, in the size of the picture that stands in: (B, 3, S, S)."""
+    used = [stand_in(position, bad, len(index)) for position in request.indices_B.tolist()]
+    stored = [Image.open(index.full_path(position)).convert("RGB") for position in used]
+    boxes_B4, flips_B = CROP(request.epoch, request.indices_B, np.array([(i.height, i.width) for i in stored]))
+    resized = [
+        vision.resized_crop(vision.pil_to_tensor(image), *box, [SIZE, SIZE], antialias=True)
+        for image, box in zip(stored, boxes_B4.tolist(), strict=True)
+    ]
+    flipped = [vision.hflip(image) if flip else image for image, flip in zip(resized, flips_B, strict=True)]
+    return torch.stack(flipped), index.labels_N[used], used
+
+
+def check(loader, index, batch, bad):
+    """A batch against the oracle; which exact bits is known for Pillow and torch alone."""
+    request = batch.request
+    pictures, labels, used = expected_pictures(index, request, bad)
+    apart_B = (batch.images_BCHW.int() - pictures.int()).abs().double().mean((1, 2, 3))
+    assert apart_B.max() <= (1.0 if isinstance(loader.decoder, DaliDecoder) else 0.0)
+    assert batch.labels_B.tolist() == labels.tolist()
+    is_own = [position == other for position, other in zip(request.indices_B.tolist(), used, strict=True)]
+    assert batch.valid_B.tolist() == [own and valid for own, valid in zip(is_own, request.valid_B, strict=True)]
+    names = [index.full_path(n) for n, own in zip(request.indices_B.tolist(), is_own, strict=True) if not own]
+    assert [picture.name for picture in batch.replaced] == names
+    for replaced in batch.replaced:
+        assert replaced.reason.startswith(f"{replaced.name}: ")
+        assert "\n" not in replaced.reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_picture_stands_in(make, tmp_path, kind):
+    """3 is the last of its class: label, size and pixels come from the next class."""
+    index = split(tmp_path, {3: KINDS[kind]})
+    loader = make(index, max_skipped=1)
+    asked = [ask(0, 3, 4, 1), ask(3, 5, 3, 7), ask(2, 6, 3, 0, epoch=2)]
+    batches = list(loader.load(asked))
+    assert [batch.request for batch in batches] == asked
+    for batch in batches:
+        check(loader, index, batch, {3})
+        assert all(BAD.get(kind, ("", "cannot be decoded"))[1] in bad.reason for bad in batch.replaced)
+
+
+def test_padding_stays_invalid(make, tmp_path):
+    index = split(tmp_path, {6: b"", 7: UNDECODABLE})
+    loader = make(index, max_skipped=2, microbatch_size=3)
+    batches = list(loader.load(eval_requests(num_samples=8, microbatch_size=3, rank=0, world_size=1)))
+    for batch in batches:
+        check(loader, index, batch, {6, 7})
+    assert sum(int(batch.valid_B.sum()) for batch in batches) == 6
+
+
+def test_several_in_a_row_and_around_the_end(make, tmp_path):
+    bad = {0: b"", 3: UNDECODABLE, 4: b"no", 5: UNDECODABLE, 6: whole(6)[:-50], 11: UNDECODABLE}
+    index = split(tmp_path, bad, num_pictures=12)
+    loader = make(index, max_skipped=len(bad), microbatch_size=6)
+    for epoch in range(2):
+        for batch in loader.load([ask(11, 3, 0, 5, 1, 7, epoch=epoch), ask(4, 6, 2, 10, 9, 11, epoch=epoch)]):
+            check(loader, index, batch, bad)
+
+
+def samples(loader, requests):
+    """Picture, label, validity and what was replaced of each request's samples, in order."""
+    return [
+        (batch.request.indices_B.tolist(), batch.images_BCHW.clone(), batch.labels_B.tolist(), batch.replaced)
+        for batch in loader.load(requests)
+    ]
+
+
+def by_position(found):
+    return {
+        position: (picture_CHW, label)
+        for positions, pictures_BCHW, labels, _ in found
+        for position, picture_CHW, label in zip(positions, pictures_BCHW, labels, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "world_size", "prefetch_batches"), [(12, 1, 1), (1, 1, 4), (3, 2, 2), (2, 3, 3), (2, 1, 4)]
+)
+def test_any_split_of_the_batch_gives_the_same(make, tmp_path, microbatch_size, world_size, prefetch_batches):
+    bad = {2: UNDECODABLE, 3: b"", 9: UNDECODABLE, 10: whole(2)[:-9]}
+    index = split(tmp_path, bad, num_pictures=12)
+    one = make(index, max_skipped=4, microbatch_size=4)
+    asked = {"seed": 5, "num_samples": 12, "global_batch_size": 12, "start_step": 1, "end_step": 2}
+    expected = by_position(samples(one, train_requests(**asked, microbatch_size=4, rank=0, world_size=1)))
+    found = {}
+    for rank in range(world_size):  # each has its own loader, which knows of nothing that the others met
+        loader = make(index, max_skipped=4, microbatch_size=microbatch_size, prefetch_batches=prefetch_batches)
+        mine = train_requests(**asked, microbatch_size=microbatch_size, rank=rank, world_size=world_size)
+        found |= by_position(samples(loader, mine))
+    assert found.keys() == expected.keys() == set(range(12))
+    for position, (picture_CHW, label) in expected.items():
+        assert torch.equal(found[position][0], picture_CHW)
+        assert found[position][1] == label
+
+
+class Slow:
+    """A source that takes its time and counts."""
+
+    def __init__(self, index, seconds=0.0):
+        self.index, self.seconds, self.num_reads = index, seconds, [0] * len(index)
+        self.classes, self.labels_N = index.classes, index.labels_N
+        self.name, self.sizes, self.close = index.name, index.sizes, index.close
+
+    def __len__(self):
+        return len(self.index)
+
+    def read(self, position):
+        self.num_reads[position] += 1
+        time.sleep(self.seconds)
+        return self.index.read(position)
+
+
+@pytest.mark.parametrize("prefetch_batches", [1, 2, 4])
+def test_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
+    """Several in one batch and in batches read ahead: each stops the decoder with another lead of the reader."""
+    bad = {9: UNDECODABLE, 10: UNDECODABLE, 13: UNDECODABLE, 19: UNDECODABLE}
+    index = split(tmp_path, bad, num_pictures=24)
+    asked = [ask(*range(n, n + 4)) for n in range(0, 24, 4)] * 2
+    runs = []
+    for lag in (0.0, 0.03):  # of the consumer: time for the reader to get ahead
+        loader = make(Slow(index, 0.004), max_skipped=4, prefetch_batches=prefetch_batches)
+        found = []
+        for batch in loader.load(iter(asked)):
+            time.sleep(lag)
+            check(loader, index, batch, bad)
+            found.append((batch.request, batch.images_BCHW.clone(), batch.replaced))
+        runs.append(found)
+        assert [request for request, _, _ in found] == asked
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one[1], other[1])
+        assert one[2] == other[2]
+
+
+def test_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
+    bad = {1: b"", 6: UNDECODABLE}
+    source = Slow(split(tmp_path, bad))
+    loader = make(source, max_skipped=2)
+    first = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    assert len(list(loader.load(first))) == 2
+    assert source.num_reads[1] == 1
+    assert source.num_reads[6] == 1
+    later = [ask(3, 1, 6, 0, epoch=1), ask(6, 1, 5, 4, epoch=2)]
+    for batch in loader.load(later):
+        check(loader, source.index, batch, bad)
+    loader.close()
+    assert len(list(loader.load(later))) == 2
+    assert (source.num_reads[1], source.num_reads[6]) == (1, 1)
+
+
+@pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
+def test_more_than_may_be_skipped_end_the_load_every_time(make, tmp_path, content):
+    index = split(tmp_path, {1: content, 3: content, 6: content})
+    loader = make(index, max_skipped=2, num_threads=1)
+    asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    for _ in range(2):
+        batches = loader.load(asked)
+        check(loader, index, next(batches), {1, 3, 6})
+        with pytest.raises(DataError) as caught:
+            next(batches)
+        text = str(caught.value)
+        assert text.startswith("3 pictures are bad, and data.max_skipped=2: see all by `bigbatch data check`; ")
+        assert f"the last is {index.full_path(6)}: " in text
+        assert "\n" not in text
+        assert not isinstance(caught.value, StorageError)
+
+
+@pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
+def test_none_may_be_skipped(make, tmp_path, content):
+    index = split(tmp_path, {1: content})
+    with pytest.raises(DataError, match=rf"^1 pictures are bad, and data.max_skipped=0: .*{index.full_path(1)}: "):
+        list(make(index, max_skipped=0).load([ask(0, 1, 2, 3)]))
+    with pytest.raises(DataError, match=rf"^{index.full_path(1)}: "):
+        list(make(index).load([ask(0, 1, 2, 3)]))
+
+
+@pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
+def test_a_split_of_bad_pictures_has_none_to_stand_in(make, tmp_path, content):
+    index = split(tmp_path, dict.fromkeys(range(4), content), num_pictures=4)
+    with pytest.raises(DataError, match=r"^all 4 pictures of the split are bad; the last is .*/0\d.jpg: "):
+        list(make(index, max_skipped=99).load([ask(0, 1, 2, 3)]))
+
+
+def test_storage_is_no_pictures_fault(make, tmp_path):
+    index = split(tmp_path, {})
+    (tmp_path / "train/a/02.jpg").unlink()
+    with pytest.raises(StorageError, match=r"02.jpg: cannot be read \(No such file"):
+        list(make(index, max_skipped=8).load([ask(0, 1, 2, 3)]))
+
+
+def test_packed_pictures(make, tmp_path):
+    """The packer lets no bad picture in: it was damaged later, behind its header."""
+    index = split(tmp_path / "folder", {})
+    write(tmp_path / "folder", {f"val/{name}/0.jpg": whole(0) for name in "ab"})
+    pack(tmp_path / "folder", tmp_path / "packed", recipe=Recipe())
+    shard = tmp_path / "packed/train/shard-000000.tar"
+    content, good = shard.read_bytes(), (tmp_path / "folder/train/a/03.jpg").read_bytes()
+    assert content.count(good) == 1
+    shard.write_bytes(content.replace(good, with_bad_tables(good)))
+    packed = open_split(tmp_path / "packed", "train")
+    loader = make(packed, max_skipped=1)
+    for batch in loader.load([ask(0, 3, 4, 1), ask(3, 3, 2, 7)]):
+        check(loader, Shadow(index, lambda n: packed.name(n) if n == 3 else index.full_path(n)), batch, {3})
+    with pytest.raises(DataError, match=r"shard-000000.tar: picture 00000003: cannot be decoded"):
+        list(make(packed).load([ask(0, 3, 4, 1)]))
+
+
+class Shadow:
+    """An index whose pictures are called otherwise."""
+
+    def __init__(self, index, full_path):
+        self.full_path, self.labels_N, self._num_pictures = full_path, index.labels_N, len(index)
+
+    def __len__(self):
+        return self._num_pictures
+
+
+def chunks(png):
+    """(kind, content) of each."""
+    at, found = 8, []
+    while at < len(png):
+        length = int.from_bytes(png[at : at + 4], "big")
+        found.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + length]))
+        at += 12 + length
+    return found
+
+
+def png_of(parts):
+    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def with_bad_sum(png):
+    """One bit of the checksum of its pixels is wrong."""
+    at = png.index(b"IDAT")
+    end = at + 4 + int.from_bytes(png[at - 4 : at], "big")
+    return png[:end] + bytes([png[end] ^ 1]) + png[end + 1 :]
+
+
+PNG = encoded(picture(3, 120, 100), "PNG")
+PALETTE = encoded(picture(3, 120, 100).convert("P"), "PNG")
+PILLOW_ALONE = {
+    "wrong checksum": with_bad_sum(PNG),
+    "unknown part": png_of([chunks(PNG)[0], (b"ABCD", b"?"), *chunks(PNG)[1:]]),
+    "no palette": png_of([part for part in chunks(PALETTE) if part[0] != b"PLTE"]),
+}
+
+
+@pytest.mark.parametrize("kind", PILLOW_ALONE)
+def test_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind):
+    index = split(tmp_path, {5: PILLOW_ALONE[kind]})
+    asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    is_dali = isinstance(make(index).decoder, DaliDecoder)
+    if not is_dali:
+        for batch in make(index).load(asked):
+            check(make(index), index, batch, set())
+        return
+    loader = make(index)
+    batches = loader.load(asked)
+    check(loader, index, next(batches), set())
+    with pytest.raises(DataError, match=rf"^{index.full_path(5)}: DALI cannot decode it, though Pillow can; save it"):
+        next(batches)
+    skipping = make(index, max_skipped=1)
+    for batch in skipping.load(asked):
+        check(skipping, index, batch, {5})
+
+
+def test_a_failure_that_no_single_picture_causes_is_not_blamed_on_one(tmp_path):
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+
+    def outside(epoch, indices_B, sizes_B2):
+        return np.tile(np.array([[0, 0, 9999, 9999]], np.int32), (4, 1)), np.zeros(4, bool)
+
+    loader = make_picture_loader("dali", split(tmp_path, {}), **(SETTINGS | {"crop": outside, "max_skipped": 3}))
+    with pytest.raises(RuntimeError) as caught:
+        list(loader.load([ask(0, 1, 2, 3)]))
+    assert not isinstance(caught.value, DataError)
+    assert loader.reader.bad.reasons == {}
+    loader.close()

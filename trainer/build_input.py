@@ -1,0 +1,223 @@
+"""From a config to the input of a run: splits, loaders, batches and what prepares them for the model."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.data import imagenet
+from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
+from bigbatch.trainer.data.device_augment import Augment
+from bigbatch.trainer.data.loader import Batch, Crop, ImageSize, Loader, PictureSource, Request
+from bigbatch.trainer.data.loaders import make_picture_loader
+from bigbatch.trainer.data.mix import Mix
+from bigbatch.trainer.data.normalize import Normalize
+from bigbatch.trainer.data.prepare_batch import PrepareBatch
+from bigbatch.trainer.data.resident import ResidentLoader
+from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.data.synthetic import SyntheticLoader
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.loop import Plan
+from bigbatch.trainer.precision import COMPUTE_DTYPES
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of the data: how many samples, and a loader for them (index is None for generated ones)."""
+
+    num_samples: int
+    loader: Loader
+    index: PictureSource | None
+
+
+def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
+    """Training and validation data. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        train = _synthetic_split(config, communicator, image_size=_train_size(config))
+        return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
+    train_index, val_index = _read_indices(config, communicator)
+    train = _picture_split(config, communicator, train_index, crop=_train_crop(config), image_size=_train_size(config))
+    return train, _eval_split(config, communicator, val_index)
+
+
+def make_eval_split(config: Config, communicator: Communicator) -> Split:
+    """Validation data alone: no training picture is opened. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        return _synthetic_split(config, communicator, image_size=_eval_size(config))
+    _, val_index = _read_indices(config, communicator)
+    return _eval_split(config, communicator, val_index)
+
+
+def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureSource, PictureSource]:
+    root = Path(config.data.root)
+    train_index = open_split(root, "train")
+    val_index = open_split(root, "val", classes=train_index.classes)
+    if len(train_index.classes) != config.data.num_classes:
+        raise ConfigError(
+            f"data.num_classes={config.data.num_classes}, but {root} holds {len(train_index.classes)} classes"
+        )
+    communicator.agree(
+        f"the pictures in {root}",
+        f"{len(train_index)} training pictures ({_digest(train_index)}), "
+        f"{len(val_index)} validation pictures ({_digest(val_index)})",
+    )
+    return train_index, val_index
+
+
+def _digest(index: PictureSource) -> str:
+    """Of class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
+    digest = _digest_of_labels(index)
+    sizes_N2 = index.sizes(np.arange(len(index)))
+    if sizes_N2 is not None:
+        digest.update(sizes_N2.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def samples_digest(split: Split) -> str | None:
+    """Of class names and labels: the same for folders and packed copies; None for generated samples.
+
+    Where it differs, the positions in an epoch's order are those of other pictures.
+    """
+    return None if split.index is None else _digest_of_labels(split.index).hexdigest()[:16]
+
+
+def _digest_of_labels(index: PictureSource) -> "hashlib._Hash":
+    digest = hashlib.sha256("\0".join(index.classes).encode("utf-8", "surrogateescape"))
+    digest.update(index.labels_N.tobytes())
+    return digest
+
+
+def _train_size(config: Config) -> ImageSize:
+    pairs = config.data.train_sizes or ((0, config.data.image_size),)
+    return lambda epoch: [size for first, size in pairs if first <= epoch][-1]
+
+
+def _eval_size(config: Config) -> ImageSize:
+    return lambda epoch: config.data.image_size
+
+
+def _synthetic_split(config: Config, communicator: Communicator, *, image_size: ImageSize) -> Split:
+    loader = SyntheticLoader(
+        num_classes=config.data.num_classes,
+        image_size=image_size,
+        microbatch_size=config.batch.microbatch_size,
+        device=communicator.device,
+        seed=config.run.seed,
+    )
+    assert config.data.num_synthetic_samples is not None
+    return Split(config.data.num_synthetic_samples, loader, None)
+
+
+def _train_crop(config: Config) -> Crop:
+    data = config.data
+    if data.crop == "padded":
+        return padded_crop(seed=config.run.seed, size=data.image_size, flip=data.flip)
+    assert data.crop_area_min is not None
+    return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
+
+
+def _eval_split(config: Config, communicator: Communicator, index: PictureSource) -> Split:
+    crop = center_crop(fraction=config.data.eval_crop_fraction)
+    return _picture_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
+
+
+def _picture_split(
+    config: Config, communicator: Communicator, index: PictureSource, *, crop: Crop, image_size: ImageSize
+) -> Split:
+    data = config.data
+    if data.loader == "resident":
+        resident = ResidentLoader(
+            index=index,
+            crop=crop,
+            image_size=data.image_size,
+            microbatch_size=config.batch.microbatch_size,
+            device=communicator.device,
+            num_threads=data.num_threads,
+        )
+        return Split(len(index), resident, index)
+    loader = make_picture_loader(
+        data.loader,
+        index,
+        crop=crop,
+        image_size=image_size,
+        microbatch_size=config.batch.microbatch_size,
+        num_threads=data.num_threads,
+        prefetch_batches=data.prefetch_batches,
+        device_id=communicator.device.index,
+        hardware_share=data.hardware_share,
+        pin_memory=communicator.device.type == "cuda",
+        patience_seconds=data.patience_seconds,
+        max_skipped=data.max_skipped,
+    )
+    return Split(len(index), loader, index)
+
+
+def make_normalize(config: Config, communicator: Communicator) -> Normalize:
+    """From the loader's bytes to the model's numbers."""
+    return Normalize(
+        mean=config.data.mean,
+        std=config.data.std,
+        device=communicator.device,
+        dtype=COMPUTE_DTYPES[config.optimizer.precision],
+    )
+
+
+def make_prepare(config: Config, communicator: Communicator) -> PrepareBatch:
+    """From a training batch to what a step takes."""
+    augment = config.augment
+    fill = [round(255 * mean) for mean in config.data.mean]
+    mix = None
+    if augment.mixup_alpha or augment.cutmix_alpha:
+        mix = Mix(
+            seed=config.run.seed,
+            num_classes=config.data.num_classes,
+            bn_span=config.batch.bn_span,
+            mixup_alpha=augment.mixup_alpha,
+            cutmix_alpha=augment.cutmix_alpha,
+        )
+    change = Augment(
+        seed=config.run.seed,
+        fill=(fill[0], fill[1], fill[2]),
+        jitter_strength=augment.color_jitter,
+        num_ops=augment.randaugment_ops,
+        magnitude=augment.randaugment_magnitude or 0,
+        cutout_size=augment.cutout_size,
+    )
+    return PrepareBatch(
+        normalize=make_normalize(config, communicator), device=communicator.device, augment=change, mix=mix
+    )
+
+
+def train_requests(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Request]:
+    """Those of this rank's microbatches from first_step to the end of the run."""
+    return imagenet.train_requests(
+        seed=config.run.seed,
+        num_samples=split.num_samples,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        start_step=plan.first_step,
+        end_step=plan.num_steps,
+    )
+
+
+def train_batches(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Batch]:
+    """This rank's microbatches from first_step to the end of the run, across epochs without a pause."""
+    return split.loader.load(train_requests(config, communicator, split, plan=plan))
+
+
+def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:
+    """This rank's share of a split, in whole microbatches with padding marked."""
+    return split.loader.load(
+        imagenet.eval_requests(
+            num_samples=split.num_samples,
+            microbatch_size=config.batch.microbatch_size,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+        )
+    )

@@ -1,0 +1,195 @@
+"""The sections of an experiment: frozen dataclasses without defaults, so that one complete YAML says everything."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run goes, how long it lasts, what it writes."""
+
+    directory: str
+    """Run folder for config, metrics, checkpoints, plot and summary."""
+    seed: int
+    """Seed of weights, sample order and every draw of the input."""
+    epochs: int
+    """Passes over the training set."""
+    log_every_steps: int
+    """Steps between two reports (sums over ranks, one host sync)."""
+    eval_every_epochs: int
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    checkpoint_every_steps: int
+    """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
+    keep_checkpoints: int
+    """Newest checkpoints to keep, besides the best."""
+    resume: str
+    """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
+    else the path of a checkpoint to start from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The pictures and what is done to them."""
+
+    loader: Literal["dali", "torchvision", "resident", "synthetic"]
+    """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
+    resident: whole set decoded once on the device; synthetic: generated tensors, for measuring."""
+    root: str
+    """Folder with train/<class>/<picture> and val/<class>/<picture>; unused by synthetic."""
+    num_classes: int
+    """Classes of the data set and outputs of the model."""
+    num_synthetic_samples: int | None
+    """Size of the generated training set and of the validation set; null for every other loader."""
+    image_size: int
+    """Height and width of the pictures that the model sees, in pixels; in training, as long as train_sizes is null."""
+    train_sizes: tuple[tuple[int, int], ...] | None
+    """Progressive resizing: pairs of an epoch and the size of training pictures from it on; null for image_size."""
+    crop: Literal["resized", "padded"]
+    """Training crop. resized: random area and aspect ratio (ImageNet); padded: shift by up to 4 pixels (CIFAR)."""
+    crop_area_min: float | None
+    """Smallest share of the picture's area in a resized crop, in (0, 1]; null for padded."""
+    flip: bool
+    """Mirror half of the training pictures."""
+    eval_crop_fraction: float
+    """Side of the central evaluation crop as a share of the picture's shorter side, in (0, 1]."""
+    eval_flip: bool
+    """Evaluate each picture and its mirror image, and add up the two outputs (test-time flip)."""
+    mean: tuple[float, float, float]
+    """Channel means (red, green, blue) on the scale 0 to 1."""
+    std: tuple[float, float, float]
+    """Channel standard deviations (red, green, blue) on the scale 0 to 1."""
+    max_skipped: int | None
+    """Bad pictures for which others stand in, counted and listed in the summary; null to end at the first one."""
+    num_threads: int
+    """Decoding threads per rank."""
+    prefetch_batches: int
+    """Microbatches prepared ahead of use."""
+    patience_seconds: float
+    """A picture that cannot be read is tried again for so long; then the run saves a checkpoint and ends."""
+    hardware_share: float
+    """Share of JPEGs that a GPU's decoding engine takes, where there is one, in [0, 1]; the rest is decoded by its
+    other cores. Ignored but for dali."""
+    stage: str | None
+    """Folder of each node into which packed data are copied before the run, such as one on a local disk or in
+    /dev/shm; null to read from root."""
+    bind_numa: bool
+    """Keep each rank on the cores beside its GPU, or beside its memory, where a node has several NUMA domains."""
+    probe_seconds: float
+    """How long to measure what the input can deliver on its own, before the first step; 0 for not at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """What is done to training pictures on the model's device, after crop and flip, in this order; 0 for not at all."""
+
+    color_jitter: float
+    """Brightness, contrast and saturation change by up to this share, in random order."""
+    randaugment_ops: int
+    """Random operations on each picture (RandAugment)."""
+    randaugment_magnitude: int | None
+    """Their strength, 0 to 30; null without operations."""
+    cutout_size: int
+    """Side of a square that is wiped out, in pixels."""
+    mixup_alpha: float
+    """Blend each picture and its label with another of its ghost batch; the share is of Beta(alpha, alpha)."""
+    cutmix_alpha: float
+    """Put a box of another picture of the ghost batch into each. With both, each ghost batch gets one of the two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The classifier."""
+
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"]
+    """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
+    width: int | None
+    """Channels of resnet9's first layer; null for every other model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The batch is global: any number of ranks gives the same update."""
+
+    global_batch_size: int
+    """Samples per update, over all ranks and accumulation steps."""
+    microbatch_size: int
+    """Samples per rank per forward pass; accumulation steps follow from it."""
+    bn_span: int
+    """Samples over which batch norm takes its statistics (a ghost batch); divides microbatch_size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The update. Bias and batch norm neither decay nor adapt."""
+
+    name: Literal["lars", "sgd"]
+    """lars, or sgd with Nesterov momentum."""
+    momentum: float
+    """Share of the last update that is kept, in [0, 1)."""
+    weight_decay: float
+    """L2 decay of weights, not of bias and batch norm."""
+    trust_coefficient: float | None
+    """LARS eta; null for sgd."""
+    eps: float | None
+    """Added to the denominator of the LARS trust ratio; null for sgd."""
+    momentum_form: Literal["lr_inside", "lr_outside"] | None
+    """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; null for sgd."""
+    label_smoothing: float
+    """Share of the target spread over all classes, in [0, 1)."""
+    precision: Literal["fp32", "bf16", "fp16"]
+    """Weights, activations and gradients; master weights, update and batch norm are fp32 always. On a GPU, fp32
+    convolutions use TF32, torch's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate as a pure function of the step; linear warm-up from 0."""
+
+    name: Literal["polynomial", "cosine", "step", "one_cycle"]
+    """Form of the decay after the warm-up."""
+    base_lr: float
+    """Learning rate at the end of the warm-up."""
+    warmup_epochs: float
+    """Length of the warm-up, in epochs."""
+    end_lr: float | None
+    """Learning rate at the last step; null for step."""
+    power: float | None
+    """Exponent of the polynomial; null for every other form."""
+    milestone_epochs: tuple[float, ...] | None
+    """Epochs at which step multiplies the rate by gamma; null for every other form."""
+    gamma: float | None
+    """Factor at each milestone; null for every form but step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """Gradients over the wire."""
+
+    backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"]
+    """auto: NCCL where every rank has a GPU, else tcp."""
+    interface: str | None
+    """Network interface between the nodes, such as eth0; null for the one that leads to rank 0."""
+    algorithm: Literal["native", "ring", "hierarchical", "sharded", "doubling", "hybrid"]
+    """native: the backend's own; hierarchical: reduce to a leader per node, ring of leaders, broadcast;
+    sharded: reduce-scatter in the node, all-reduce across, all-gather in the node; doubling: leaders sum by recursive
+    doubling; hybrid: by the size of the buffer, as table says."""
+    table: str | None
+    """File that `bigbatch comm tune` made for this cluster and model; null for none."""
+    group_size: int | None
+    """Ranks per node group; null for one group per host."""
+    wire_dtype: Literal["float16", "bfloat16"] | None
+    """Precision of fp32 gradients between ranks; null for their own."""
+    predivide: float
+    """Gradients are divided by this before a sum in wire_dtype and multiplied after, against overflow."""
+    threshold_bytes: int | None
+    """Gradients larger than this travel alone; null for what table says."""
+    buffer_bytes: int | None
+    """Largest fusion buffer; null for what table says."""
+    first_buffer_bytes: int | None
+    """Size of the first buffer; null for what table says, or the same as the others."""
+    warn_seconds: float
+    """Ranks that others have waited for so long are named."""
+    timeout_seconds: float
+    """A peer that does not answer for this long ends the job."""
+    timeline_steps: tuple[int, int] | None
+    """First and last step to record into timeline.json in the run's folder; null for none."""

@@ -1,0 +1,156 @@
+"""Pictures read ahead of use, with the box and the flip that each is to get."""
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from bigbatch.trainer.data.ahead import ahead
+from bigbatch.trainer.data.bad_pictures import BadPictures
+from bigbatch.trainer.data.encoded import picture_size
+from bigbatch.trainer.data.loader import BadPicture, Crop, ImageSize, PictureSource, Request
+from bigbatch.trainer.data.patience import PatientReads, StuckError
+from bigbatch.trainer.errors import DataError, StorageError
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """One request with its files in memory: what is left is to decode each box, resize and flip it."""
+
+    request: Request
+    positions: list[int]
+    """Of the pictures in the split: those of the request, or what stands in for bad ones."""
+    pictures: list[bytes]
+    names: list[str]
+    """Where each lies, for messages."""
+    boxes_B4: np.ndarray
+    """(top, left, height, width) in the stored picture, int32."""
+    flips_B: np.ndarray
+    labels_B: np.ndarray
+    valid_B: np.ndarray
+    image_size: int
+    """Height and width after decoding, in pixels."""
+    replaced: tuple[BadPicture, ...]
+
+
+Found = tuple[int, bytes, Sequence[int]]
+"""Position, content, (height, width)."""
+
+
+class EncodedReader:
+    """Turns requests into encoded batches with its own threads, ahead of whoever decodes them."""
+
+    def __init__(
+        self,
+        source: PictureSource,
+        crop: Crop,
+        *,
+        image_size: ImageSize,
+        microbatch_size: int,
+        num_threads: int,
+        prefetch_batches: int,
+        patience_seconds: float,
+        max_skipped: int | None = None,
+    ) -> None:
+        """patience_seconds: a picture that cannot be read is tried again for so long.
+
+        max_skipped: bad pictures for which others may stand in, or None to end at the first one.
+        """
+        self._source = source
+        self._crop = crop
+        self._image_size = image_size
+        self._microbatch_size = microbatch_size
+        self._num_threads = num_threads
+        self._prefetch_batches = prefetch_batches
+        self._patience_seconds = patience_seconds
+        self.bad = BadPictures(max_skipped=max_skipped, num_pictures=len(source))
+        self._reads: PatientReads | None = None
+
+    def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
+        """Yield one batch per request, in order. Raises: DataError naming the picture."""
+        self._reads = PatientReads(self._source, patience_seconds=self._patience_seconds, num_threads=self._num_threads)
+        return ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches)
+
+    def interrupt(self) -> None:
+        """Nobody wants the batches of the last read any more: closing it need not wait for a storage to answer."""
+        if self._reads is not None:
+            self._reads.stop()
+
+    def close(self) -> None:
+        """Release the source's open files; reading again is possible."""
+        self._source.close()
+
+    def _read_all(self, requests: Iterable[Request], reads: PatientReads) -> Iterator[EncodedBatch]:
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
+        is_stuck = False
+        try:
+            for request in requests:
+                yield self._read_batch(request, threads, reads)
+        except StuckError:
+            is_stuck = True
+            raise
+        finally:
+            reads.stop()
+            # nothing ends a thread that waits for a file system
+            threads.shutdown(wait=not is_stuck, cancel_futures=True)
+
+    def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
+        """Raises: ValueError if the request has not microbatch_size samples; StuckError."""
+        if len(request.indices_B) != self._microbatch_size:
+            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self._microbatch_size}")
+        asked = request.indices_B.tolist()
+        # one task per thread, not per file: a task costs as much as reading a cached file
+        stride = self._num_threads
+        parts = [threads.submit(self._read_part, asked[part::stride], part, reads) for part in range(stride)]
+        reads.wait_for(parts)
+        found: list = [None] * len(asked)
+        for part, future in enumerate(parts):
+            found[part::stride] = future.result()
+        return self._encoded(request, asked, found)
+
+    def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
+        positions = [position for position, _, _ in found]
+        boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
+        valid_B = request.valid_B
+        replaced: tuple[BadPicture, ...] = ()
+        if positions != asked:
+            valid_B = valid_B & (np.array(positions) == request.indices_B)
+            replaced = tuple(
+                BadPicture(self._source.name(position), self.bad.reasons[position])
+                for position, used in zip(asked, positions, strict=True)
+                if position != used
+            )
+        return EncodedBatch(
+            request=request,
+            positions=positions,
+            pictures=[data for _, data, _ in found],
+            names=[self._source.name(position) for position in positions],
+            boxes_B4=boxes_B4,
+            flips_B=flips_B,
+            labels_B=self._source.labels_N[positions],
+            valid_B=valid_B,
+            image_size=self._image_size(request.epoch),
+            replaced=replaced,
+        )
+
+    def _read_part(self, positions: list[int], part: int, reads: PatientReads) -> list[Found]:
+        """The pictures, each with the size that the source knows or else its header tells."""
+        known_B2 = self._source.sizes(np.array(positions, np.int64))
+        sizes = [None] * len(positions) if known_B2 is None else known_B2.tolist()
+        return [self._read_usable(position, size, part, reads) for position, size in zip(positions, sizes, strict=True)]
+
+    def _read_usable(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
+        """The picture at position, or the next one behind it that is not bad."""
+        while True:
+            if position not in self.bad.reasons:
+                try:
+                    data = reads.read(position, thread=part)
+                    return position, data, size or picture_size(data, path=self._source.name(position))
+                except StorageError:
+                    raise
+                except DataError as error:
+                    self.bad.add(position, error)
+            position = (position + 1) % len(self._source)
+            known_12 = self._source.sizes(np.array([position]))
+            size = None if known_12 is None else known_12[0].tolist()

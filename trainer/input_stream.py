@@ -1,0 +1,56 @@
+"""The batches of one rank as the loop takes them: timed, and with a stand-in after a failure."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.errors import DataError
+
+
+@dataclass(frozen=True)
+class InputFailure:
+    """The step whose batch could not be had, and why."""
+
+    step: int
+    reason: str
+
+
+class InputStream:
+    """Yields a rank's batches. After a failure it yields the last one again, and no update may come of it.
+
+    The other ranks are within a step by then and cannot end it alone; all learn of the failure at the next report.
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._last: Batch | None = None
+        self.failure: InputFailure | None = None
+        self.wait_seconds = 0.0
+        self.replaced: dict[str, str] = {}
+        """Bad pictures for which others stood in, and why; the caller empties it."""
+
+    def draw(self, *, step: int) -> Batch:
+        """The next batch. Raises: DataError if there never was one."""
+        start = time.perf_counter()
+        if self.failure is None:
+            try:
+                self._last = next(self._batches)
+                self.replaced |= {picture.name: picture.reason for picture in self._last.replaced}
+            except DataError as error:
+                if self._last is None:
+                    raise
+                self.failure = InputFailure(step, str(error))
+        self.wait_seconds += time.perf_counter() - start
+        assert self._last is not None
+        return self._last
+
+    def take_wait_seconds(self) -> float:
+        """Time spent in draw since the last call."""
+        seconds, self.wait_seconds = self.wait_seconds, 0.0
+        return seconds
+
+    def take_replaced(self) -> dict[str, str]:
+        """Bad pictures met since the last call."""
+        replaced, self.replaced = self.replaced, {}
+        return replaced

@@ -1,0 +1,101 @@
+"""Which cores a rank uses: those next to its GPU's memory, or its part of the host's NUMA nodes.
+
+A picture that was decoded on the other socket crosses the link between the two on its way to the GPU. Memory follows:
+Linux puts a page on the node of the thread that first writes to it.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose_cores(
+    *,
+    usable: Sequence[int],
+    nodes: Mapping[int, Sequence[int]],
+    gpu_node: int | None,
+    local_rank: int,
+    local_size: int,
+) -> list[int]:
+    """Of the usable cores (those that a launcher, Slurm or a container left), the ones for this rank; sorted.
+
+    nodes: cores of each NUMA node. With a GPU, all cores of its node, which the ranks there share. Without one
+    (None), the ranks of the host take the nodes in blocks: one each or, where there are more nodes than ranks, several.
+    All usable ones where they lie in one node already, where none lies in the GPU's, and without a GPU where they are
+    not the whole host: a launcher may have given each rank others, which one rank cannot know.
+    """
+    within = {node: sorted(set(cores) & set(usable)) for node, cores in sorted(nodes.items())}
+    filled = [node for node, cores in within.items() if cores]
+    if gpu_node is None:
+        if not set(usable) >= set().union(*nodes.values()):
+            return sorted(usable)
+        first, end = (rank * len(filled) // local_size for rank in (local_rank, local_rank + 1))
+        chosen = filled[first : max(end, first + 1)]
+    else:
+        chosen = [gpu_node] if gpu_node in filled else []
+    if len(filled) < 2 or not chosen:
+        return sorted(usable)
+    return sorted(core for node in chosen for core in within[node])
+
+
+def parse_cores(text: str) -> list[int]:
+    """The kernel's list format: "0-3,8" is 0, 1, 2, 3, 8; a node without cores has an empty list."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
+    return [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
+
+
+def format_cores(cores: Sequence[int]) -> str:
+    """The inverse of parse_cores, for cores in order."""
+    runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def read_nodes(sys_root: Path) -> dict[int, list[int]]:
+    """Cores of each NUMA node; empty where the system does not tell, as in some containers."""
+    paths = sys_root.glob("devices/system/node/node[0-9]*/cpulist")
+    return {int(path.parent.name.removeprefix("node")): parse_cores(path.read_text()) for path in paths}
+
+
+def pci_node(address: str, *, sys_root: Path) -> int | None:
+    """NUMA node of the device at a PCI address such as 0000:3b:00.0; None where the system does not know it."""
+    try:
+        node = int((sys_root / "bus/pci/devices" / address / "numa_node").read_text())
+    except OSError:
+        return None
+    return node if node >= 0 else None
+
+
+def pci_address(device: "torch.device") -> str:
+    """Of a CUDA device, as the kernel writes it. Starts CUDA."""
+    import torch
+
+    facts: Any = torch.cuda.get_device_properties(device)  # its type does not name these
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+
+
+def bind(*, device: "torch.device", local_rank: int, local_size: int, sys_root: Path = Path("/sys")) -> str | None:
+    """Bind this thread, and all that it starts from now on, to choose_cores' choice; a line for the log.
+
+    Threads that run already stay where they are: call it before the loaders and the transport start theirs.
+    None where there is nothing to do: one NUMA node, a rank that its launcher bound to one, a GPU whose node the
+    system does not know, an operating system without such a call.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    gpu_node = None
+    if device.type == "cuda":
+        gpu_node = pci_node(pci_address(device), sys_root=sys_root)
+        if gpu_node is None:
+            return None
+    usable, nodes = sorted(os.sched_getaffinity(0)), read_nodes(sys_root)
+    cores = choose_cores(usable=usable, nodes=nodes, gpu_node=gpu_node, local_rank=local_rank, local_size=local_size)
+    if cores == usable:
+        return None
+    os.sched_setaffinity(0, cores)
+    names = sorted(node for node, members in nodes.items() if set(members) & set(cores))
+    return f"bound to NUMA node{'s' if len(names) > 1 else ''} {format_cores(names)}: cores {format_cores(cores)}"

@@ -1,0 +1,59 @@
+"""Which checkpoint a run goes on from, and whether its config and pictures are still those of it."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigbatch.trainer.checkpoint import list_checkpoints
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.errors import CheckpointError
+from bigbatch.trainer.rundir import RunDir
+
+
+def resume_path(config: Config, rundir: RunDir) -> Path | None:
+    """Which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
+    resume = config.run.resume
+    if resume not in ("auto", "never"):
+        return Path(resume)
+    found = list_checkpoints(rundir.checkpoints)
+    if found and resume == "never":
+        raise CheckpointError(
+            f"{rundir.path} holds a run already (step {found[-1].step}): choose another run.directory, or set "
+            "run.resume to auto to go on"
+        )
+    return found[-1].path if found else None
+
+
+def require_same_samples(old: str, new: str) -> None:
+    """Raise CheckpointError where the steps done are not steps of this config: samples would repeat or be missed."""
+    changed = changes(old, new)
+    if odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]:
+        raise CheckpointError(
+            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
+            "name the checkpoint to start from with --run.resume"
+        )
+
+
+def require_same_pictures(state: dict[str, Any], samples: str | None, *, root: str) -> None:
+    """Raise CheckpointError where pictures came, went or changed their class: the order of an epoch is another one."""
+    if state.get("samples", samples) != samples:  # older checkpoints do not tell
+        raise CheckpointError(
+            f"the training pictures in {root} are not those of the run folder's checkpoint: some were added, removed "
+            "or given another class. Bring them back, choose another run.directory, or name the checkpoint to start "
+            "from with --run.resume"
+        )
+
+
+def changes(old: str, new: str) -> dict[str, str]:
+    """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
+    before, after = (
+        {f"{section}.{key}": value for section, values in yaml.safe_load(text).items() for key, value in values.items()}
+        for text in (old, new)
+    )
+    where_and_how = ("run.directory", "run.resume")
+    return {
+        key: f"{value} (was {before.get(key)})"
+        for key, value in after.items()
+        if value != before.get(key) and key not in where_and_how
+    }
