@@ -159,12 +159,12 @@ def _check_loader(data: DataConfig) -> None:
             f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
             "not resize: set it to 1.0"
         )
-    if data.loader == "resident" and data.train_sizes is not None:
-        raise ConfigError(
-            "data.train_sizes does not go with data.loader=resident, which does not resize: set it to null"
-        )
-    for key, value in (("max_skipped", data.max_skipped), ("stage", data.stage)):
-        if data.loader in NO_READER and value is not None:
+    for key, value, loaders in (
+        ("train_sizes", _plain(data.train_sizes), ("resident",)),
+        ("max_skipped", data.max_skipped, NO_READER),
+        ("stage", data.stage, NO_READER),
+    ):
+        if data.loader in loaders and value is not None:
             raise ConfigError(f"data.{key}={value} has no meaning with data.loader={data.loader}: set it to null")
     if data.stage == "":
         raise ConfigError("data.stage is empty: name a folder of each node, or set it to null")
