@@ -20,7 +20,7 @@ from record import spread
 
 from bigbatch.comm.conditions import source_commit
 from bigbatch.trainer.rundir import RunDir, read_records
-from bigbatch.trainer.train import device_name
+from bigbatch.trainer.summary import device_name
 
 
 def main() -> None:

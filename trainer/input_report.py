@@ -1,15 +1,15 @@
-"""What is said about the speed of the input: records, a line, and a hint where the model waits for pictures."""
+"""What is said about the speed of the input: records, a line, and hints where pictures take much of the time."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import median_high
 from typing import Any
 
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.data.shards import is_packed
+from bigbatch.trainer.config import NO_READER
+from bigbatch.trainer.input_remedies import MEMORY, REMEDIES, InputSettings, more_threads, share_better
 
 Rates = Mapping[str, float | None]
-"""Pictures per second over all ranks, of the loader and of each stage on its own; None for a stage there is not."""
+"""Pictures per second of the loader and of each stage on its own; None for a stage there is not."""
 
 PARTS = ("loader", "read", "decode", "copy", "augment")
 STAGES = {
@@ -18,18 +18,29 @@ STAGES = {
     "copy": "copying to the GPU",
     "augment": "augmentation on the device",
 }
+AHEAD, IN_STEP = ("read", "decode"), ("copy", "augment")
+"""Stages that work ahead, so that steps wait where they are slow, and those that are part of a step's own work."""
+SLOW_RANK = 0.7
+"""Share of the median rank's rate, below which a rank is named."""
 LARGE_WAIT = 0.05
 """Share of step time spent waiting for pictures, above which there is a hint."""
-IN_STEP = ("resident", "synthetic")
-"""Loaders that make a batch when it is asked for, and not ahead."""
-MEMORY = "/dev/shm"
-AUGMENTATIONS = ("color_jitter", "randaugment_ops", "cutout_size", "mixup_alpha", "cutmix_alpha")
-"""Settings of the section augment that cost time where they are not 0."""
+LARGE_SHARE = 0.5
+"""Share of a step's own work that a stage takes, above which there is a hint."""
 
 
-def slowest_stage(rates: Rates) -> str:
+def over_ranks(ranks: Sequence[Rates]) -> Rates:
+    """Of all ranks together: they work in lock-step, so each takes no more pictures than the slowest one."""
+    return {part: _least(part, ranks) for part in PARTS}
+
+
+def _least(part: str, ranks: Sequence[Rates]) -> float | None:
+    there = [rate for rates in ranks if (rate := rates[part]) is not None]
+    return len(ranks) * min(there) if there else None
+
+
+def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
     """The stage with the fewest pictures per second."""
-    there = {stage: rate for stage in STAGES if (rate := rates[stage]) is not None}
+    there = {stage: rate for stage in among if (rate := rates[stage]) is not None}
     return min(there, key=lambda stage: there[stage])
 
 
@@ -39,63 +50,25 @@ def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
     return {"step": step, **named, "slowest_stage": slowest_stage(rates)}
 
 
-def describe_input(rates: Rates) -> str:
-    """All rates in one line."""
+def describe_input(ranks: Sequence[Rates]) -> str:
+    """All rates in one line, and the slowest rank where it is far behind."""
+    rates = over_ranks(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
-    return f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
+    together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
+    return together + _slow_rank(ranks)
 
 
-def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
-    """Share of the pixels of pictures (height, width) that is left when no shorter side exceeds max_side."""
-    pairs = [(height * width, min(1.0, max_side / min(height, width)) ** 2) for height, width in sizes]
-    return sum(pixels * share for pixels, share in pairs) / sum(pixels for pixels, _ in pairs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputSettings:
-    """What the remedies depend on: keys of the config and facts of the machine."""
-
-    loader: str
-    num_threads: int
-    num_cores: int
-    """That each rank may use, for itself."""
-    is_on_gpu: bool
-    is_packed: bool
-    stage: str | None
-    bind_numa: bool
-    precision: str
-    augmentations: tuple[str, ...]
-    """Keys of those that are on."""
-    max_side: int
-    """To which larger pictures can be shrunk, for the size that the model sees."""
-    pixels_left: float
-    """Share of the stored pixels after that."""
-
-
-def input_settings(
-    config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool
-) -> InputSettings:
-    """sizes: (height, width) of some stored pictures, if the loader reads any."""
-    data, some = config.data, list(sizes)
-    max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
-    return InputSettings(
-        loader=data.loader,
-        num_threads=data.num_threads,
-        num_cores=num_cores,
-        is_on_gpu=is_on_gpu,
-        is_packed=is_packed(Path(data.root) / "train"),
-        stage=data.stage,
-        bind_numa=data.bind_numa,
-        precision=config.optimizer.precision,
-        augmentations=tuple(f"augment.{key}" for key in AUGMENTATIONS if getattr(config.augment, key)),
-        max_side=max_side,
-        pixels_left=pixels_left(some, max_side=max_side) if some else 1.0,
-    )
+def _slow_rank(ranks: Sequence[Rates]) -> str:
+    alone = [rates["loader"] or 0.0 for rates in ranks]
+    least, middle = min(alone), median_high(alone)
+    if least >= SLOW_RANK * middle:
+        return ""
+    return f"; rank {alone.index(least)} is the slowest: {least:,.0f} images/s, the median rank {middle:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waited:
-    """How a run went."""
+    """How a run went; waiting is that of the rank which waited longest, as the others wait for it."""
 
     wait_fraction: float
     compute_images_per_second: float
@@ -105,31 +78,78 @@ class Waited:
 
 @dataclass(frozen=True)
 class MeasuredInput:
-    """What the input delivers on its own, and by which settings."""
+    """What the input of each rank delivers on its own, all at the same time, and by which settings."""
 
-    rates: Rates
+    ranks: tuple[Rates, ...]
     settings: InputSettings
 
+    @property
+    def rates(self) -> Rates:
+        """Over all ranks."""
+        return over_ranks(self.ranks)
 
-def hint(waited: Waited, measured: MeasuredInput | None) -> str | None:
-    """What limits a run whose steps wait for pictures, and what helps; None where they hardly wait."""
+
+def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -> list[str]:
+    """What helps a run whose steps wait for pictures, or do little else than copy and augment them.
+
+    was_probed: measuring was asked for, though it may have come to no figures.
+    """
+    if measured is None:
+        found = [_unknown(waited, was_probed=was_probed)]
+    else:
+        found = [_on_waiting(waited, measured), *(_on_work(stage, waited, measured) for stage in IN_STEP)]
+    return [text for text in found if text]
+
+
+def _waits(waited: Waited) -> str:
+    return f"steps wait {100 * waited.wait_fraction:.0f}% of their time for pictures"
+
+
+def _unknown(waited: Waited, *, was_probed: bool) -> str | None:
     if waited.wait_fraction <= LARGE_WAIT:
         return None
-    waits = f"steps wait {100 * waited.wait_fraction:.0f}% of their time for pictures"
-    if measured is None:
-        return f"{waits}; what limits the input was not measured: data.probe_seconds=1 does that"
-    rates, settings = measured.rates, measured.settings
-    if settings.loader in IN_STEP:
+    why = "data.probe_seconds=1 does that"
+    if was_probed:
+        why = "the measurement met a picture that cannot be used, which `bigbatch data check` names"
+    return f"{_waits(waited)}; what limits the input was not measured: {why}"
+
+
+def _on_waiting(waited: Waited, measured: MeasuredInput) -> str | None:
+    rates, settings, waits = measured.rates, measured.settings, _waits(waited)
+    if waited.wait_fraction <= LARGE_WAIT:
+        return None
+    if settings.loader in NO_READER:
         return f"{waits}: data.loader={settings.loader} makes each batch within its step ({_alone(rates, waited)})"
-    stage = slowest_stage(rates)
-    if min(rate for rate in rates.values() if rate is not None) < waited.compute_images_per_second:
-        slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f})"
+    stage = slowest_stage(rates, among=AHEAD)
+    if min(rates[part] or 0.0 for part in ("loader", *AHEAD)) < waited.compute_images_per_second:
+        slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"
         finding = f"the input limits this run, {waits}: {_alone(rates, waited)}; {slow}"
-        return _advised(finding, _REMEDIES[stage](settings))
+        return _advised(finding, REMEDIES[stage](settings))
     if waited.wait_fraction <= LARGE_WAIT + 1 / waited.steps:
         return None  # the first batch is always waited for, here for less than a step
-    finding = f"{waits}, though {_alone(rates, waited)}: the two compete for the same cores"
-    return _advised(finding, _share_better(settings))
+    return _though_fast(f"{waits}, though {_alone(rates, waited)}", settings)
+
+
+def _though_fast(finding: str, settings: InputSettings) -> str:
+    if not settings.is_on_gpu or settings.num_threads >= settings.num_cores:
+        return _advised(f"{finding}: the two compete for the same cores", share_better(settings))
+    if (settings.stage or "").startswith(MEMORY):
+        return _advised(finding, more_threads(settings))
+    why = "the storage was slower during the run than while it was measured, when pictures may have come from memory"
+    return _advised(f"{finding}: {why}", REMEDIES["read"](settings))
+
+
+def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
+    """Nothing waits for a stage that is part of the step, so its share of the step's own work is what tells."""
+    rate = measured.rates[stage]
+    if rate is None or waited.compute_images_per_second <= LARGE_SHARE * rate:
+        return None
+    share = min(1.0, waited.compute_images_per_second / rate)
+    finding = (
+        f"{STAGES[stage]} takes {100 * share:.0f}% of a step's time, waiting left out: alone it does {rate:,.0f} "
+        f"images/s, the whole step {waited.compute_images_per_second:,.0f}"
+    )
+    return _advised(finding, REMEDIES[stage](measured.settings))
 
 
 def _alone(rates: Rates, waited: Waited) -> str:
@@ -141,65 +161,3 @@ def _alone(rates: Rates, waited: Waited) -> str:
 
 def _advised(finding: str, remedies: list[str]) -> str:
     return f"{finding}: {', or '.join(remedies)}" if remedies else finding
-
-
-def _read_better(settings: InputSettings) -> list[str]:
-    if not settings.is_packed:
-        return ["pack the pictures into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
-    if settings.stage is None:
-        return ["copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage"]
-    if not settings.stage.startswith(MEMORY):
-        return [f"name a faster folder than {settings.stage} in data.stage, such as one in {MEMORY}"]
-    # no more than two threads read
-    return _more_threads(settings) if settings.num_threads < 2 else [_more_cores(settings)]
-
-
-def _decode_better(settings: InputSettings) -> list[str]:
-    remedies = [*_more_threads(settings), *_decode_on_gpu(settings), *_smaller_pictures(settings)]
-    return remedies or [_more_cores(settings)]
-
-
-def _copy_better(settings: InputSettings) -> list[str]:
-    near = [] if settings.bind_numa else ["set data.bind_numa to true"]
-    return [*near, *_decode_on_gpu(settings)]
-
-
-def _augment_better(settings: InputSettings) -> list[str]:
-    fewer = [f"leave out some of {', '.join(settings.augmentations)}"] if settings.augmentations else []
-    if not settings.is_on_gpu:
-        return fewer or [_more_cores(settings)]
-    return fewer + (["set optimizer.precision to bf16"] if settings.precision == "fp32" else [])
-
-
-_REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better, "augment": _augment_better}
-
-
-def _share_better(settings: InputSettings) -> list[str]:
-    few = settings.num_threads > settings.num_cores
-    fewer = [f"lower data.num_threads to {settings.num_cores} ({settings.num_threads} now)"] if few else []
-    return [*fewer, *_decode_on_gpu(settings), *_smaller_pictures(settings), _more_cores(settings)]
-
-
-def _more_threads(settings: InputSettings) -> list[str]:
-    if settings.num_threads >= settings.num_cores:
-        return []
-    return [f"raise data.num_threads ({settings.num_threads} now; each rank may use {settings.num_cores} cores)"]
-
-
-def _decode_on_gpu(settings: InputSettings) -> list[str]:
-    is_possible = settings.is_on_gpu and settings.loader != "dali"
-    return ["decode on the GPU by data.loader=dali"] if is_possible else []
-
-
-def _smaller_pictures(settings: InputSettings) -> list[str]:
-    """Where they are not packed yet, and a fifth of the decoding or more would go."""
-    if settings.is_packed or settings.pixels_left > 0.8:
-        return []
-    return [
-        f"shrink the pictures once by `bigbatch data pack --max-side {settings.max_side}` "
-        f"({100 * settings.pixels_left:.0f}% of their pixels are left)"
-    ]
-
-
-def _more_cores(settings: InputSettings) -> str:
-    return f"give each rank more cores ({settings.num_cores} now)"

@@ -58,7 +58,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What happens around steps. Each is called on all ranks; records are sums or means over ranks."""
+    """What happens around steps. Each is called on all ranks; records are of all ranks together."""
 
     on_report: Callable[[dict[str, Any]], None]
     evaluate: Callable[[int], dict[str, Any]]
@@ -73,11 +73,12 @@ class Hooks:
 
 @dataclass
 class Totals:
-    """What a run measured: seconds are this rank's, steps alone (no evaluation, no checkpoint)."""
+    """What a run measured: seconds are means over ranks, steps alone (no evaluation, no checkpoint)."""
 
     steps: int = 0
     step_seconds: float = 0.0
     input_wait_seconds: float = 0.0
+    """Of the rank that waited longest between two reports."""
     exposed_seconds: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     saved_step: int = 0
@@ -220,21 +221,28 @@ def tell_skipped(done: int, parts: Parts, hooks: Hooks, stream: InputStream, tot
 def report(
     done: int, plan: Plan, parts: Parts, hooks: Hooks, stream: InputStream, window: Window, totals: Totals
 ) -> bool:
-    """Sum the window over ranks, pass it on, and agree whether to stop. Collective; syncs with the device."""
+    """Sum the window over ranks, pass it on, and agree whether to stop. Collective; syncs with the device.
+
+    The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
+    """
+    communicator = parts.communicator
     exposed = parts.reducer.exposed.take_seconds()
     sums_3 = window.sums_3.tolist()  # waits for the device, so that the seconds below are the window's own
-    seconds = time.perf_counter() - window.start
+    own_seconds = time.perf_counter() - window.start
     counts = map(float, (parts.stop.is_set, stream.failure is not None, len(stream.replaced)))
-    mine = [*sums_3, seconds, stream.take_wait_seconds(), exposed, *counts]
-    all_9 = torch.tensor(mine, dtype=torch.float64, device=parts.communicator.device)
-    loss, correct, samples, seconds_P, wait_P, exposed_P, stops, failed, num_skipped = parts.communicator.sum_(
-        all_9, label=f"report of step {done}"
+    waited_P = [0.0] * communicator.world_size  # shares; each rank fills in its own, so that the sum holds them all
+    waited_P[communicator.rank] = stream.take_wait_seconds() / own_seconds
+    mine = [*sums_3, own_seconds, exposed, *counts, *waited_P]
+    all_N = torch.tensor(mine, dtype=torch.float64, device=communicator.device)
+    loss, correct, samples, seconds, exposed, stops, failed, num_skipped, *waited_P = communicator.sum_(
+        all_N, label=f"report of step {done}"
     ).tolist()
     end_if_input_failed(failed, parts, hooks, stream, totals)
+    mean_seconds, wait_fraction = seconds / communicator.world_size, max(waited_P)
     totals.steps += window.steps
-    totals.step_seconds += seconds_P / parts.communicator.world_size
-    totals.input_wait_seconds += wait_P / parts.communicator.world_size
-    totals.exposed_seconds += exposed_P / parts.communicator.world_size
+    totals.step_seconds += mean_seconds
+    totals.input_wait_seconds += wait_fraction * mean_seconds
+    totals.exposed_seconds += exposed / communicator.world_size
     if not abs(loss) < float("inf"):
         raise TrainingDiverged(
             f"the loss is {loss} at step {done}: lower schedule.base_lr or lengthen schedule.warmup_epochs"
@@ -246,10 +254,10 @@ def report(
         "top1": correct / samples,
         "lr": parts.schedule(done - 1),
         "loss_scale": parts.precision.loss_scale(),
-        "images_per_second": samples * parts.communicator.world_size / seconds_P,
-        "compute_images_per_second": samples * parts.communicator.world_size / (seconds_P - wait_P),
-        "input_wait_fraction": wait_P / seconds_P,
-        "exposed_communication_fraction": exposed_P / seconds_P,
+        "images_per_second": samples / mean_seconds,
+        "compute_images_per_second": samples / (mean_seconds * (1 - wait_fraction)),
+        "input_wait_fraction": wait_fraction,
+        "exposed_communication_fraction": exposed / seconds,
     }
     hooks.on_report(record)
     if num_skipped:

@@ -1,16 +1,16 @@
 """Measures what a run's input delivers on its own, on all ranks."""
 
+import json
 from dataclasses import asdict
 from functools import partial
-
-import torch
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer import build_input
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.data.probe import Probe, probe_input
 from bigbatch.trainer.host import cores_per_rank
-from bigbatch.trainer.input_report import PARTS, MeasuredInput, Rates, input_settings
+from bigbatch.trainer.input_remedies import input_settings
+from bigbatch.trainer.input_report import MeasuredInput, Rates
 from bigbatch.trainer.loop import Plan
 
 
@@ -28,18 +28,14 @@ def measure_input(
         seconds=config.data.probe_seconds,
         num_fill=2 * config.data.prefetch_batches,
     )
-    rates = sum_rates(probe, communicator)
-    if probe is None or rates is None:
+    ranks = gather_rates(probe, communicator)
+    if probe is None or ranks is None:
         return None
     is_on_gpu = communicator.device.type == "cuda"
-    return MeasuredInput(rates, input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu))
+    return MeasuredInput(ranks, input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu))
 
 
-def sum_rates(probe: Probe | None, communicator: Communicator) -> Rates | None:
-    """Of all ranks together; None where one of them could not measure. Collective."""
-    mine = asdict(probe.rates) if probe else {}
-    values = [*(mine.get(part) or 0.0 for part in PARTS), float(probe is None)]
-    all_6 = torch.tensor(values, dtype=torch.float64, device=communicator.device)
-    *sums, num_failed = communicator.sum_(all_6, label="rates of the input alone").tolist()
-    # all ranks have the same stages; one that there is not has no rate on any
-    return None if num_failed else {part: rate or None for part, rate in zip(PARTS, sums, strict=True)}
+def gather_rates(probe: Probe | None, communicator: Communicator) -> tuple[Rates, ...] | None:
+    """Of every rank, in rank order; None where one of them could not measure. Collective."""
+    texts = communicator.gather_text(json.dumps(asdict(probe.rates)) if probe else "")
+    return tuple(json.loads(text) for text in texts) if all(texts) else None

@@ -1,7 +1,7 @@
 """Where numbers go: metrics.jsonl, TensorBoard, the plot."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from bigbatch.trainer.rundir import RunDir, read_records, writing
 class MetricsLog:
     """Appends records to metrics.jsonl and their numbers to TensorBoard.
 
-    A resumed run first drops the records after the step it resumes from, so that none stands twice.
+    A resumed run first drops the records after the step it resumes from, and those on the input that earlier starts
+    from this step left, so that none stands twice.
     """
 
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        kept = [r for r in read_records(rundir.metrics) if r["step"] <= from_step] if from_step else []
+        kept = [record for record in read_records(rundir.metrics) if _stays(record, from_step=from_step)]
         rundir.write_text(rundir.metrics, "".join(json.dumps(record) + "\n" for record in kept))
         self._path = rundir.metrics
         with writing(self._path):
@@ -26,7 +27,7 @@ class MetricsLog:
             self._tensorboard = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Log one record; kind is train or eval, record holds at least step. Raises: RunFolderError."""
+        """Log one record: train, eval, input, hint or skipped. It holds at least step. Raises: RunFolderError."""
         with writing(self._path):
             self._file.write(json.dumps({"kind": kind, **record}) + "\n")
             self._file.flush()
@@ -39,6 +40,20 @@ class MetricsLog:
         with writing(self._path):
             self._file.close()
         self._tensorboard.close()
+
+
+def _stays(record: dict[str, Any], *, from_step: int) -> bool:
+    is_written_again = record["kind"] == "input" and record["step"] == from_step
+    return 0 < from_step >= record["step"] and not is_written_again
+
+
+def skipped_until(step: int, records: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Bad pictures, and why, that a run had met until step."""
+    found: dict[str, str] = {}
+    for record in records:
+        if record["kind"] == "skipped" and record["step"] <= step:
+            found |= record["pictures"]
+    return found
 
 
 def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:

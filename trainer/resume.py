@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, and whether its config and pictures are still those of it."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,13 @@ def changes(old: str, new: str) -> dict[str, str]:
     )
     where_and_how = ("run.directory", "run.resume")
     return {
-        key: f"{value} (was {before.get(key)})"
+        key: f"{_as_yaml(value)} (was {_as_yaml(before.get(key))})"
         for key, value in after.items()
         if value != before.get(key) and key not in where_and_how
     }
+
+
+def _as_yaml(value: object) -> str:
+    """As a config states it, in one line: null, true."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.conditions import source_commit
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.comm.tuned import Tuned
 from bigbatch.trainer import build, build_input
@@ -28,22 +25,16 @@ from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.bad_pictures import too_many
 from bigbatch.trainer.errors import TrainingDiverged
 from bigbatch.trainer.evaluation import evaluate
-from bigbatch.trainer.input_report import (
-    MeasuredInput,
-    Waited,
-    describe_input,
-    hint,
-    input_record,
-    slowest_stage,
-)
+from bigbatch.trainer.input_report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, train
 from bigbatch.trainer.measure_input import measure_input
-from bigbatch.trainer.metrics import MetricsLog, plot_run
+from bigbatch.trainer.metrics import MetricsLog, plot_run, skipped_until
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.progress import Reporter, make_reporter
 from bigbatch.trainer.resume import changes, require_same_pictures, require_same_samples, resume_path
 from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.stage_data import stage_data
+from bigbatch.trainer.summary import device_name, make_hints, make_summary
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and saved a checkpoint."""
@@ -94,18 +85,11 @@ class _Run:
             first_step=first_step,
             num_steps=self.plan.num_steps,
         )
-        self.skipped = self._skipped_before(first_step)
+        met = skipped_until(first_step, read_records(self.rundir.metrics)) if self.is_first and first_step else {}
+        self.skipped: dict[str, str] = json.loads(communicator.gather_text(json.dumps(met))[0])
         self.resumed_config: str | None = state["config"] if state else None
         self.log: MetricsLog | None = None
         self.input: MeasuredInput | None = None
-
-    def _skipped_before(self, step: int) -> dict[str, str]:
-        """Bad pictures that the run which goes on had met until step. Collective."""
-        found: dict[str, str] = {}
-        for record in read_records(self.rundir.metrics) if self.is_first and step else ():
-            if record["kind"] == "skipped" and record["step"] <= step:
-                found |= record["pictures"]
-        return dict(json.loads(self.communicator.gather_text(json.dumps(found))[0]))
 
     def run(self) -> int:
         """Train to the end or to a stop signal; the exit code."""
@@ -178,7 +162,7 @@ class _Run:
     def _measure_input(self) -> None:
         self.input = measure_input(self.config, self.communicator, self.train_split, plan=self.plan)
         if self.input:
-            self.say.say(describe_input(self.input.rates))
+            self.say.say(describe_input(self.input.ranks))
             if self.log:
                 self.log.write("input", input_record(self.input.rates, step=self.plan.first_step))
 
@@ -240,7 +224,10 @@ class _Run:
         title = f"{self.config.model.name}, global batch {self.config.batch.global_batch_size}"
         with writing(self.rundir.plot):
             plot_run(list(read_records(self.rundir.metrics)), self.rundir.plot, title=title)
-        self._give_hint(totals)
+        for text in make_hints(totals, self.config, measured=self.input):
+            self.say.say(text)
+            if self.log:
+                self.log.write("hint", {"step": self.plan.first_step + totals.steps, "hint": text})
         if totals.stopped_by:
             newest = list_checkpoints(self.rundir.checkpoints)[-1]
             self.say.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
@@ -249,72 +236,22 @@ class _Run:
             self.say.say("this run was finished before; its summary:")
             summary = json.loads(self.rundir.summary.read_text())
         else:
-            summary = self._summary(totals, seconds=seconds)
+            summary = make_summary(
+                totals,
+                self.config,
+                communicator=self.communicator,
+                plan=self.plan,
+                measured=self.input,
+                best=best_checkpoint(list_checkpoints(self.rundir.checkpoints)),
+                skipped=self.skipped,
+                seconds=seconds,
+            )
             self.rundir.write_text(self.rundir.summary, json.dumps(summary, indent=1) + "\n")
         self.say.finish(summary)
         self.say.say(f"plot: {self.rundir.plot}")
-
-    def _give_hint(self, totals: Totals) -> None:
-        """Say, and log, what would make a run faster that waits for its input."""
-        if not totals.steps:
-            return
-        waited = Waited(
-            wait_fraction=totals.input_wait_seconds / totals.step_seconds,
-            compute_images_per_second=self._images(totals) / (totals.step_seconds - totals.input_wait_seconds),
-            steps=totals.steps,
-        )
-        if text := hint(waited, self.input):
-            self.say.say(text)
-            if self.log:
-                self.log.write("hint", {"step": self.plan.first_step + totals.steps, "hint": text})
-
-    def _images(self, totals: Totals) -> int:
-        return totals.steps * self.config.batch.global_batch_size
-
-    def _summary(self, totals: Totals, *, seconds: float) -> dict[str, Any]:
-        """seconds, rates and shares are of this process, from its first step on; null if it had none to do."""
-        images = self._images(totals)
-
-        def per_second(amount: float, *, without: float = 0.0) -> float | None:
-            return amount / (totals.step_seconds - without) if totals.steps else None
-
-        best = best_checkpoint(list_checkpoints(self.rundir.checkpoints))
-        return {
-            "top1": totals.last_evaluation["top1"],
-            "top5": totals.last_evaluation["top5"],
-            "best_top1": best.top1 if best else totals.last_evaluation["top1"],
-            "epochs": self.config.run.epochs,
-            "steps": self.plan.num_steps,
-            "resumed_after_step": self.plan.first_step,
-            "global_batch_size": self.config.batch.global_batch_size,
-            "world_size": self.communicator.world_size,
-            "images_per_second": per_second(images),
-            "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
-            "loader_images_per_second": self.input.rates["loader"] if self.input else None,
-            "input_wait_fraction": per_second(totals.input_wait_seconds),
-            "input_limit": slowest_stage(self.input.rates) if self.input else None,
-            "exposed_communication_fraction": per_second(totals.exposed_seconds),
-            "seconds": seconds,
-            "skipped_pictures": len(self.skipped),
-            "skipped": list(self.skipped.values()),
-            "backend": self.communicator.backend.name,
-            "algorithm": self.communicator.algorithm,
-            "loader": self.config.data.loader,
-            "precision": self.config.optimizer.precision,
-            "device": device_name(self.communicator.device),
-            "torch": torch.__version__,
-            "commit": source_commit() or "unknown",
-        }
 
 
 def _restore(parts: Parts, state: dict[str, Any]) -> None:
     parts.precision.load_model_state(state["model"])
     load_optimizer_state(parts.optimizer, state["optimizer"])
     parts.precision.load_state_dict(state["precision"])
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU with the threads that a rank uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads a rank)"

@@ -1,24 +1,24 @@
 """What is said about the input: rates by hand, and advice that is true for the settings of the run."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bigbatch.trainer import host, measure_input
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.probe import InputRates, Probe
+from bigbatch.trainer.input_remedies import InputSettings, input_settings, pixels_left
 from bigbatch.trainer.input_report import (
-    InputSettings,
     MeasuredInput,
+    Rates,
     Waited,
     describe_input,
-    hint,
+    hints,
     input_record,
-    input_settings,
-    pixels_left,
+    over_ranks,
     slowest_stage,
 )
 from bigbatch.trainer.metrics import MetricsLog
@@ -26,6 +26,7 @@ from bigbatch.trainer.progress import Lines, rows
 from bigbatch.trainer.rundir import RunDir, read_records
 
 RATES = {"loader": 812.0, "read": 5000.0, "decode": 850.0, "copy": None, "augment": 9000.0}
+FAST = {"loader": 3000.0, "read": 5000.0, "decode": 3100.0, "copy": None, "augment": 9000.0}
 SETTINGS = InputSettings(
     loader="torchvision",
     num_threads=4,
@@ -45,11 +46,15 @@ THREADS = "raise data.num_threads (4 now; each rank may use 16 cores)"
 CORES = "give each rank more cores (16 now)"
 
 
+def told(waited: Waited, rates: Rates, **changed: object) -> list[str]:
+    """The hints of a run on one rank."""
+    return hints(waited, MeasuredInput((rates,), replace(SETTINGS, **changed)), was_probed=True)
+
+
 def advice(slowest: str, **changed: object) -> str:
     """The remedies of a run whose input is limited by that stage."""
-    rates = {**RATES, "decode": 3000.0, "copy": 4000.0, slowest: 800.0}
-    text = hint(WAITED, MeasuredInput(rates, replace(SETTINGS, **changed)))
-    finding, _, remedies = (text or "").partition("is its slowest stage (800)")
+    (text,) = told(WAITED, {**RATES, "decode": 3000.0, slowest: 800.0}, **changed)
+    finding, _, remedies = text.partition("is its slowest stage (800)")
     assert "steps wait 66% of their time" in finding
     assert "alone the input delivers 812 images/s, the model takes 2,400" in finding
     return remedies.removeprefix(": ")
@@ -67,9 +72,38 @@ def test_record_names_every_rate_and_the_slowest_stage() -> None:
         "slowest_stage": "decode",
     }
     assert (
-        describe_input(RATES)
+        describe_input([RATES])
         == "the input alone: 812 images/s (each stage alone: read 5,000, decode 850, augment 9,000)"
     )
+
+
+def rates_of(loader: float, **changed: float) -> Rates:
+    return {**RATES, "loader": loader, **changed}
+
+
+def test_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
+    ranks = [rates_of(1336, read=60, augment=900), rates_of(57, decode=100), rates_of(1400, augment=800)]
+    assert over_ranks(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
+    assert over_ranks([RATES]) == RATES
+
+
+@pytest.mark.parametrize(
+    ("loaders", "said"),
+    [
+        ([1336, 57], "; rank 1 is the slowest: 57 images/s, the median rank 1,336"),
+        ([1000, 69, 100, 700], "; rank 1 is the slowest: 69 images/s, the median rank 700"),
+        ([699, 1000, 1000], "; rank 0 is the slowest: 699 images/s, the median rank 1,000"),
+        ([701, 1000, 1000], ""),
+        ([5], ""),
+    ],
+)
+def test_a_rank_far_behind_is_named(loaders: list[float], said: str) -> None:
+    ranks = [rates_of(loader, augment=1e6) for loader in loaders]
+    assert describe_input(ranks).partition(")")[2] == said
+    (text,) = hints(
+        replace(WAITED, compute_images_per_second=9000), MeasuredInput((*ranks,), SETTINGS), was_probed=True
+    )
+    assert f"decoding is its slowest stage ({850 * len(ranks):,}){said}: " in text
 
 
 def test_record_with_a_stage_that_is_not_there_is_logged(tmp_path: Path) -> None:
@@ -87,15 +121,17 @@ def test_pixels_left_by_hand() -> None:
 
 @pytest.mark.parametrize(("wait", "is_hinted"), [(0.05, False), (0.051, True)])
 def test_hint_is_for_those_who_wait(wait: float, is_hinted: bool) -> None:
-    text = hint(replace(WAITED, wait_fraction=wait), MeasuredInput(RATES, SETTINGS))
-    assert (text is not None) is is_hinted
+    waited = replace(WAITED, wait_fraction=wait)
+    assert bool(told(waited, RATES)) is is_hinted
+    for was_probed in (False, True):
+        assert bool(hints(waited, None, was_probed=was_probed)) is is_hinted
 
 
 def test_hint_on_slow_decoding() -> None:
-    assert hint(WAITED, MeasuredInput(RATES, SETTINGS)) == (
+    assert told(WAITED, RATES) == [
         "the input limits this run, steps wait 66% of their time for pictures: alone the input delivers 812 images/s, "
         f"the model takes 2,400; decoding is its slowest stage (850): {THREADS}, or {SHRINK}"
-    )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,16 +183,46 @@ def test_advice_on_reading(changed: dict[str, object], expected: str) -> None:
             "set data.bind_numa to true, or decode on the GPU by data.loader=dali",
         ),
         ("augment", {}, CORES),
-        ("augment", {"augmentations": ("augment.cutout_size",)}, "leave out some of augment.cutout_size"),
-        ("augment", {"is_on_gpu": True, "precision": "fp32"}, "set optimizer.precision to bf16"),
+        ("augment", {"augmentations": ("augment.cutout_size",)}, "leave out augment.cutout_size"),
+        (
+            "augment",
+            {"augmentations": ("augment.cutout_size", "augment.mixup_alpha")},
+            "leave out some of augment.cutout_size, augment.mixup_alpha",
+        ),
+        (
+            "augment",
+            {"is_on_gpu": True, "precision": "fp32", "augmentations": ("augment.cutout_size",)},
+            "leave out augment.cutout_size, or set optimizer.precision to bf16",
+        ),
         ("augment", {"is_on_gpu": True}, ""),
     ],
 )
-def test_advice_on_the_device(stage: str, changed: dict[str, object], expected: str) -> None:
-    assert advice(stage, **changed) == expected
+def test_stages_within_the_step_are_told_by_their_share_of_it(
+    stage: str, changed: dict[str, object], expected: str
+) -> None:
+    """Steps never wait for them: reading and decoding are ahead meanwhile."""
+    waited = replace(WAITED, wait_fraction=0.0)
+    rates = {**FAST, "copy": 9000.0 if changed.get("is_on_gpu") else None, stage: 3200.0}
+    what = "copying to the GPU" if stage == "copy" else "augmentation on the device"
+    found = f"{what} takes 75% of a step's time, waiting left out: alone it does 3,200 images/s, the whole step 2,400"
+    assert told(waited, rates, **changed) == [f"{found}: {expected}" if expected else found]
+    assert told(waited, {**rates, stage: 4800.0}, **changed) == [], "half of the time"
+    assert told(waited, {**rates, stage: 4700.0}, **changed) != []
+    (within_noise,) = told(waited, {**rates, stage: 2300.0}, **changed)
+    assert " takes 100% of " in within_noise
 
 
-FAST = {"loader": 3000.0, "read": 5000.0, "decode": 3100.0, "copy": None, "augment": 9000.0}
+def test_a_run_can_be_slow_for_two_reasons() -> None:
+    waiting, augmenting = told(WAITED, {**RATES, "augment": 3000.0})
+    assert "decoding is its slowest stage (850)" in waiting
+    assert "augmentation on the device takes 80% of" in augmenting
+
+
+def test_what_limits_waiting_steps_is_a_stage_that_works_ahead() -> None:
+    (waiting, _) = told(WAITED, {**RATES, "augment": 600.0})
+    assert "decoding is its slowest stage (850)" in waiting
+    (waiting, _) = told(replace(WAITED, wait_fraction=0.12), {**FAST, "augment": 600.0})
+    assert "though alone the input delivers 3,000 images/s" in waiting
 
 
 @pytest.mark.parametrize(
@@ -165,34 +231,60 @@ FAST = {"loader": 3000.0, "read": 5000.0, "decode": 3100.0, "copy": None, "augme
         ({"is_packed": True}, CORES),
         ({"pixels_left": 0.5}, f"{SHRINK}, or {CORES}"),
         ({"is_packed": True, "num_threads": 20}, f"lower data.num_threads to 16 (20 now), or {CORES}"),
-        ({"is_packed": True, "is_on_gpu": True}, f"decode on the GPU by data.loader=dali, or {CORES}"),
+        (
+            {"is_packed": True, "is_on_gpu": True, "num_threads": 16},
+            f"decode on the GPU by data.loader=dali, or {CORES}",
+        ),
     ],
 )
 def test_parts_that_are_fast_alone_compete_for_cores(changed: dict[str, object], expected: str) -> None:
     waited = replace(WAITED, wait_fraction=0.12)
-    assert hint(waited, MeasuredInput(FAST, replace(SETTINGS, **changed))) == (
+    assert told(waited, FAST, **changed) == [
         "steps wait 12% of their time for pictures, though alone the input delivers 3,000 images/s, the model takes "
         f"2,400: the two compete for the same cores: {expected}"
-    )
+    ]
+
+
+STORAGE = (
+    ": the storage was slower during the run than while it was measured, when pictures may have come from memory: "
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"is_packed": True, "stage": "/scratch/i"}, f"{STORAGE}name a faster folder than /scratch/i in data.stage"),
+        ({"num_threads": 15}, f"{STORAGE}pack the pictures into shards"),
+        ({"is_packed": True, "stage": "/dev/shm/i"}, f": {THREADS}"),
+    ],
+)
+def test_a_gpu_whose_threads_have_cores_to_spare_does_not_compete(changed: dict[str, object], expected: str) -> None:
+    (text,) = told(replace(WAITED, wait_fraction=0.12), FAST, is_on_gpu=True, **changed)
+    assert text.partition("the model takes 2,400")[2].startswith(expected)
 
 
 def test_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -> None:
-    measured = MeasuredInput(FAST, SETTINGS)
-    assert hint(replace(WAITED, wait_fraction=0.14, steps=10), measured) is None
-    assert hint(replace(WAITED, wait_fraction=0.16, steps=10), measured) is not None
+    assert told(replace(WAITED, wait_fraction=0.14, steps=10), FAST) == []
+    assert told(replace(WAITED, wait_fraction=0.16, steps=10), FAST) != []
 
 
-def test_what_was_not_measured_is_not_explained() -> None:
-    text = hint(WAITED, None)
-    assert text is not None
-    assert text.endswith("what limits the input was not measured: data.probe_seconds=1 does that")
+@pytest.mark.parametrize(
+    ("was_probed", "why"),
+    [
+        (False, "data.probe_seconds=1 does that"),
+        (True, "the measurement met a picture that cannot be used, which `bigbatch data check` names"),
+    ],
+)
+def test_what_was_not_measured_is_not_explained(was_probed: bool, why: str) -> None:
+    assert hints(WAITED, None, was_probed=was_probed) == [
+        f"steps wait 66% of their time for pictures; what limits the input was not measured: {why}"
+    ]
 
 
 @pytest.mark.parametrize("loader", ["resident", "synthetic"])
 def test_loaders_that_do_not_work_ahead_say_so(loader: str) -> None:
     rates = {"loader": 3000.0, "read": None, "decode": None, "copy": None, "augment": 9000.0}
-    text = hint(WAITED, MeasuredInput(rates, replace(SETTINGS, loader=loader)))
-    assert text is not None
+    (text,) = told(WAITED, rates, loader=loader)
     assert f"data.loader={loader} makes each batch within its step" in text
     assert slowest_stage(rates) == "augment"
 
@@ -215,22 +307,33 @@ def test_settings_are_those_of_the_config(tmp_path: Path) -> None:
     assert input_settings(config, sizes=[], num_cores=5, is_on_gpu=True).is_packed
 
 
-def ranks(*others: list[float]) -> SimpleNamespace:
-    """A communicator of this rank and of others whose values are given."""
-    total = torch.tensor(others, dtype=torch.float64).sum(0)
-    return SimpleNamespace(device=torch.device("cpu"), sum_=lambda tensor_N, label: tensor_N + total)
+COSTLY = {"color_jitter": 0.4, "randaugment_ops": 2, "cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0}
 
 
-def test_rates_are_sums_over_ranks() -> None:
-    mine = Probe(InputRates(loader=100.0, read=None, decode=300.0, copy=None, augment=500.0), ())
-    summed = measure_input.sum_rates(mine, ranks([1.0, 0, 3, 0, 5, 0], [10.0, 0, 30, 0, 50, 0]))
-    assert summed == {"loader": 111, "read": None, "decode": 333, "copy": None, "augment": 555}
+def test_every_augmentation_is_known() -> None:
+    words = [f"--augment.{key}={value}" for key, value in COSTLY.items()]
+    config = load_config(["--config", "quickstart", *words, "--augment.randaugment_magnitude=9"])
+    settings = input_settings(config, sizes=[], num_cores=1, is_on_gpu=False)
+    assert settings.augmentations == tuple(f"augment.{key}" for key in COSTLY)
+
+
+MINE = Probe(InputRates(loader=100.0, read=None, decode=300.0, copy=None, augment=500.0), ())
+
+
+def ranks(*others: str) -> SimpleNamespace:
+    """A communicator of this rank and of others whose texts are given."""
+    return SimpleNamespace(gather_text=lambda text: [text, *others])
+
+
+def test_rates_of_all_ranks_are_known() -> None:
+    theirs = {**asdict(MINE.rates), "loader": 7.0}
+    found = measure_input.gather_rates(MINE, ranks(json.dumps(theirs)))
+    assert found == ({"loader": 100, "read": None, "decode": 300, "copy": None, "augment": 500}, theirs)
 
 
 def test_a_rank_that_could_not_measure_leaves_none() -> None:
-    mine = Probe(InputRates(loader=100.0, read=None, decode=300.0, copy=None, augment=500.0), ())
-    assert measure_input.sum_rates(mine, ranks([0.0, 0, 0, 0, 0, 1])) is None
-    assert measure_input.sum_rates(None, ranks([100.0, 0, 300, 0, 500, 0])) is None
+    assert measure_input.gather_rates(MINE, ranks("")) is None
+    assert measure_input.gather_rates(None, ranks(json.dumps(asdict(MINE.rates)))) is None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from bigbatch.trainer.data.probe import NUM_KEPT, probe_input, rate
 from bigbatch.trainer.data.reading import EncodedBatch
 from bigbatch.trainer.data.synthetic import SyntheticLoader
 from bigbatch.trainer.errors import DataError
-from bigbatch.trainer.input_report import MeasuredInput, Waited, hint, input_settings, slowest_stage
+from bigbatch.trainer.input_remedies import input_settings
+from bigbatch.trainer.input_report import MeasuredInput, Waited, hints, slowest_stage
 from bigbatch.trainer.rundir import RunDir, read_records
 
 SIZE = 8
@@ -228,7 +229,7 @@ def test_a_slow_source_and_a_heavy_decoder_are_found(
     assert slowest_stage(rates) == stage
     waited = Waited(wait_fraction=0.9, compute_images_per_second=1e9, steps=100)
     settings = input_settings(quickstart(tmp_path), sizes=probe.sizes, num_cores=2, is_on_gpu=False)
-    assert advice in (hint(waited, MeasuredInput(rates, settings)) or "")
+    assert advice in hints(waited, MeasuredInput((rates,), settings), was_probed=True)[0]
 
 
 def test_a_probed_loader_is_as_before(index: Any) -> None:
@@ -389,7 +390,7 @@ def test_a_run_that_waits_says_and_logs_why(
     monkeypatch.setattr(pillow, "decoded_box", slow)
     monkeypatch.setattr(host, "usable_cores", lambda: [0, 1])
     rundir = run(shapes, probe_seconds=0.1)
-    (record,) = of_kind(rundir, "hint")
+    record, *_ = of_kind(rundir, "hint")
     assert record["step"] == 3
     assert "decoding is its slowest stage" in record["hint"]
     assert "raise data.num_threads (1 now; each rank may use 2 cores)" in record["hint"]

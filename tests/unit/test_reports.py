@@ -6,26 +6,37 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from small_run import PLAN
 
 from bigbatch import cli
 from bigbatch.comm import conditions
 from bigbatch.trainer import host
+from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
 from bigbatch.trainer.errors import RunFolderError
-from bigbatch.trainer.metrics import MetricsLog, plot_run
+from bigbatch.trainer.input_remedies import input_settings
+from bigbatch.trainer.input_report import MeasuredInput
+from bigbatch.trainer.input_stream import InputStream
+from bigbatch.trainer.loop import Hooks, Totals, Window, report
+from bigbatch.trainer.metrics import MetricsLog, plot_run, skipped_until
 from bigbatch.trainer.progress import Bar, Lines, Silent, make_reporter, show
+from bigbatch.trainer.resume import changes
 from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
+from bigbatch.trainer.summary import make_hints, speed
 
 TRAIN_RECORD = {
     "step": 3,
@@ -53,6 +64,143 @@ def test_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
     log.close()
     assert [(r["kind"], r["step"]) for r in read_records(rundir.metrics)] == [("train", 1), ("train", 2), ("eval", 3)]
     assert list(rundir.tensorboard.glob("events.*"))
+
+
+def test_two_starts_from_one_step_leave_one_record_of_their_input(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for from_step in (0, 2, 2):
+        log = MetricsLog(rundir, from_step=from_step)
+        log.write("input", {"step": from_step})
+        for step in (from_step + 1, from_step + 2):
+            log.write("train", {**TRAIN_RECORD, "step": step})
+        log.write("skipped", {"step": from_step + 2, "pictures": {}})
+        log.write("hint", {"step": from_step + 2, "hint": "x"})
+        log.close()
+    kept = [(r["kind"], r["step"]) for r in read_records(rundir.metrics)]
+    first = [("input", 0), ("train", 1), ("train", 2), ("skipped", 2), ("hint", 2)]
+    assert kept == [*first, ("input", 2), ("train", 3), ("train", 4), ("skipped", 4), ("hint", 4)]
+
+
+def test_skipped_pictures_until_a_step() -> None:
+    records = [
+        {"kind": "skipped", "step": 1, "pictures": {"a": "a: empty"}},
+        {"kind": "train", **TRAIN_RECORD},
+        {"kind": "skipped", "step": 2, "pictures": {"b": "b: empty"}},
+        {"kind": "skipped", "step": 3, "pictures": {"c": "c: empty"}},
+    ]
+    assert skipped_until(2, records) == {"a": "a: empty", "b": "b: empty"}
+
+
+class Ranks:
+    """Threads that report together: sums are over all of them."""
+
+    def __init__(self, num: int) -> None:
+        self.barrier = threading.Barrier(num)
+        self.tensors: list[torch.Tensor] = []
+
+    def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        self.tensors.append(tensor_N)
+        self.barrier.wait()
+        return torch.stack(self.tensors).sum(0)
+
+    def report(self, rank: int, *, seconds: float, wait: float, exposed: float) -> tuple[dict[str, Any], Totals]:
+        """What a rank gets that had 40 pictures, and waited and exposed so many of its seconds."""
+        communicator = SimpleNamespace(
+            rank=rank, world_size=self.barrier.parties, device=torch.device("cpu"), sum_=self.sum_
+        )
+        parts: Any = SimpleNamespace(
+            communicator=communicator,
+            reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
+            stop=SimpleNamespace(is_set=False),
+            schedule=lambda step: 0.1,
+            precision=SimpleNamespace(loss_scale=lambda: None),
+        )
+        stream, window, totals, records = InputStream(iter(())), Window(communicator.device), Totals(), []
+        hooks = Hooks(on_report=records.append, evaluate=lambda done: {}, save=lambda done, top1: None)
+        window.sums_3 += torch.tensor([80.0, 10.0, 40.0], dtype=torch.float64)
+        window.steps, window.start, stream.wait_seconds = 5, time.perf_counter() - seconds, wait
+        assert not report(5, PLAN, parts, hooks, stream, window, totals)
+        return records[0], totals
+
+
+def test_a_wait_of_one_rank_is_a_wait_of_all() -> None:
+    ranks, fates = Ranks(3), {0: (1.0, 60.0), 1: (80.0, 0.0), 2: (0.0, 30.0)}
+    with ThreadPoolExecutor(3) as pool:
+        results = [pool.submit(ranks.report, r, seconds=100.0, wait=w, exposed=e) for r, (w, e) in fates.items()]
+    for record, totals in (result.result() for result in results):
+        assert (record["loss"], record["top1"]) == (2.0, 0.25)
+        expected = {
+            "input_wait_fraction": 0.8,
+            "images_per_second": 120 / 100,
+            "compute_images_per_second": 120 / 20,
+            "exposed_communication_fraction": 0.3,  # a mean
+        }
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=0.01)
+        measured = (totals.steps, totals.step_seconds, totals.input_wait_seconds, totals.exposed_seconds)
+        assert measured == pytest.approx((5, 100, 80, 30), rel=0.01)
+
+
+def test_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts() -> None:
+    """Rank 0 starts late, as it wrote a checkpoint: rank 1 meanwhile waited for longer than their mean window."""
+    ranks, fates = Ranks(2), {0: (10.0, 0.0), 1: (50.0, 40.0)}
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(ranks.report, r, seconds=s, wait=w, exposed=0.0) for r, (s, w) in fates.items()]
+    for record, totals in (result.result() for result in results):
+        assert record["input_wait_fraction"] == pytest.approx(0.8, rel=0.01)
+        assert record["compute_images_per_second"] == pytest.approx(80 / 30 / 0.2, rel=0.01)
+        assert totals.input_wait_seconds == pytest.approx(0.8 * 30, rel=0.01)
+
+
+RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
+
+
+def measured_on(*ranks: dict[str, float | None]) -> MeasuredInput:
+    config = load_config(["--config", "quickstart"])
+    return MeasuredInput(ranks, input_settings(config, sizes=[], num_cores=2, is_on_gpu=False))
+
+
+def test_speed_of_a_summary_by_hand() -> None:
+    totals = Totals(steps=10, step_seconds=8.0, input_wait_seconds=3.0, exposed_seconds=2.0)
+    measured = measured_on(RATES, {**RATES, "loader": 100.0, "augment": 200.0})
+    assert speed(totals, measured, global_batch_size=40) == {
+        "images_per_second": 400 / 8,
+        "compute_images_per_second": 400 / 5,
+        "loader_images_per_second": 2 * 100,
+        "input_wait_fraction": 3 / 8,
+        "input_limit": "augment",
+        "exposed_communication_fraction": 2 / 8,
+    }
+    assert set(speed(Totals(), None, global_batch_size=40).values()) == {None}
+
+
+def test_hints_of_a_run() -> None:
+    config = load_config(["--config", "quickstart", "--data.probe_seconds=0"])
+    size = config.batch.global_batch_size
+    totals = Totals(steps=10, step_seconds=10 * size / 400, input_wait_seconds=5 * size / 400)  # 800 without waiting
+    waits, augments = make_hints(totals, config, measured=measured_on(RATES))
+    assert "steps wait 50% of their time for pictures" in waits
+    assert "alone the input delivers 500 images/s, the model takes 800" in waits
+    assert "takes 100% of a step's time" in augments
+    (unknown,) = make_hints(totals, config, measured=None)
+    assert unknown.endswith("data.probe_seconds=1 does that")
+    config = load_config(["--config", "quickstart", "--data.probe_seconds=1"])
+    (unknown,) = make_hints(totals, config, measured=None)
+    assert "met a picture that cannot be used" in unknown
+    assert make_hints(Totals(), config, measured=None) == []
+
+
+def test_changes_are_shown_as_a_config_states_them() -> None:
+    old = load_config(["--config", "quickstart", "--data.max_skipped=3", "--optimizer.weight_decay=0.5"])
+    words = ["--data.max_skipped=null", "--data.eval_flip=true", "--data.train_sizes=[[0,32],[1,64]]"]
+    new = load_config(["--config", "quickstart", *words, "--data.root=a b: c", "--optimizer.weight_decay=1e-5"])
+    found = changes(dump_config(old), dump_config(new))
+    assert found.pop("data.root") == f"'a b: c' (was {old.data.root})"
+    assert found == {
+        "data.max_skipped": "null (was 3)",
+        "data.eval_flip": "true (was false)",
+        "data.train_sizes": "[[0, 32], [1, 64]] (was null)",
+        "optimizer.weight_decay": "1.0e-05 (was 0.5)",
+    }
 
 
 def test_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""What came out of a run: its summary, and hints on what would make it faster."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.conditions import source_commit
+from bigbatch.trainer.checkpoint import Checkpoint
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.input_report import MeasuredInput, Waited, hints, slowest_stage
+from bigbatch.trainer.loop import Plan, Totals
+
+
+def make_summary(
+    totals: Totals,
+    config: Config,
+    *,
+    communicator: Communicator,
+    plan: Plan,
+    measured: MeasuredInput | None,
+    best: Checkpoint | None,
+    skipped: Mapping[str, str],
+    seconds: float,
+) -> dict[str, Any]:
+    """What summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
+
+    skipped: bad pictures of all starts of the run, and why.
+    """
+    return {
+        "top1": totals.last_evaluation["top1"],
+        "top5": totals.last_evaluation["top5"],
+        "best_top1": best.top1 if best else totals.last_evaluation["top1"],
+        "epochs": config.run.epochs,
+        "steps": plan.num_steps,
+        "resumed_after_step": plan.first_step,
+        "global_batch_size": config.batch.global_batch_size,
+        "world_size": communicator.world_size,
+        **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
+        "seconds": seconds,
+        "skipped_pictures": len(skipped),
+        "skipped": list(skipped.values()),
+        "backend": communicator.backend.name,
+        "algorithm": communicator.algorithm,
+        "loader": config.data.loader,
+        "precision": config.optimizer.precision,
+        "device": device_name(communicator.device),
+        "torch": torch.__version__,
+        "commit": source_commit() or "unknown",
+    }
+
+
+def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: int) -> dict[str, Any]:
+    """Rates over all ranks, and shares of step time; None where there was nothing to measure."""
+
+    def per_second(amount: float, *, without: float = 0.0) -> float | None:
+        return amount / (totals.step_seconds - without) if totals.steps else None
+
+    images = totals.steps * global_batch_size
+    return {
+        "images_per_second": per_second(images),
+        "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
+        "loader_images_per_second": measured.rates["loader"] if measured else None,
+        "input_wait_fraction": per_second(totals.input_wait_seconds),
+        "input_limit": slowest_stage(measured.rates) if measured else None,
+        "exposed_communication_fraction": per_second(totals.exposed_seconds),
+    }
+
+
+def make_hints(totals: Totals, config: Config, *, measured: MeasuredInput | None) -> list[str]:
+    """What would make a run faster that pictures slow down; nothing where no step was done."""
+    if not totals.steps:
+        return []
+    found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
+    waited = Waited(
+        wait_fraction=found["input_wait_fraction"],
+        compute_images_per_second=found["compute_images_per_second"],
+        steps=totals.steps,
+    )
+    return hints(waited, measured, was_probed=config.data.probe_seconds > 0)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU with the threads that a rank uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads a rank)"
