@@ -137,6 +137,7 @@ def _picture_split(
             microbatch_size=config.batch.microbatch_size,
             device=communicator.device,
             num_threads=data.num_threads,
+            patience_seconds=data.patience_seconds,
         )
         return Split(len(index), resident, index)
     loader = make_picture_loader(

@@ -171,9 +171,9 @@ def _check_loader(data: DataConfig) -> None:
 
 
 def _check_patience(config: Config) -> None:
-    """A read may fail for the patience and then not return; meanwhile the other ranks wait."""
+    """Reading may hold a microbatch up for twice the patience (data/patience.py); meanwhile the other ranks wait."""
     patience, timeout = config.data.patience_seconds, config.comm.timeout_seconds
-    if config.data.loader in NO_READER or 2 * (patience + 1) <= timeout:
+    if config.data.loader == "synthetic" or 2 * (patience + 1) <= timeout:
         return
     longest = math.floor(100 * (timeout / 2 - 1)) / 100
     shorter = f", or data.patience_seconds to at most {longest:g}" if longest > 0 else ""

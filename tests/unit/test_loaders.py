@@ -306,6 +306,12 @@ def test_dali_missing_names_the_extra(monkeypatch, index):
         make_picture_loader("dali", index, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["", "pillow", "resident", "DALI"])
+def test_a_loader_that_does_not_exist_is_refused(index, name):
+    with pytest.raises(ConfigError, match=rf"^'{name}' is no loader of pictures: name one of dali, torchvision$"):
+        make_picture_loader(name, index, **SETTINGS)
+
+
 def test_jpeg_size_reads_the_frame_header():
     for name, data in every_kind().items():
         image = Image.open(io.BytesIO(data))

@@ -369,17 +369,35 @@ def test_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packe
     assert num_refused[0] > 3
 
 
-def open_shards(root):
-    """Paths below root that this process holds open, as the kernel knows them."""
+def test_a_handle_that_went_stale_is_opened_anew(packed):
+    """As after ESTALE: the descriptor fails for good, the path is fine."""
+    index, (expected, _) = open_split(packed, "train"), stored(packed / "train")[0]
+    assert index.read(0) == expected
+    (mine,) = shard_descriptors(packed)
+    folder = os.open(packed, os.O_RDONLY)  # reading it is an error
+    os.dup2(folder, mine)
+    os.close(folder)
+    with pytest.raises(DataError, match="picture 00000000: cannot be read"):
+        index.read(0)
+    assert index.read(0) == expected
+    index.close()
+
+
+def shard_descriptors(root):
+    """Those of shards below root that this process holds open, with their paths, as the kernel knows them."""
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("needs /proc")
-    links = []
+    found = {}
     for entry in os.scandir("/proc/self/fd"):
         try:
-            links.append(os.readlink(entry.path))
+            found[int(entry.name)] = os.readlink(entry.path)
         except FileNotFoundError:  # the scan's own
             continue
-    return {link for link in links if link.startswith(str(root)) and ".tar" in link}
+    return {number: link for number, link in found.items() if link.startswith(str(root)) and ".tar" in link}
+
+
+def open_shards(root):
+    return set(shard_descriptors(root).values())
 
 
 def test_shards_are_opened_when_needed_bounded_and_released(packed):

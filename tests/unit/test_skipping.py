@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.trainer.data.augment import random_resized_crop
 from bigbatch.trainer.data.dali import DaliDecoder
+from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.imagenet import eval_requests, read_index, train_requests
 from bigbatch.trainer.data.loader import Request
 from bigbatch.trainer.data.loaders import make_picture_loader
@@ -344,6 +345,35 @@ def test_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind):
     skipping = make(index, max_skipped=1)
     for batch in skipping.load(asked):
         check(skipping, index, batch, {5})
+
+
+def before_the_end(jpeg, part):
+    end = jpeg.rindex(b"\xff\xd9")
+    return jpeg[:end] + part + jpeg[end:]
+
+
+PILLOW_REFUSES = {
+    "bad table": before_the_end(whole(0), b"\xff\xc4\x00\x13\x00" + b"\xff" * 16),
+    "second frame": before_the_end(whole(0), b"\xff\xc0\x00\x0b\x08\x00\x10\x00\x10\x01\x01\x11\x00"),
+}
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", PILLOW_REFUSES)
+def test_what_dali_decodes_is_not_blamed_for_what_else_is_in_flight(tmp_path, kind, microbatch_size):
+    """Pillow refuses picture 0 and 3, DALI refuses 3 alone."""
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    with pytest.raises(DataError):
+        open_picture(PILLOW_REFUSES[kind], path="")
+    index = split(tmp_path, {0: PILLOW_REFUSES[kind], 3: UNDECODABLE})
+    changed = {"microbatch_size": microbatch_size, "max_skipped": 2}
+    loader = make_picture_loader("dali", index, **(SETTINGS | changed))
+    for _ in range(2):
+        asked = [ask(*range(n, n + microbatch_size)) for n in range(0, 8, microbatch_size)]
+        found = [bad for batch in loader.load(asked) for bad in batch.replaced]
+        assert [bad.name for bad in found] == [index.full_path(3)]
+        assert ": cannot be decoded (broken data stream" in found[0].reason  # Pillow says why
+    loader.close()
 
 
 def test_a_failure_that_no_single_picture_causes_is_not_blamed_on_one(tmp_path):

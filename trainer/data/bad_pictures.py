@@ -17,7 +17,7 @@ class UndecodableError(DataError):
 class BadPictures:
     """Those of one split that this process has met. In training the next usable picture stands in for each.
 
-    A picture is bad by its bytes alone, so all ranks and all loaders skip the same ones, in every epoch.
+    A picture is bad by its bytes and the decoder alone, so all ranks skip the same ones, in every epoch.
     """
 
     def __init__(self, *, max_skipped: int | None, num_pictures: int) -> None:

@@ -21,7 +21,7 @@ from bigbatch.trainer.data.picture_loader import as_batch
 from bigbatch.trainer.data.reading import EncodedBatch
 from bigbatch.trainer.data.resize import resize_into
 from bigbatch.trainer.data.rows import for_each_row
-from bigbatch.trainer.errors import ConfigError, DataError
+from bigbatch.trainer.errors import ConfigError, DataError, StorageError
 
 
 class DaliDecoder:
@@ -113,7 +113,8 @@ class DaliDecoder:
         try:
             return self._run()
         except RuntimeError:
-            _raise_if_undecodable(self._in_flight)
+            _raise_if_storage(self._failure)
+            _raise_if_undecodable(self._in_flight, device_id=self._device_id)
             raise
 
     def _run(self) -> Any:
@@ -224,37 +225,54 @@ def _resize_all(boxes: Any, batch: EncodedBatch, *, threads: ThreadPoolExecutor,
     return images_BHWC
 
 
-def _raise_if_undecodable(batches: Iterable[EncodedBatch]) -> None:
-    """Raise for the first picture that cannot be decoded; DALI's own message names none."""
-    for batch in batches:
-        for data, name, position in zip(batch.pictures, batch.names, batch.positions, strict=True):
-            try:
-                open_picture(data, path=name)
-            except DataError as error:
-                raise UndecodableError(str(error), position=position) from error
-    if (found := _first_refused([row for batch in batches for row in _rows(batch)])) is not None:
-        raise UndecodableError(
-            f"{found.names[0]}: DALI cannot decode it, though Pillow can; save it anew, or remove it",
-            position=found.positions[0],
-        )
+def _raise_if_storage(failure: Exception | None) -> None:
+    """A run that ends for its storage ends now: to skip a picture, all in flight would have to be read again."""
+    if isinstance(failure, StorageError):
+        raise failure
+
+
+def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:
+    """Raise for the first picture that DALI refuses alone; its own message names none.
+
+    DALI decides, as it decodes pictures that Pillow refuses: which ones are in flight must not matter.
+    """
+    row = _first_refused([row for batch in batches for row in _rows(batch)], device_id=device_id)
+    if row is None:
+        return
+    position, name = row.positions[0], row.names[0]
+    try:
+        open_picture(row.pictures[0], path=name)
+    except DataError as error:
+        raise UndecodableError(str(error), position=position) from error
+    # a GPU's failure is no picture's
+    if device_id is None or _first_refused([row], device_id=None) is not None:
+        text = f"{name}: DALI cannot decode it, though Pillow can; save it anew, or remove it"
+        raise UndecodableError(text, position=position)
 
 
 def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
     """Each whole picture as a batch of its own."""
     for data, name, position in zip(batch.pictures, batch.names, batch.positions, strict=True):
         box_14 = np.array([(0, 0, *picture_size(data, path=name))], np.int32)
-        yield replace(batch, positions=[position], pictures=[data], names=[name], boxes_B4=box_14)
+        no_flip_1 = np.zeros(1, bool)
+        yield replace(batch, positions=[position], pictures=[data], names=[name], boxes_B4=box_14, flips_B=no_flip_1)
 
 
-def _first_refused(rows: list[EncodedBatch]) -> EncodedBatch | None:
-    """The first that DALI cannot decode alone. On the CPU, so that a GPU's failure is not taken for a picture's."""
-    feed = (_inputs(row, with_resize=False) for row in rows)
-    pipeline = _build_pipeline(
-        lambda: next(feed), microbatch_size=1, device_id=None, num_threads=1, prefetch_batches=1, hardware_share=0.0
-    )
+def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> EncodedBatch | None:
+    """The first that DALI cannot decode alone."""
+    feed = (_inputs(row, with_resize=device_id is not None) for row in rows)
+    pipeline: Any = None
     for row in rows:
         try:
-            pipeline.run()
+            pipeline = pipeline or _build_pipeline(
+                lambda: next(feed),
+                microbatch_size=1,
+                device_id=device_id,
+                num_threads=1,
+                prefetch_batches=1,
+                hardware_share=0.0,
+            )
+            pipeline.run(_current_stream(device_id))
         except RuntimeError:
             return row
     return None

@@ -5,6 +5,9 @@ from bigbatch.trainer.data.loader import Crop, ImageSize, PictureSource
 from bigbatch.trainer.data.picture_loader import Decoder, PictureLoader
 from bigbatch.trainer.data.pillow import PillowDecoder
 from bigbatch.trainer.data.reading import EncodedReader
+from bigbatch.trainer.errors import ConfigError
+
+PICTURE_LOADERS = ("dali", "torchvision")
 
 
 def make_picture_loader(
@@ -26,8 +29,10 @@ def make_picture_loader(
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
     copies to a GPU). patience_seconds and max_skipped: see EncodedReader; hardware_share: see DaliDecoder.
-    Raises: ConfigError if DALI is wanted and not installed.
+    Raises: ConfigError for another name, or if DALI is wanted and not installed.
     """
+    if name not in PICTURE_LOADERS:
+        raise ConfigError(f"{name!r} is no loader of pictures: name one of {', '.join(PICTURE_LOADERS)}")
     decoder: Decoder
     if name == "dali":
         decoder = DaliDecoder(

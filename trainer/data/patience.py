@@ -1,13 +1,15 @@
-"""Reading from a storage that fails for a while, or never answers.
+"""Reading from a storage that fails for a while, is slow, or never answers.
 
-The worst case, two times the patience and GRACE_SECONDS + CHECK_SECONDS: a read fails until the patience is at its end,
-and the last attempt does not return. The config's check of comm.timeout_seconds leaves 2 s for these.
+The longest that reading holds up a batch is two times the patience and GRACE_SECONDS + CHECK_SECONDS: a picture that
+fails until the patience is at its end and then does not return takes so long, and many that fail in turn may not take
+longer. The config's check of comm.timeout_seconds leaves 2 s for the two constants.
 """
 
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from threading import Event, Lock
 from typing import Any
 
@@ -25,7 +27,7 @@ CALM_SECONDS = 60.0
 
 
 class StuckError(StorageError):
-    """A read has not returned, and nothing ends the thread that waits for it."""
+    """Reads were given up that have not returned, and nothing ends the threads that wait for them."""
 
 
 class Outage:
@@ -48,15 +50,50 @@ OUTAGE = Outage()
 """Of the process: training and evaluation read from the same storage."""
 
 
+class Draw:
+    """A batch that somebody waits for, and with him the other ranks; one object for all that is read meanwhile."""
+
+    def __init__(self) -> None:
+        self.read_seconds = 0.0
+        """For how long files were being read meanwhile, its own and those of batches ahead of it."""
+
+
 class PatientReads:
     """The reads of one stream of batches, each in one of num_threads threads."""
 
-    def __init__(self, source: Pictures, *, patience_seconds: float, num_threads: int) -> None:
-        """patience_seconds: for so long a read that failed is tried again, and one may take."""
+    def __init__(
+        self,
+        source: Pictures,
+        *,
+        patience_seconds: float,
+        num_threads: int,
+        current_draw: Callable[[], Draw | None] = lambda: None,
+    ) -> None:
+        """patience_seconds: for so long a read that failed is tried again, and one may take (and GRACE_SECONDS).
+
+        current_draw: what is waited for, if anything; reading may hold it up for twice the patience in all.
+        """
         self._source = source
         self._patience_seconds = patience_seconds
+        self._num_threads = num_threads
+        self._current_draw = current_draw
         self._stop = Event()
         self._under_way: list[tuple[int, float] | None] = [None] * num_threads  # position, and since when
+
+    @contextmanager
+    def threads(self) -> Iterator[ThreadPoolExecutor]:
+        """Where to read in. They end on leaving, but for those that StuckError gives up."""
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
+        is_stuck = False
+        try:
+            yield threads
+        except StuckError:
+            is_stuck = True
+            raise
+        finally:
+            self.stop()
+            # nothing ends a thread that waits for a file system
+            threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
     def read(self, position: int, *, thread: int) -> bytes:
         """A picture, tried again while the system refuses it.
@@ -90,15 +127,51 @@ class PatientReads:
         finally:
             self._under_way[thread] = None
 
-    def wait_for(self, parts: "Sequence[Future[Any]]") -> None:
-        """Wait for threads that read. Raises: StuckError naming a picture, a moment after the patience."""
-        while wait(parts, timeout=CHECK_SECONDS).not_done:
-            for position, since in filter(None, self._under_way):
-                if (seconds := time.monotonic() - since) > self._patience_seconds + GRACE_SECONDS:
-                    raise StuckError(
-                        f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
-                        f"(data.patience_seconds={self._patience_seconds:g}); does its file system still answer?"
-                    )
+    def wait_for(
+        self, parts: "Sequence[Future[Any]]", *, asked: Sequence[int] = (), found: Sequence[object] = ()
+    ) -> None:
+        """Wait for threads that read; they put into found what is at the positions asked for, None until then.
+
+        Raises: StuckError naming a picture, for one read that takes too long, for too many that take long, or a
+        moment after stop.
+        """
+        is_done, last = False, time.monotonic()
+        while not is_done:
+            is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
+            draw, before, last = self._current_draw(), last, time.monotonic()
+            if draw is not None:
+                draw.read_seconds += last - before
+            if not is_done and self._stop.is_set():
+                is_done = self._wait_in_vain(parts)
+            elif not is_done:
+                self._require_answer()
+                self._require_pace(draw, asked, found)
+
+    def _wait_in_vain(self, parts: "Sequence[Future[Any]]") -> bool:
+        """After stop; nearly all reads return at once, and then no thread stays behind."""
+        if wait(parts, timeout=GRACE_SECONDS).not_done:
+            raise StuckError("reading was stopped while a read had not returned")
+        return True
+
+    def _require_answer(self) -> None:
+        for position, since in filter(None, self._under_way):
+            if (seconds := time.monotonic() - since) > self._patience_seconds + GRACE_SECONDS:
+                raise StuckError(
+                    f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
+                    f"(data.patience_seconds={self._patience_seconds:g}); does its file system still answer?"
+                )
+
+    def _require_pace(self, draw: Draw | None, asked: Sequence[int], found: Sequence[object]) -> None:
+        if draw is None or draw.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
+            return
+        # the first that is missing is being read: each thread goes through its own in order
+        missing = [position for position, picture in zip(asked, found, strict=True) if picture is None]
+        if missing:
+            raise StuckError(
+                f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "
+                f"pictures after {draw.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
+                f"{self._patience_seconds:g}: raise that, or lower batch.microbatch_size"
+            )
 
     def stop(self) -> None:
         """Let no further read begin, and end the pauses; safe to call twice and from any thread."""

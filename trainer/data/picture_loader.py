@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bigbatch.trainer.data.bad_pictures import UndecodableError
 from bigbatch.trainer.data.loader import Batch, Request
+from bigbatch.trainer.data.patience import Draw
 from bigbatch.trainer.data.reading import EncodedBatch, EncodedReader
 
 
@@ -88,14 +89,19 @@ class PictureLoader:
                 under_way.append(request)
                 yield request
 
+        draw = Draw()
         while True:
+            self.reader.draw = draw
             try:
                 with closing(self.decoder.decode(self.reader.read(drawn()))) as batches:
                     try:
                         for batch in batches:
                             under_way.popleft()
+                            self.reader.draw = None
                             yield batch
+                            self.reader.draw = draw = Draw()
                     finally:
+                        self.reader.draw = None
                         self.reader.interrupt()
                 return
             except UndecodableError as error:

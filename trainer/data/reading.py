@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from bigbatch.trainer.data.ahead import ahead
 from bigbatch.trainer.data.bad_pictures import BadPictures
 from bigbatch.trainer.data.encoded import picture_size
 from bigbatch.trainer.data.loader import BadPicture, Crop, ImageSize, PictureSource, Request
-from bigbatch.trainer.data.patience import PatientReads, StuckError
+from bigbatch.trainer.data.patience import Draw, PatientReads
 from bigbatch.trainer.errors import DataError, StorageError
 
 
@@ -65,12 +66,19 @@ class EncodedReader:
         self._prefetch_batches = prefetch_batches
         self._patience_seconds = patience_seconds
         self.bad = BadPictures(max_skipped=max_skipped, num_pictures=len(source))
+        self.draw: Draw | None = None
+        """What somebody waits for at the moment; whoever draws batches says so here."""
         self._reads: PatientReads | None = None
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the picture."""
-        self._reads = PatientReads(self._source, patience_seconds=self._patience_seconds, num_threads=self._num_threads)
-        return ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches)
+        self._reads = PatientReads(
+            self._source,
+            patience_seconds=self._patience_seconds,
+            num_threads=self._num_threads,
+            current_draw=lambda: self.draw,
+        )
+        return _stopping(ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches), self._reads)
 
     def interrupt(self) -> None:
         """Nobody wants the batches of the last read any more: closing it need not wait for a storage to answer."""
@@ -82,18 +90,9 @@ class EncodedReader:
         self._source.close()
 
     def _read_all(self, requests: Iterable[Request], reads: PatientReads) -> Iterator[EncodedBatch]:
-        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
-        is_stuck = False
-        try:
+        with reads.threads() as threads:
             for request in requests:
                 yield self._read_batch(request, threads, reads)
-        except StuckError:
-            is_stuck = True
-            raise
-        finally:
-            reads.stop()
-            # nothing ends a thread that waits for a file system
-            threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
     def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
         """Raises: ValueError if the request has not microbatch_size samples; StuckError."""
@@ -102,11 +101,11 @@ class EncodedReader:
         asked = request.indices_B.tolist()
         # one task per thread, not per file: a task costs as much as reading a cached file
         stride = self._num_threads
-        parts = [threads.submit(self._read_part, asked[part::stride], part, reads) for part in range(stride)]
-        reads.wait_for(parts)
         found: list = [None] * len(asked)
-        for part, future in enumerate(parts):
-            found[part::stride] = future.result()
+        parts = [threads.submit(self._read_part, asked, found, part, reads) for part in range(stride)]
+        reads.wait_for(parts, asked=asked, found=found)
+        for part in parts:
+            part.result()
         return self._encoded(request, asked, found)
 
     def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
@@ -134,11 +133,13 @@ class EncodedReader:
             replaced=replaced,
         )
 
-    def _read_part(self, positions: list[int], part: int, reads: PatientReads) -> list[Found]:
-        """The pictures, each with the size that the source knows or else its header tells."""
-        known_B2 = self._source.sizes(np.array(positions, np.int64))
-        sizes = [None] * len(positions) if known_B2 is None else known_B2.tolist()
-        return [self._read_usable(position, size, part, reads) for position, size in zip(positions, sizes, strict=True)]
+    def _read_part(self, asked: list[int], found: list[Found | None], part: int, reads: PatientReads) -> None:
+        """Put into found a thread's share, each with the size that the source knows or else its header tells."""
+        rows = range(part, len(asked), self._num_threads)
+        known_B2 = self._source.sizes(np.array([asked[row] for row in rows], np.int64))
+        sizes = [None] * len(rows) if known_B2 is None else known_B2.tolist()
+        for row, size in zip(rows, sizes, strict=True):
+            found[row] = self._read_usable(asked[row], size, part, reads)
 
     def _read_usable(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
         """The picture at position, or the next one behind it that is not bad."""
@@ -154,3 +155,13 @@ class EncodedReader:
             position = (position + 1) % len(self._source)
             known_12 = self._source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()
+
+
+def _stopping(batches: Generator[EncodedBatch, None, None], reads: PatientReads) -> Generator[EncodedBatch, None, None]:
+    """The same batches; closing it stops the reads before it waits for the batch in progress."""
+    with closing(batches):
+        try:
+            for batch in batches:  # noqa: UP028 ("yield from" would close batches before the reads are stopped)
+                yield batch
+        finally:
+            reads.stop()

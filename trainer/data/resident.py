@@ -1,7 +1,6 @@
 """The whole split decoded once into the device's memory: for small pictures, as those of CIFAR."""
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
 from bigbatch.trainer.data.on_device import on_device
+from bigbatch.trainer.data.patience import PatientReads
 from bigbatch.trainer.errors import DataError
 
 
@@ -28,9 +28,15 @@ class ResidentLoader:
         microbatch_size: int,
         device: torch.device | str,
         num_threads: int = 4,
+        patience_seconds: float = 20.0,
     ) -> None:
-        """Raises: DataError naming the first picture that is not image_size x image_size."""
-        self._images_NHWC = _decode_all(index, image_size=image_size, num_threads=num_threads).to(device)
+        """patience_seconds: a picture that cannot be read is tried again for so long.
+
+        Raises: DataError naming the first picture that is not image_size x image_size, or one that cannot be read.
+        """
+        reads = PatientReads(index, patience_seconds=patience_seconds, num_threads=num_threads)
+        images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads)
+        self._images_NHWC = images_NHWC.to(device)
         self._labels_N = index.labels_N
         self._crop = crop
         self._microbatch_size = microbatch_size
@@ -84,20 +90,29 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     return images_BSSC * inside_BSS[..., None]
 
 
-def _decode_all(index: PictureSource, *, image_size: int, num_threads: int) -> Tensor:
+def _decode_all(index: PictureSource, reads: PatientReads, *, image_size: int, num_threads: int) -> Tensor:
     """Every picture of the split, uint8 (N, image_size, image_size, 3)."""
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
-    def fill(position: int) -> None:
-        name = index.name(position)
-        picture = open_picture(index.read(position), path=name)
-        if picture.size != (image_size, image_size):
-            wide, high = picture.size
-            raise DataError(f"{name}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
-        images_NHWC[position] = np.asarray(picture.convert("RGB"))
+    def fill(part: int, positions: list[int]) -> None:
+        for position in positions:
+            data = reads.read(position, thread=part)
+            images_NHWC[position] = _decoded(data, path=index.name(position), image_size=image_size)
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        for _ in threads.map(fill, range(len(index))):
-            pass  # raises what fill raised, the first in order
+    with reads.threads() as threads:
+        shares = np.array_split(np.arange(len(index)), num_threads)
+        parts = [threads.submit(fill, part, share.tolist()) for part, share in enumerate(shares)]
+        reads.wait_for(parts)
+        for done in parts:
+            done.result()  # raises what fill raised, the first in order
     index.close()
     return torch.from_numpy(images_NHWC)
+
+
+def _decoded(data: bytes, *, path: str, image_size: int) -> np.ndarray:
+    """uint8 (image_size, image_size, 3). Raises: DataError."""
+    picture = open_picture(data, path=path)
+    if picture.size != (image_size, image_size):
+        wide, high = picture.size
+        raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
+    return np.asarray(picture.convert("RGB"))

@@ -185,10 +185,12 @@ class PackedIndex:
     def read(self, position: int) -> bytes:
         """Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
+        path = self._paths[shard]
         try:
-            file = self._files.get(self._paths[shard])
+            file = self._files.get(path)
             data = _pread(file.descriptor, length=length, offset=offset)
         except OSError as error:
+            self._files.forget(path)  # a stale handle stays so, and the path may be fine
             raise StorageError(f"{self.name(position)}: {read_problem(error, file='the shard')}") from error
         if len(data) != length:
             raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
@@ -277,6 +279,11 @@ class OpenFiles:
                     if error.errno != errno.EMFILE or not self._by_path:
                         raise
                     self._close_oldest()
+
+    def forget(self, path: str) -> None:
+        """Open it anew when it is next asked for."""
+        with self._lock:
+            self._by_path.pop(path, None)
 
     def _close_oldest(self) -> None:
         self._by_path.pop(next(iter(self._by_path)))
