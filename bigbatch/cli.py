@@ -1,5 +1,6 @@
 """The one command: `bigbatch SUBCOMMAND`. Imports nothing heavy before it knows what to do."""
 
+import io
 import os
 import sys
 import threading
@@ -22,6 +23,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the process's exit code: 0, 1 for an error, 2 for a wrong command line, 130 if stopped."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a message may name a file whose name is no UTF-8
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2

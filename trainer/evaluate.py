@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     state = load_checkpoint(path)
     with restoring(path):
         precision.load_model_state(state["model"])
-    skipped: dict[str, str] = {}
+    skipped: dict[int, str] = {}
     config, _ = stage_data(config, communicator)
     split = build_input.make_eval_split(config, communicator)
     record = evaluate(

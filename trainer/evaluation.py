@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import count as count_up
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.data.loader import Batch
 from bigbatch.trainer.errors import DataError
+
+BATCHES_BETWEEN_EXCHANGES = 8
+"""A rank whose input failed waits for the others no longer than they need for so many batches."""
 
 
 @torch.no_grad()
@@ -23,41 +27,34 @@ def evaluate(
     communicator: Communicator,
     num_samples: int,
     flip: bool = False,
-    skipped: Callable[[dict[str, str]], None] = lambda pictures: None,
+    skipped: Callable[[dict[int, str]], None] = lambda pictures: None,
 ) -> dict[str, Any]:
     """top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
 
-    flip: the mean of the logits for the picture and for its mirror image. skipped is told the bad pictures and why;
-    they are not counted.
-    Collective. Leaves the model in evaluation mode.
+    flip: the mean of the logits for the picture and for its mirror image. skipped is told the positions of bad
+    pictures and why; they are not counted.
+    Collective, with equally many batches on all ranks. Leaves the model in evaluation mode.
     Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples pictures.
     """
     start = time.perf_counter()
     device = communicator.device
     model.eval()
     sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
-    replaced: dict[str, str] = {}
-    failure = ""
-    try:
-        for batch in batches:
-            labels_B = batch.labels_B.to(device, non_blocking=True)
-            valid_B = batch.valid_B.to(device, non_blocking=True)
-            logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
-            sums_4 += count_batch(logits_BK, labels_B, valid_B)
-            replaced |= {picture.name: picture.reason for picture in batch.replaced}
-    except DataError as error:  # the others wait for this rank's sums
-        failure = str(error)
-    notes_2 = torch.tensor([float(bool(failure)), len(replaced)], dtype=torch.float64, device=device)
-    *sums, failed, num_skipped = communicator.sum_(
-        torch.cat([sums_4, notes_2]), label="sums of the evaluation"
+    replaced: dict[int, str] = {}
+    for batch in in_touch(batches, communicator):
+        labels_B = batch.labels_B.to(device, non_blocking=True)
+        valid_B = batch.valid_B.to(device, non_blocking=True)
+        logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
+        sums_4 += count_batch(logits_BK, labels_B, valid_B)
+        replaced |= {picture.position: picture.reason for picture in batch.replaced}
+    skipped_1 = torch.tensor([len(replaced)], dtype=torch.float64, device=device)
+    top1, top5, loss, count, num_skipped = communicator.sum_(
+        torch.cat([sums_4, skipped_1]), label="sums of the evaluation"
     ).tolist()
-    if failed:
-        raise DataError(next(text for text in communicator.gather_text(failure) if text))
     if num_skipped:
-        for text in communicator.gather_text(json.dumps(replaced)):
-            replaced |= json.loads(text)
+        for text in communicator.gather_text(json.dumps(list(replaced.items()))):
+            replaced |= dict(json.loads(text))
         skipped(replaced)
-    top1, top5, loss, count = sums
     if int(count) != num_samples - len(replaced):
         raise DataError(f"evaluation counted {int(count)} pictures of {num_samples}; the loader is broken")
     return {
@@ -67,6 +64,27 @@ def evaluate(
         "count": int(count),
         "seconds": time.perf_counter() - start,
     }
+
+
+def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
+    """The batches, while all ranks tell each other every now and then, and at the end, that theirs came.
+
+    A rank whose input fails comes to the next exchange at once: each is the end for all, or for none. Without a sync
+    with the device. Collective. Raises: DataError where the input of any rank failed.
+    """
+    for number in count_up():
+        batch, failure = None, ""
+        try:
+            batch = next(batches, None)
+        except DataError as error:
+            failure = str(error)
+        if batch is None or number % BATCHES_BETWEEN_EXCHANGES == 0:
+            failures = map(json.loads, communicator.gather_text(json.dumps(failure)))  # paths may be no UTF-8
+            if text := next(filter(None, failures), ""):
+                raise DataError(text)
+        if batch is None:
+            return
+        yield batch
 
 
 def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:

@@ -27,8 +27,8 @@ class InputStream:
         self._last: Batch | None = None
         self.failure: InputFailure | None = None
         self.wait_seconds = 0.0
-        self.replaced: dict[str, str] = {}
-        """Bad pictures for which others stood in, and why; the caller empties it."""
+        self.replaced: dict[int, tuple[int, str]] = {}
+        """Positions of bad pictures for which others stood in since the last take_replaced: first step, and why."""
 
     def draw(self, *, step: int) -> Batch:
         """The next batch. Raises: DataError if there never was one."""
@@ -36,7 +36,8 @@ class InputStream:
         if self.failure is None:
             try:
                 self._last = next(self._batches)
-                self.replaced |= {picture.name: picture.reason for picture in self._last.replaced}
+                for picture in self._last.replaced:
+                    self.replaced.setdefault(picture.position, (step, picture.reason))
             except DataError as error:
                 if self._last is None:
                     raise
@@ -50,7 +51,7 @@ class InputStream:
         seconds, self.wait_seconds = self.wait_seconds, 0.0
         return seconds
 
-    def take_replaced(self) -> dict[str, str]:
-        """Bad pictures met since the last call."""
+    def take_replaced(self, *, before: int) -> dict[int, str]:
+        """Positions of the bad pictures met since the last call, and why; those from step before on are dropped."""
         replaced, self.replaced = self.replaced, {}
-        return replaced
+        return {position: reason for position, (step, reason) in replaced.items() if step < before}

@@ -65,8 +65,8 @@ class Hooks:
     """(steps done) -> record of the evaluation. Collective."""
     save: Callable[[int, float | None], None]
     """(steps done, top-1 or None)."""
-    skipped: Callable[[int, dict[str, str]], None] = lambda done, pictures: None
-    """(steps done, bad pictures and why): for which others stood in since the last time. Raises: DataError."""
+    skipped: Callable[[int, dict[int, str]], None] = lambda done, pictures: None
+    """(steps done, positions of bad pictures and why): others stood in since the last time. Raises: DataError."""
     before_step: Callable[[int], None] = lambda step: None
     """(step). Collective."""
 
@@ -205,14 +205,17 @@ def end_if_input_failed(num_failed: float, parts: Parts, hooks: Hooks, stream: I
     save_before_end(done, parts, hooks, totals)
     where = f"rank {rank}: " if parts.communicator.world_size > 1 else ""
     outcome = f"The run stopped after step {done} and goes on from there." if done else "No step was done."
-    raise DataError(f"{where}{reason.rstrip('.')}. {outcome}")
+    stop = "" if reason.endswith((".", "?", "!")) else "."
+    raise DataError(f"{where}{reason}{stop} {outcome}")
 
 
 def tell_skipped(done: int, parts: Parts, hooks: Hooks, stream: InputStream, totals: Totals) -> None:
     """Put together what the ranks skipped. Collective. Raises: DataError where it was too much, after saving."""
-    pictures: dict[str, str] = {}
-    for text in parts.communicator.gather_text(json.dumps(stream.take_replaced())):
-        pictures |= json.loads(text)
+    pictures: dict[int, str] = {}
+    # a rank draws on after the step at which the input of another one failed, and those steps do not count
+    replaced = stream.take_replaced(before=done)
+    for text in parts.communicator.gather_text(json.dumps(list(replaced.items()))):
+        pictures |= dict(json.loads(text))
     if pictures:
         with saving_on_failure(done, parts, hooks, totals):
             hooks.skipped(done, pictures)

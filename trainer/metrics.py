@@ -1,7 +1,7 @@
 """Where numbers go: metrics.jsonl, TensorBoard, the plot."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,6 @@ class MetricsLog:
 def _stays(record: dict[str, Any], *, from_step: int) -> bool:
     is_written_again = record["kind"] == "input" and record["step"] == from_step
     return 0 < from_step >= record["step"] and not is_written_again
-
-
-def skipped_until(step: int, records: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Bad pictures, and why, that a run had met until step."""
-    found: dict[str, str] = {}
-    for record in records:
-        if record["kind"] == "skipped" and record["step"] <= step:
-            found |= record["pictures"]
-    return found
 
 
 def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:

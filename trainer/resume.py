@@ -26,6 +26,17 @@ def resume_path(config: Config, rundir: RunDir) -> Path | None:
     return found[-1].path if found else None
 
 
+def lacks_evaluation(path: Path, *, run: RunDir) -> bool:
+    """The checkpoint is one of this run, and has no accuracy."""
+    found = {checkpoint.path.resolve(): checkpoint for checkpoint in list_checkpoints(run.checkpoints)}
+    return path.resolve() in found and found[path.resolve()].top1 is None
+
+
+def skipped_before(state: dict[str, Any], samples: str | None) -> dict[str, str]:
+    """Bad pictures that a checkpoint's run had met; of other pictures than samples tells of, they say nothing."""
+    return dict(state.get("skipped", {})) if state.get("samples", samples) == samples else {}
+
+
 def require_same_samples(old: str, new: str) -> None:
     """Raise CheckpointError where the steps done are not steps of this config: samples would repeat or be missed."""
     changed = changes(old, new)

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,19 @@ from bigbatch.trainer.data.bad_pictures import too_many
 from bigbatch.trainer.errors import TrainingDiverged
 from bigbatch.trainer.evaluation import evaluate
 from bigbatch.trainer.input_report import MeasuredInput, describe_input, input_record
-from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, train
+from bigbatch.trainer.loop import Hooks, Parts, Plan, Totals, set_lr_, train
 from bigbatch.trainer.measure_input import measure_input
-from bigbatch.trainer.metrics import MetricsLog, plot_run, skipped_until
+from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.progress import Reporter, make_reporter
-from bigbatch.trainer.resume import changes, require_same_pictures, require_same_samples, resume_path
+from bigbatch.trainer.resume import (
+    changes,
+    lacks_evaluation,
+    require_same_pictures,
+    require_same_samples,
+    resume_path,
+    skipped_before,
+)
 from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.stage_data import stage_data
 from bigbatch.trainer.summary import device_name, make_hints, make_summary
@@ -70,6 +78,7 @@ class _Run:
             require_same_samples(state["config"], dump_config(config))
             require_same_pictures(state, build_input.samples_digest(self.train_split), root=config.data.root)
         first_step = int(state["step"]) if state else 0
+        self.owes_evaluation = resume_from is not None and lacks_evaluation(resume_from, run=self.rundir)
         communicator.agree("the checkpoint to resume from", str(resume_from))
         self.plan: Plan = build.make_plan(
             config, communicator, num_samples=self.train_split.num_samples, first_step=first_step
@@ -85,26 +94,33 @@ class _Run:
             first_step=first_step,
             num_steps=self.plan.num_steps,
         )
-        met = skipped_until(first_step, read_records(self.rundir.metrics)) if self.is_first and first_step else {}
-        self.skipped: dict[str, str] = json.loads(communicator.gather_text(json.dumps(met))[0])
+        self.skipped = skipped_before(state, build_input.samples_digest(self.train_split)) if state else {}
+        """Bad pictures that the run has met, and why: train/3 is the fourth of the training pictures."""
         self.resumed_config: str | None = state["config"] if state else None
         self.log: MetricsLog | None = None
         self.input: MeasuredInput | None = None
 
     def run(self) -> int:
         """Train to the end or to a stop signal; the exit code."""
-        hooks = Hooks(self._report, self._evaluate, self._save, skipped=self._skip, before_step=self._record_timeline)
+        hooks = Hooks(
+            self._report,
+            self._evaluate,
+            self._save,
+            skipped=partial(self._skip, split="train"),
+            before_step=self._record_timeline,
+        )
         try:
             if self.is_first:
                 self._open_folder()
             self._introduce()
+            caught_up = self._catch_up()
             self._measure_input()
             started = time.perf_counter()
             batches = build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
             totals = train(self.plan, self.parts, hooks, batches)
             self._record_timeline(sys.maxsize)
             if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
-                totals.last_evaluation = self._evaluate(self.plan.num_steps)
+                totals.last_evaluation = caught_up or self._evaluate(self.plan.num_steps)
             if self.is_first:
                 self._finish(totals, seconds=time.perf_counter() - started)
         finally:
@@ -114,6 +130,16 @@ class _Run:
             if self.log:
                 self.log.close()
         return INTERRUPTED if totals.stopped_by else 0
+
+    def _catch_up(self) -> dict[str, Any]:
+        """Evaluate the step that the run goes on after, where the input failed when that was due. Collective."""
+        done, plan = self.plan.first_step, self.plan
+        if not self.owes_evaluation or (done % plan.eval_every_steps and done != plan.num_steps):
+            return {}
+        record = self._evaluate(done)
+        set_lr_(self.parts, step=done - 1)  # the checkpoint's own, as is all else in it
+        self._save(done, record["top1"])
+        return record
 
     def _record_timeline(self, step: int) -> None:
         """Record the steps that comm.timeline_steps names; after the last one rank 0 writes them. Collective."""
@@ -171,9 +197,10 @@ class _Run:
         if self.log:
             self.log.write("train", record)
 
-    def _skip(self, done: int, pictures: dict[str, str]) -> None:
+    def _skip(self, done: int, pictures: dict[int, str], *, split: str) -> None:
         """Bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
-        new = {name: reason for name, reason in sorted(pictures.items()) if name not in self.skipped}
+        named = {f"{split}/{position}": reason for position, reason in sorted(pictures.items())}
+        new = {name: reason for name, reason in named.items() if name not in self.skipped}
         self.skipped |= new
         for reason in new.values():
             self.say.say(f"skipped: {reason}")
@@ -191,7 +218,7 @@ class _Run:
             communicator=self.communicator,
             num_samples=self.eval_split.num_samples,
             flip=self.config.data.eval_flip,
-            skipped=lambda pictures: self._skip(done, pictures),
+            skipped=partial(self._skip, done, split="val"),
         )
         record = {"step": done, "epoch": done / self.plan.steps_per_epoch, **record}
         self.say.evaluated(record)
@@ -215,6 +242,7 @@ class _Run:
             "precision": self.parts.precision.state_dict(),
             "gradient_order": "\n".join(self.parts.reducer.order),
             "samples": build_input.samples_digest(self.train_split),
+            "skipped": dict(self.skipped),
         }
         keep = self.config.run.keep_checkpoints
         save_checkpoint(self.rundir.checkpoints, state, step=done, top1=top1, keep=keep)

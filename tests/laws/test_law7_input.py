@@ -1,6 +1,7 @@
 """Law 7 for the input: what cannot be read ends a run without loss, and what may be skipped is told."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -100,20 +101,29 @@ def test_data_that_go_away_change_no_bit(loader: str, data: Path, tmp_path: Path
     assert steps(broken) == steps(whole)
 
 
-def test_evaluation_that_fails_loses_no_step(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every_epochs", [1, 2], ids=["in mid-run", "at the end"])
+def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp_path: Path) -> None:
     damaged, whole, broken = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "broken"
-    run(mpirun(train_command(data, whole, {}), ranks=2))
+    overrides = {"run.eval_every_epochs": every_epochs}
+    done = every_epochs * STEPS_PER_EPOCH
+    run(mpirun(train_command(data, whole, overrides), ranks=2))
     victim = sorted((damaged / "val").glob("*/*"))[60]
     picture = victim.read_bytes()
     no_picture(victim)
-    command = mpirun(train_command(damaged, broken, {}), ranks=2)
+    command = mpirun(train_command(damaged, broken, overrides), ranks=2)
     assert str(victim) in fails(command)
-    assert newest_step(broken) == steps(broken)[-1] == 10, "evaluated every other epoch"
+    assert newest_step(broken) == steps(broken)[-1] == done
+    assert records(broken, "eval") == []
     victim.write_bytes(picture)
-    assert "resumed after step 10" in run(command).stdout
+    assert f"resumed after step {done}" in run(command).stdout
     assert_identical(final_state(broken), final_state(whole))
+    found, expected = ([(r["step"], r["top1"]) for r in records(folder, "eval")] for folder in (broken, whole))
+    assert found == expected
+    kept, wanted = ([(c.step, c.top1) for c in list_checkpoints(f / "checkpoints")] for f in (broken, whole))
+    assert kept == wanted, "each evaluated checkpoint has its accuracy"
     ours, theirs = summary(broken), summary(whole)
-    assert (ours["top1"], ours["top5"]) == (theirs["top1"], theirs["top5"])
+    for name in ("top1", "top5", "best_top1"):
+        assert ours[name] == theirs[name]
 
 
 @pytest.mark.parametrize(("loader", "damage"), [("torchvision", no_picture), ("dali", only_decoding_tells)])
@@ -121,6 +131,7 @@ def test_bad_picture_is_skipped_alike_by_any_ranks(loader: str, damage: Any, dat
     damaged = copy_of(data, tmp_path)
     victim = picture_of(damaged, epoch=0, step=2, rank=1)
     damage(victim)
+    key = f"train/{sorted((damaged / 'train').glob('*/*')).index(victim)}"
     command = train_command(damaged, tmp_path / "1", {**SGD, "data.max_skipped": 3, "data.loader": loader})
     run(alone(command))
     run(mpirun([*command, f"--run.directory={tmp_path / '2'}"], ranks=2))
@@ -130,7 +141,7 @@ def test_bad_picture_is_skipped_alike_by_any_ranks(loader: str, damage: Any, dat
         assert told["skipped_pictures"] == len(told["skipped"]) == 1
         assert told["skipped"][0].startswith(f"{victim}: ")
         (record,) = records(folder, "skipped")
-        assert record == {"kind": "skipped", "step": 3, "pictures": {str(victim): told["skipped"][0]}}
+        assert record == {"kind": "skipped", "step": 3, "pictures": {key: told["skipped"][0]}}
 
 
 def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> None:
@@ -154,6 +165,37 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
     assert records(resumed, "skipped") == records(whole, "skipped")
 
 
+def test_skipped_picture_is_the_same_one_after_a_move(data: Path, tmp_path: Path) -> None:
+    """Of the data, and of the run, which goes on in another folder: each epoch meets the picture again."""
+    damaged, moved = copy_of(data, tmp_path), tmp_path / "moved"
+    here, there = tmp_path / "here", tmp_path / "there"
+    victim = picture_of(damaged, epoch=0, step=2, rank=0)
+    no_picture(victim)
+    overrides = {"data.max_skipped": 1, "data.loader": "torchvision"}
+    run(alone(train_command(damaged, here, {**overrides, "run.epochs": 1})))
+    checkpoint = shutil.copytree(list_checkpoints(here / "checkpoints")[-1].path, tmp_path / "step-00000005")
+    damaged.rename(moved)
+    for folder, resume in ((here, "auto"), (there, checkpoint)):
+        done = run(alone(train_command(moved, folder, {**overrides, "run.resume": resume})))
+        assert "resumed after step 5\n" in done.stdout
+        assert [reason.partition(": ")[0] for reason in summary(folder)["skipped"]] == [str(victim)]
+
+
+def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
+    """Of bad pictures of both splits, by any rank, on streams that take nothing but UTF-8."""
+    damaged, strict = copy_of(data, tmp_path), {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
+    for split in ("train", "val"):
+        first = sorted((damaged / split).glob("*/*"))[0]
+        no_picture(first.rename(first.with_name(os.fsdecode(b"0\xff.jpg"))))
+    overrides = {"data.loader": "torchvision", "run.eval_every_epochs": 1}
+    done = run(mpirun(train_command(damaged, tmp_path / "1", {**overrides, "data.max_skipped": 2}), ranks=2), **strict)
+    told = [line for line in done.stdout.splitlines() if line.startswith("skipped: ") and "/0\\udcff.jpg: " in line]
+    assert len(told) == 2
+    next((damaged / "train").glob("*/0*\udcff*")).unlink()
+    line = fails(mpirun(train_command(damaged, tmp_path / "2", {**overrides, "run.epochs": 1}), ranks=2), **strict)
+    assert "/0\\udcff.jpg: is not a picture" in line
+
+
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1)], ids=["of one rank", "of all ranks"])
 def test_more_bad_pictures_than_may_be_skipped(ranks: tuple[int, int], data: Path, tmp_path: Path) -> None:
     damaged, folder = copy_of(data, tmp_path), tmp_path / "run"
@@ -164,9 +206,10 @@ def test_more_bad_pictures_than_may_be_skipped(ranks: tuple[int, int], data: Pat
     line = message(run(mpirun(train_command(damaged, folder, overrides), ranks=2), expect=1))
     assert "2 pictures are bad, and data.max_skipped=1" in line
     assert any(str(victim) in line for victim in victims)
-    assert newest_step(folder) in (3, 4)
+    stopped = newest_step(folder)
+    assert stopped in (3, 4)
     done = run(mpirun(train_command(damaged, folder, {**overrides, "data.max_skipped": 2}), ranks=2))
-    assert f"resumed after step {newest_step(folder)}" not in done.stdout, "it went on from there to the end"
+    assert f"resumed after step {stopped}\n" in done.stdout
     assert sorted(line.partition(": ")[0] for line in summary(folder)["skipped"]) == sorted(map(str, victims))
 
 

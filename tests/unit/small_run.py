@@ -104,5 +104,5 @@ class Recorder:
     def _save(self, done: int, top1: float | None) -> None:
         self.events.append(("save", done, top1))
 
-    def _skipped(self, done: int, pictures: dict[str, str]) -> None:
+    def _skipped(self, done: int, pictures: dict[int, str]) -> None:
         self.events.append(("skipped", done, pictures))

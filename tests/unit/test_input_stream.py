@@ -1,5 +1,6 @@
 """Input that fails ends a run with a checkpoint of the last whole step, in which no bit is another one."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -27,8 +28,8 @@ def failing(batches: list[Batch]) -> Iterator[Batch]:
     raise DataError(LOST)
 
 
-def with_bad(batch: Batch, *names: str) -> Batch:
-    return replace(batch, replaced=tuple(BadPicture(name, f"{name}: is not a picture") for name in names))
+def with_bad(batch: Batch, *positions: int) -> Batch:
+    return replace(batch, replaced=tuple(BadPicture(n, f"{n}.JPEG: is not a picture") for n in positions))
 
 
 def bits(value: Any) -> Any:
@@ -131,27 +132,27 @@ def test_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
 def test_pictures_that_were_skipped_before_the_failure_are_told() -> None:
     """The resumed run does not meet them again in this epoch."""
     first, *others = make_batches(ACCUMULATION)
-    batches = failing([with_bad(first, "bad"), *others])
+    batches = failing([with_bad(first, 7), *others])
     recorder, _ = run(replace(STEPS, log_every_steps=3), batches, precision="fp32", optimizer="sgd")
-    assert recorder.events == [("skipped", 1, {"bad": "bad: is not a picture"}), ("save", 1, None)]
+    assert recorder.events == [("skipped", 1, {7: "7.JPEG: is not a picture"}), ("save", 1, None)]
 
 
 def test_skipped_pictures_are_told_at_the_report() -> None:
     batches = make_batches()
-    batches[0], batches[1] = with_bad(batches[0], "a"), with_bad(batches[1], "a", "b")
-    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], "a")
+    batches[0], batches[1] = with_bad(batches[0], 3), with_bad(batches[1], 3, 12)
+    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3)
     recorder, _ = run(STEPS, iter(batches), precision="fp32", optimizer="sgd")
     told = [(done, sorted(event[0])) for kind, done, *event in recorder.events if kind == "skipped"]
-    assert told == [(1, ["a", "b"]), (2, ["a"])]
+    assert told == [(1, [3, 12]), (2, [3])]
 
 
-def too_many(done: int, pictures: dict[str, str]) -> None:
+def too_many(done: int, pictures: dict[int, str]) -> None:
     raise DataError("2 pictures are bad")
 
 
 def test_too_many_skipped_pictures_end_the_run_with_a_checkpoint() -> None:
     recorder, batches = Recorder(), make_batches()
-    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], "a", "b")
+    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3, 12)
     with pytest.raises(DataError, match="2 pictures are bad"):
         train(STEPS, make_parts(), replace(recorder.hooks(), skipped=too_many), iter(batches))
     assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
@@ -160,7 +161,7 @@ def test_too_many_skipped_pictures_end_the_run_with_a_checkpoint() -> None:
 def test_too_many_skipped_pictures_before_a_failure_save_once() -> None:
     recorder = Recorder()
     batches = make_batches(ACCUMULATION)
-    batches[0] = with_bad(batches[0], "a", "b")
+    batches[0] = with_bad(batches[0], 3, 12)
     hooks = replace(recorder.hooks(), skipped=too_many)
     with pytest.raises(DataError, match="2 pictures are bad"):
         train(replace(STEPS, log_every_steps=2), make_parts(), hooks, failing(batches))
@@ -200,9 +201,116 @@ def test_last_batch_comes_again_after_a_failure() -> None:
 
 
 def test_seconds_and_pictures_are_handed_out_once() -> None:
-    stream = InputStream(iter([with_bad(make_batches(1)[0], "a")]))
+    stream = InputStream(iter([with_bad(make_batches(1)[0], 3)]))
     stream.draw(step=0)
     assert stream.take_wait_seconds() > 0
     assert stream.take_wait_seconds() == 0
-    assert stream.take_replaced() == {"a": "a: is not a picture"}
-    assert stream.take_replaced() == {}
+    assert stream.take_replaced(before=1) == {3: "3.JPEG: is not a picture"}
+    assert stream.take_replaced(before=1) == {}
+
+
+class OtherRank:
+    """A communicator of two ranks; the other one has had what exchanges gives, as Python objects, in turn."""
+
+    def __init__(self, exchanges: list[Any], *, failed: float = 0.0) -> None:
+        self.parts = make_parts()
+        self.exchanges, self.failed, self.sent = exchanges, failed, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parts.communicator, name)
+
+    def gather_text(self, text: str) -> list[str]:
+        self.sent.append(text)
+        assert text.isascii()
+        return [text, json.dumps(self.exchanges.pop(0))]
+
+    def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        if label.startswith("report"):
+            tensor_N[-2] += self.failed
+        return tensor_N
+
+
+def test_pictures_of_steps_that_do_not_count_are_not_told() -> None:
+    """The input of the other rank failed at step 2 already, and was slow to say so."""
+    batches = make_batches()
+    batches[0], batches[ACCUMULATION] = with_bad(batches[0], 3), with_bad(batches[ACCUMULATION], 3)
+    batches[2 * ACCUMULATION] = with_bad(batches[2 * ACCUMULATION], 12)
+    other = OtherRank([[2, LOST], [[5, "5.JPEG: is empty"]], "saved"], failed=1.0)
+    recorder = Recorder()
+    plan = replace(STEPS, log_every_steps=3)
+    with pytest.raises(DataError, match="stopped after step 2 and"):
+        train(plan, replace(other.parts, communicator=other), recorder.hooks(), iter(batches))  # type: ignore[arg-type]
+    told = {3: "3.JPEG: is not a picture", 5: "5.JPEG: is empty"}
+    assert recorder.events == [("skipped", 2, told), ("save", 2, None)]
+
+
+@pytest.mark.parametrize("end", [".", "?", "!", "", ")"])
+def test_message_has_one_full_stop(end: str) -> None:
+    def ending() -> Iterator[Batch]:
+        yield from make_batches(1)
+        raise DataError(f"does the server answer{end}")
+
+    with pytest.raises(DataError) as raised:
+        train(STEPS, make_parts(), Recorder().hooks(), ending())
+    stop = end if end in (".", "?", "!") else f"{end}."
+    assert str(raised.value) == f"does the server answer{stop} No step was done."
+
+
+def evaluate_beside(other: OtherRank, batches: Iterator[Batch], *, num_samples: int, **options: Any) -> dict[str, Any]:
+    return evaluate(
+        other.parts.model,
+        batches,
+        normalize=other.parts.normalize,
+        communicator=other,  # type: ignore[arg-type]
+        num_samples=num_samples,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("num_batches", "num_exchanges"), [(0, 1), (1, 2), (7, 2), (8, 2), (9, 3), (16, 3)])
+def test_evaluation_exchanges_failures_at_the_same_batches(num_batches: int, num_exchanges: int) -> None:
+    """Of n batches the first of every eight and the end; a rank that fails comes to the next of these."""
+    whole = OtherRank([""] * num_exchanges)
+    if num_batches:
+        record = evaluate_beside(whole, iter(make_batches(num_batches)), num_samples=num_batches * SPAN)
+        assert record["count"] == num_batches * SPAN
+        assert len(whole.sent) == num_exchanges
+    failed = OtherRank([""] * num_exchanges)
+    with pytest.raises(DataError, match="Stale file handle"):
+        evaluate_beside(failed, failing(make_batches(num_batches)), num_samples=99 * SPAN)
+    assert len(failed.sent) == num_exchanges
+    assert json.loads(failed.sent[-1]) == LOST
+
+
+def test_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere() -> None:
+    drawn = []
+
+    def noted() -> Iterator[Batch]:
+        for number, batch in enumerate(make_batches(20)):
+            drawn.append(number)
+            yield batch
+
+    name = "/data/\udcff.JPEG: is not a picture"
+    with pytest.raises(DataError) as raised:
+        evaluate_beside(OtherRank(["", name]), noted(), num_samples=20 * SPAN)
+    assert str(raised.value) == name
+    assert drawn == list(range(9))
+
+
+def test_failure_that_names_a_file_beyond_utf8_is_sent() -> None:
+    def ending() -> Iterator[Batch]:
+        yield from make_batches(1)
+        raise DataError("\udcff.JPEG: is empty")
+
+    with pytest.raises(DataError, match=r"is empty$"):
+        evaluate_beside(OtherRank(["", ""]), ending(), num_samples=SPAN)
+
+
+def test_bad_pictures_of_an_evaluation_are_told_once_by_position() -> None:
+    told: list[dict[int, str]] = []
+    batches = [with_bad(batch, 4) for batch in make_batches(2)]
+    batches[0].valid_B[0] = False
+    record = evaluate_beside(OtherRank(["", "", [[4, "4.JPEG: is not a picture"]]]), iter(batches),
+                             num_samples=2 * SPAN, skipped=told.append)  # fmt: skip
+    assert told == [{4: "4.JPEG: is not a picture"}]
+    assert record["count"] == 2 * SPAN - 1

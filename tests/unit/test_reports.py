@@ -30,7 +30,7 @@ from bigbatch.trainer.input_remedies import input_settings
 from bigbatch.trainer.input_report import MeasuredInput
 from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.loop import Hooks, Totals, Window, report
-from bigbatch.trainer.metrics import MetricsLog, plot_run, skipped_until
+from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.progress import Bar, Lines, Silent, make_reporter, show
 from bigbatch.trainer.resume import changes
 from bigbatch.trainer.rundir import RunDir, read_records, writing
@@ -79,16 +79,6 @@ def test_two_starts_from_one_step_leave_one_record_of_their_input(tmp_path: Path
     kept = [(r["kind"], r["step"]) for r in read_records(rundir.metrics)]
     first = [("input", 0), ("train", 1), ("train", 2), ("skipped", 2), ("hint", 2)]
     assert kept == [*first, ("input", 2), ("train", 3), ("train", 4), ("skipped", 4), ("hint", 4)]
-
-
-def test_skipped_pictures_until_a_step() -> None:
-    records = [
-        {"kind": "skipped", "step": 1, "pictures": {"a": "a: empty"}},
-        {"kind": "train", **TRAIN_RECORD},
-        {"kind": "skipped", "step": 2, "pictures": {"b": "b: empty"}},
-        {"kind": "skipped", "step": 3, "pictures": {"c": "c: empty"}},
-    ]
-    assert skipped_until(2, records) == {"a": "a: empty", "b": "b: empty"}
 
 
 class Ranks:

@@ -25,10 +25,12 @@ class Request:
 
 @dataclass(frozen=True)
 class BadPicture:
-    """A picture that could not be used, and what is wrong with it."""
+    """A picture that could not be used."""
 
-    name: str
+    position: int
+    """In its split: the same wherever the data lie."""
     reason: str
+    """Where it lies, and what is wrong with it."""
 
 
 @dataclass(frozen=True)

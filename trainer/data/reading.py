@@ -116,7 +116,7 @@ class EncodedReader:
         if positions != asked:
             valid_B = valid_B & (np.array(positions) == request.indices_B)
             replaced = tuple(
-                BadPicture(self._source.name(position), self.bad.reasons[position])
+                BadPicture(position, self.bad.reasons[position])
                 for position, used in zip(asked, positions, strict=True)
                 if position != used
             )

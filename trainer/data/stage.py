@@ -118,6 +118,8 @@ class _Progress:
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._total, self._on_progress = total, on_progress
         self.bytes_copied = self.bytes_kept = 0
+        if on_progress and total:
+            on_progress(0, total)
 
     def add(self, file: Shard, is_copied: bool) -> None:
         self.bytes_copied += file.num_bytes * is_copied
