@@ -30,7 +30,17 @@ RUN_ELSEWHERE = {  # command: (file that runs it, as)
     "source .venv/bin/activate": ("Makefile", "-m venv .venv"),
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": (".ci/run", "export BIGBATCH_EXPECT_GPU=1"),
 }
+FEED = ("tests/unit/test_feed_benchmarks.py", 'run("feed.py", shapes')
+RUN_ELSEWHERE |= {
+    ".venv/bin/python benchmarks/input/parity.py runs/imagenette --out benchmarks/results/input-parity.json": (
+        "tests/unit/test_feed_benchmarks.py",
+        'run("parity.py", folder',
+    ),
+    ".venv/bin/python benchmarks/input/feed.py data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json": FEED,  # noqa: E501
+    ".venv/bin/python benchmarks/input/feed.py data/imagenet --ranks 1 --out benchmarks/results/input-feed-gpu.json -- --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1 --schedule.warmup_epochs 1": FEED,  # noqa: E501
+}
 DRY_RUN = ("make check", "make format", "make clean")
+DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/training.py --quickstart --out benchmarks/results/training.json": (
         "training.py --model resnet18 --image-size 32 --batch 4 --steps 4 --repeats 1 --precisions fp32 --out out.json"
@@ -41,6 +51,20 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/comm/run.py --out benchmarks/results": "comm/run.py --list --out .",
     ".venv/bin/python benchmarks/comm/plot.py benchmarks/results --out docs/comm.png": (
         f"comm/plot.py {ROOT}/benchmarks/results --out comm.png"
+    ),
+    ".venv/bin/python benchmarks/input/decode.py data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
+    ".venv/bin/python benchmarks/input/decode.py data/imagenet --split val --threads 8 --device-id 0 --out benchmarks/results/input-decode-gpu.json": DECODE,  # noqa: E501
+    ".venv/bin/python benchmarks/input/plot.py benchmarks/results/input-decode-1core.json --out docs/input.png": (
+        f"input/plot.py {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
+    ),
+    ".venv/bin/python benchmarks/input/storage.py data/imagenette --shard-mb 16 --out benchmarks/results/input-storage.json": (  # noqa: E501
+        "input/storage.py data/shapes --shard-mb 1 --batch 4 --repetitions 5 --scratch . --out out.json"
+    ),
+    ".venv/bin/python benchmarks/input/startup.py --out benchmarks/results/input-startup.json": (
+        "input/startup.py --num 1000 --repetitions 1 --scratch . --out out.json"
+    ),
+    ".venv/bin/python benchmarks/input/python_cost.py --out benchmarks/results/input-python-cost.json": (
+        "input/python_cost.py --pictures 256 --repetitions 1 --out out.json"
     ),
     ".venv/bin/python benchmarks/lars_step.py --device cuda": (
         "lars_step.py --device cpu --model resnet18 --repeats 1 --threads 1"
@@ -63,6 +87,14 @@ COMMANDS = sorted(
         if line and not line.startswith("#")
     }
 )
+
+
+def write_shapes(text: str, *, below: Path) -> None:
+    """The embedded data set, small, where text wants it."""
+    if "data/shapes" in text:
+        write_dataset(below / "data/shapes", train_per_class=10, val_per_class=1)
+
+
 BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bigbatch )bigbatch ", line)]
 
 
@@ -87,9 +119,10 @@ def test_make_targets_exist(command: str) -> None:
     subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("command", SMALLER.values())
+@pytest.mark.parametrize("command", sorted(set(SMALLER.values())))
 def test_benchmarks_run(command: str, tmp_path: Path) -> None:
     script, *options = command.split()
+    write_shapes(command, below=tmp_path)
     subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), *options],
         cwd=tmp_path,
@@ -136,8 +169,7 @@ def test_bigbatch_commands(line: str, capsys: pytest.CaptureFixture[str], tmp_pa
 
 @pytest.mark.parametrize("code", [code for page in PAGES for code in blocks(page, "python")])
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
-    if "data/shapes" in code:
-        write_dataset(tmp_path / "data/shapes", train_per_class=10, val_per_class=1)
+    write_shapes(code, below=tmp_path)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
 
 
