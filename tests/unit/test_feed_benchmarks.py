@@ -109,6 +109,7 @@ def test_parity(shapes, tmp_path):
     assert found["pictures"] == 30
     evaluated = json.loads((folder / "summary.json").read_text())["best_top1"]
     assert found["top1_percent"]["torchvision"] == pytest.approx(100 * evaluated)
+    assert found["top1_percent"]["dali"] == pytest.approx(100 * evaluated, abs=0.1)
     assert set(found["top1_percent"]) == {"dali", "torchvision", "reference"}
 
 

@@ -226,7 +226,7 @@ class OtherRank:
 
     def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
         if label.startswith("report"):
-            tensor_N[-2] += self.failed
+            tensor_N[6] += self.failed  # behind loss, correct, samples, two times and the stops
         return tensor_N
 
 
