@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from bigbatch.trainer.build_optimizer import MAKERS
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.param_groups import param_groups
 from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
-from bigbatch.trainer.sharded import ShardedWeights
+from bigbatch.trainer.sharded import shard_update
 
 KINDS = ("whole", "sharded")
 SETTINGS = SimpleNamespace(
@@ -86,13 +86,15 @@ class Update:
         self.reducer = GradientReducer(
             self.model.named_parameters(), communicator, learn_order=False, scatter=is_sharded
         )
+
+        def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+            groups = param_groups(self.model, weight_decay=5e-5, substitute=masters)
+            return MAKERS[options.optimizer](SETTINGS, groups, LR)  # type: ignore[arg-type]
+
         if is_sharded:
-            shards = ShardedWeights(self.model, self.precision.masters, self.reducer, communicator)
-            self.precision.weights = shards
-        groups = param_groups(self.model, weight_decay=5e-5, substitute=self.precision.masters)
-        self.optimizer = MAKERS[options.optimizer](SETTINGS, groups, LR)  # type: ignore[arg-type]
-        if is_sharded:
-            shards.attach(self.optimizer)
+            self.optimizer = shard_update(self.model, self.precision, self.reducer, communicator, make_optimizer=make)
+        else:
+            self.optimizer = make(self.precision.masters)
         self.precision.backward(0 * sum(p.float().sum() for p in self.model.parameters()))
         self.reducer.wait()
 

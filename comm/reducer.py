@@ -106,7 +106,7 @@ class GradientReducer:
         self._views = {
             name: view
             for buffer, buffer_N in zip(plan.buffers, self.buffers, strict=True)
-            for name, view in self._gradient_views(buffer, buffer_N)
+            for name, view in gradient_views(buffer, buffer_N, self._parameters)
         }
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
@@ -118,17 +118,6 @@ class GradientReducer:
     def _allocate(self, buffer: BufferPlan) -> Tensor:
         num_elements = -(-buffer.num_elements // self._multiple) * self._multiple
         return self._communicator.allocate(num_elements, self._parameters[buffer.tensors[0].name].dtype)
-
-    def _gradient_views(self, buffer: BufferPlan, buffer_N: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Each gradient as a view with its parameter's own strides (channels-last weights stay so).
-
-        A parameter with gaps between its elements gets dense strides: the buffer has no room for gaps.
-        """
-        offset = 0
-        for tensor in buffer.tensors:
-            p = self._parameters[tensor.name]
-            yield tensor.name, buffer_N.as_strided(p.size(), torch.empty_like(p, device="meta").stride(), offset)
-            offset += tensor.num_elements
 
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
@@ -257,6 +246,22 @@ def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -
                 f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
                 "model.to(communicator.device) before making the reducer"
             )
+
+
+def gradient_views(
+    buffer: BufferPlan, buffer_N: Tensor, parameters: Mapping[str, Tensor]
+) -> Iterable[tuple[str, Tensor]]:
+    """Each tensor of a buffer, by name, as a view with its parameter's own strides (channels-last weights stay so)."""
+    offset = 0
+    for tensor in buffer.tensors:
+        p = parameters[tensor.name]
+        yield tensor.name, buffer_N.as_strided(p.size(), dense_strides(p), offset)
+        offset += tensor.num_elements
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Its own; without the gaps between its elements where it has some, for which a buffer has no room."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 class ExposedTime:

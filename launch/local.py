@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.signals import handling
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
@@ -33,13 +34,8 @@ class Stopper:
 def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """STOP_SIGNALS go to the handler meanwhile; under nohup a closed terminal changes nothing."""
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    heeded = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
-    previous = {number: signal.signal(number, handler) for number in heeded}
-    try:
+    with handling((number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)), handler):
         yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
 
 
 def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> int:

@@ -24,6 +24,7 @@ from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config_file import dump_config
 from bigbatch.trainer.config_precision import require_hardware
+from bigbatch.trainer.config_schedule import decay_epochs
 from bigbatch.trainer.config_sections import BatchConfig
 from bigbatch.trainer.divergence import GuessWatch
 from bigbatch.trainer.ema import MovingAverage, NoAverage, WeightAverage
@@ -38,7 +39,7 @@ from bigbatch.trainer.numa import bind
 from bigbatch.trainer.optim.schedule import Schedule, make_schedule
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_weights
-from bigbatch.trainer.sharded import ShardedWeights
+from bigbatch.trainer.sharded import shard_update
 from bigbatch.trainer.signals import StopRequest
 from bigbatch.trainer.weights import digest, load_weights_
 
@@ -233,11 +234,7 @@ def _make_optimizer(
     make = partial(make_optimizer, config.optimizer, model, lr=config.schedule.base_lr)
     if not config.optimizer.sharded:
         return make(precision.masters)
-    shards = ShardedWeights(model, precision.masters, reducer, communicator)
-    precision.weights = shards
-    optimizer = make(shards.masters)
-    shards.attach(optimizer)
-    return optimizer
+    return shard_update(model, precision, reducer, communicator, make_optimizer=make)
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:
@@ -305,9 +302,9 @@ def _make_schedule(config: Config, plan: Plan) -> Schedule:
 def _schedule_steps(config: Config, plan: Plan) -> int:
     """Steps of warm-up and decay together."""
     schedule = config.schedule
-    if schedule.decay_epochs is None:
-        return plan.steps_per_epoch * config.run.epochs  # plan.num_steps is less where a run was ended before
-    return round((schedule.warmup_epochs + schedule.decay_epochs) * plan.steps_per_epoch)
+    # not plan.num_steps, which is less where a run was ended before
+    epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
+    return round(epochs * plan.steps_per_epoch)
 
 
 def _require_reach(config: Config, *, steps_per_epoch: int) -> None:

@@ -3,9 +3,9 @@
 It stands here because tuning needs a model's backward pass, and comm knows no trainer.
 """
 
-import argparse
 from collections.abc import Sequence
-from importlib import import_module
+
+from bigbatch.trainer.subcommand import run_subcommand
 
 COMMANDS = {
     "bench": ("bigbatch.comm.command", "time the all-reduce by size, all algorithms side by side"),
@@ -15,13 +15,10 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand of `bigbatch comm`; its exit code."""
-    what = "; ".join(f"{name}: {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="bigbatch comm",
-        usage=f"bigbatch comm {{{','.join(COMMANDS)}}} [OPTION ...]",
-        description=f"Measure the network between the ranks of a job. {what}",
+    return run_subcommand(
+        "bigbatch comm",
+        COMMANDS,
+        argv,
+        description="Measure the network between the ranks of a job.",
         epilog="example: bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",
     )
-    parser.add_argument("command", choices=tuple(COMMANDS), help=what)
-    command = parser.parse_args(argv[:1]).command
-    return int(import_module(COMMANDS[command][0]).main(argv[1:]))

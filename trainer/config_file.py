@@ -14,7 +14,8 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from bigbatch.trainer.config import Config, all_keys
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.errors import ConfigError, RunFolderError
+from bigbatch.trainer.rundir import RunDir
 
 PACKAGED = Path(__file__).resolve().parent.parent / "configs"
 """The experiments that come with bigbatch, in a checkout and in a wheel alike."""
@@ -73,6 +74,13 @@ def load_config(argv: Sequence[str], *, prog: str = "bigbatch train") -> Config:
     except argparse.ArgumentError as error:
         raise ConfigError(_explained(_one_line(str(error)))) from error
     return Config(**{name: section(**vars(parsed[name])) for name, section in get_type_hints(Config).items()})
+
+
+def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
+    """The config of a run folder, with overrides. Raises: RunFolderError where it is none; as load_config."""
+    if not rundir.config.is_file():
+        raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
+    return load_config(["--config", str(rundir.config), *overrides], prog=prog)
 
 
 def dump_config(config: Config) -> str:

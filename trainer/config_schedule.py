@@ -4,6 +4,11 @@ from bigbatch.trainer.config_sections import RunConfig, ScheduleConfig
 from bigbatch.trainer.errors import ConfigError
 
 
+def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
+    """From the end of the warm-up to the last learning rate, in a run of so many epochs."""
+    return epochs - schedule.warmup_epochs if schedule.decay_epochs is None else schedule.decay_epochs
+
+
 def check_evaluations(run: RunConfig) -> None:
     """Raise ConfigError where the first evaluation lies past the interval."""
     if run.eval_offset_epochs >= run.eval_every_epochs:

@@ -5,7 +5,8 @@ from functools import cached_property
 from typing import Any
 
 from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.config_file import load_run_config
+from bigbatch.trainer.config_schedule import decay_epochs
 from bigbatch.trainer.errors import RunFolderError
 from bigbatch.trainer.mlperf import Event
 from bigbatch.trainer.rundir import RunDir, read_records
@@ -33,9 +34,7 @@ class FinishedRun:
 
 def read_run(rundir: RunDir) -> FinishedRun:
     """Raises: RunFolderError where the folder is none of a run that was evaluated; ConfigError."""
-    if not rundir.config.is_file():
-        raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
-    config = load_config(["--config", str(rundir.config)], prog="bigbatch verify")
+    config = load_run_config(rundir, [], prog="bigbatch verify")
     records = list(read_records(rundir.metrics))
     starts = [record for record in records if record["kind"] == "start"]
     evaluations = tuple(record for record in records if record["kind"] == "eval")
@@ -79,12 +78,13 @@ def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> lis
 
 def _lars_facts(run: FinishedRun) -> dict[str, Any]:
     optimizer, schedule, run_config = run.config.optimizer, run.config.schedule, run.config.run
-    decay_epochs = schedule.decay_epochs or run_config.epochs - schedule.warmup_epochs
     return {
         "lars_opt_base_learning_rate": schedule.base_lr,
         "lars_opt_end_learning_rate": schedule.end_lr,
         "lars_opt_learning_rate_decay_poly_power": schedule.power,
-        "lars_opt_learning_rate_decay_steps": round(decay_epochs * run.job["steps_per_epoch"]),
+        "lars_opt_learning_rate_decay_steps": round(
+            decay_epochs(schedule, epochs=run_config.epochs) * run.job["steps_per_epoch"]
+        ),
         "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
         "lars_epsilon": optimizer.eps,
         "lars_opt_momentum": optimizer.momentum,

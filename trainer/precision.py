@@ -44,7 +44,9 @@ class Precision:
         self._clip_norm = clip_norm
         self._scale: LossScale | Unscaled = Unscaled() if scaling is None else LossScale(scaling, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
-        self._norm = torch.zeros((), device=device)  # of the last step's gradients
+        self._is_decided_by_norm = scaling is not None or clip_norm is not None
+        self._norm: Tensor | None = None
+        """Of the last step's gradients, where it was needed: they stay until the next step, so a report can tell."""
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -67,29 +69,34 @@ class Precision:
         optimizer that is not fused.
         """
         self.weights.fetch_grads_()
-        grads = grads_of(self.masters.values())
-        norm, divisor = torch.linalg.vector_norm(self.weights.norms(grads)), self._scale.divisor
-        skip = self._scale.judge_(norm, failed=self._never if skip_1 is None else skip_1.view(()))
-        if divisor is not None:
-            norm = norm / divisor
-        if self._clip_norm is not None:
-            shortening = clip_divisor(norm, largest=self._clip_norm)
-            divisor = shortening if divisor is None else divisor * shortening
-        step_or_skip_(optimizer, grads, divisor=divisor, skip=skip)
-        self._norm = norm
+        skip, divisor = self._never if skip_1 is None else skip_1.view(()), self._scale.divisor
+        self._norm = None
+        if self._is_decided_by_norm:
+            norm = self._total_norm()
+            skip = self._scale.judge_(norm, failed=skip)
+            self._norm = norm if divisor is None else norm / divisor
+            if self._clip_norm is not None:
+                shortening = clip_divisor(self._norm, largest=self._clip_norm)
+                divisor = shortening if divisor is None else divisor * shortening
+        step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
         self.write_half_()
+
+    def _total_norm(self) -> Tensor:
+        """L2, of the gradients of all masters. Collective where they are shared out."""
+        return torch.linalg.vector_norm(self.weights.norms(grads_of(self.masters.values())))
 
     def write_half_(self) -> None:
         """Round the masters into the model's half-precision weights."""
         self.weights.publish_()
 
+    @torch.no_grad()
     def figures(self) -> dict[str, float | None]:
         """What a report states of the last step, on all ranks alike. Collective; waits for the device.
 
         grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
         gradients, the elements that are 0 or have lost digits; None in fp32.
         """
-        norm = float(self._norm)
+        norm = float(self._total_norm() if self._norm is None else self._norm)
         return {
             **self._scale.figures(),
             "underflow_fraction": underflow_fraction(self.weights.half_grads(), sum_parts=self.weights.sum_parts),

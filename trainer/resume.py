@@ -107,13 +107,17 @@ def is_of(path: Path, *, run: RunDir) -> bool:
 
 def evaluations_before(state: dict[str, Any], samples: str | None) -> dict[int, dict[str, Any]]:
     """What the evaluations of a checkpoint's run found, by step, oldest first; of other data, they say nothing."""
-    records = state.get("evaluations", []) if state.get("samples", samples) == samples else []
-    return {record["step"]: record for record in records}
+    return {record["step"]: record for record in state.get("evaluations", []) if is_of_pictures(state, samples)}
 
 
 def skipped_before(state: dict[str, Any], samples: str | None) -> dict[str, str]:
     """Bad pictures that a checkpoint's run had met; of other pictures than samples tells of, they say nothing."""
-    return dict(state.get("skipped", {})) if state.get("samples", samples) == samples else {}
+    return dict(state.get("skipped", {})) if is_of_pictures(state, samples) else {}
+
+
+def is_of_pictures(state: dict[str, Any], samples: str | None) -> bool:
+    """The checkpoint's run saw the pictures of that digest, as far as it tells: older ones do not."""
+    return bool(state.get("samples", samples) == samples)
 
 
 def require_same_samples(old: str, new: str) -> None:
@@ -128,7 +132,7 @@ def require_same_samples(old: str, new: str) -> None:
 
 def require_same_pictures(state: dict[str, Any], samples: str | None, *, root: str) -> None:
     """Raise CheckpointError where pictures came, went or changed their class: the order of an epoch is another one."""
-    if state.get("samples", samples) != samples:  # older checkpoints do not tell
+    if not is_of_pictures(state, samples):
         raise CheckpointError(
             f"the training pictures in {root} are not those of the run folder's checkpoint: some were added, removed "
             "or given another class. Bring them back, choose another run.directory, or name the checkpoint to start "

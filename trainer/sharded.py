@@ -1,6 +1,6 @@
 """The sharded update: each rank updates its part of every fusion buffer, and keeps the state of that part alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.fusion import FusionPlan
 from bigbatch.comm.parts import gathering, own_part
-from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.reducer import GradientReducer, dense_strides
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.precision import Precision
 
 STEP = "step"
 """What optimizers call the one part of a parameter's state that is no tensor of the parameter's shape."""
@@ -96,7 +97,7 @@ class ShardedWeights:
         """A tensor whole, in whole buffers, with its parameter's strides."""
         parameter = self._parameters[name]
         piece = self._pieces[name]
-        return buffers[piece.buffer].as_strided(parameter.size(), _strides(parameter), piece.first)
+        return buffers[piece.buffer].as_strided(parameter.size(), dense_strides(parameter), piece.first)
 
     def _master(self, name: str) -> Tensor:
         piece = self._pieces[name]
@@ -160,7 +161,7 @@ class ShardedWeights:
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's elements of a whole tensor."""
         parameter, piece = self._parameters[name], self._pieces[name]
-        like = torch.empty_strided(parameter.size(), _strides(parameter), dtype=whole.dtype, device=whole.device)
+        like = torch.empty_strided(parameter.size(), dense_strides(parameter), dtype=whole.dtype, device=whole.device)
         flat_N = like.copy_(whole).as_strided((whole.numel(),), (1,))
         return flat_N[piece.offset : piece.offset + piece.stop - piece.start]
 
@@ -222,9 +223,20 @@ def _require_shares(plan: FusionPlan, *, world_size: int) -> None:
         )
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Its own, or dense ones where it has gaps: as the reducer lays out gradients."""
-    return torch.empty_like(parameter, device="meta").stride()
+def shard_update(
+    model: nn.Module,
+    precision: Precision,
+    reducer: GradientReducer,
+    communicator: Communicator,
+    *,
+    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """The optimizer over this rank's share, which precision then holds. make_optimizer: from masters. Collective."""
+    shards = ShardedWeights(model, precision.masters, reducer, communicator)
+    precision.weights = shards
+    optimizer = make_optimizer(shards.masters)
+    shards.attach(optimizer)
+    return optimizer
 
 
 def _names(state_dict: Mapping[str, Any]) -> dict[int, str]:

@@ -1,10 +1,23 @@
 """Signals that ask a run to stop: noted at once, acted on by all ranks together."""
 
 import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C; scancel and preemption; the warning before a time limit, and what `bigbatch launch` sends."""
+
+
+@contextmanager
+def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """These signals go to the handler meanwhile. In the main thread only."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
 
 
 class StopRequest:

@@ -37,6 +37,18 @@ def introduction(
     ]
 
 
+def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:
+    """What the config does not tell of a job."""
+    return {
+        "world_size": communicator.world_size,
+        "device": device_name(communicator.device),
+        "accumulation_steps": plan.accumulation_steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "train_samples": num_train,
+        "eval_samples": num_val,
+    }
+
+
 def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
     """The line that says whose updates these are, where they are not those of the ranks of the job."""
     if virtual_ranks is None:

@@ -31,7 +31,7 @@ from bigbatch.trainer.run_output import RunOutput
 from bigbatch.trainer.rundir import RunDir
 from bigbatch.trainer.stage_data import stage_data
 from bigbatch.trainer.stopping import METRICS, reason_to_end
-from bigbatch.trainer.summary import device_name, introduction
+from bigbatch.trainer.summary import describe_job, introduction
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and saved a checkpoint."""
@@ -85,6 +85,7 @@ class _Run:
 
     def run(self) -> int:
         """Train to the end or to a stop signal; the exit code."""
+        num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
         hooks = Hooks(
             self._report,
             self._evaluate,
@@ -96,8 +97,17 @@ class _Run:
         try:
             if self.is_first:
                 self.output.open_folder(self.parts, self.start)
-                self.output.log("start", {"step": self.plan.first_step, "job": self._describe_job()})
-            self._introduce()
+                job = describe_job(self.communicator, plan=self.plan, num_train=num_train, num_val=num_val)
+                self.output.log("start", {"step": self.plan.first_step, "job": job})
+            for line in introduction(
+                self.config,
+                self.parts,
+                plan=self.plan,
+                num_train=num_train,
+                num_val=num_val,
+                placement=self.placement,
+            ):
+                self.output.say(line)
             caught_up = self._catch_up()
             self._end_where_finished()
             self._measure_input()
@@ -145,28 +155,6 @@ class _Run:
             if self.is_first:
                 self.rundir.write_text(self.rundir.timeline, trace)
                 self.output.say(f"timeline: open {self.rundir.timeline} in https://ui.perfetto.dev")
-
-    def _describe_job(self) -> dict[str, Any]:
-        """What the config does not tell of this job."""
-        return {
-            "world_size": self.communicator.world_size,
-            "device": device_name(self.communicator.device),
-            "accumulation_steps": self.plan.accumulation_steps,
-            "steps_per_epoch": self.plan.steps_per_epoch,
-            "train_samples": self.train_split.num_samples,
-            "eval_samples": self.eval_split.num_samples,
-        }
-
-    def _introduce(self) -> None:
-        for line in introduction(
-            self.config,
-            self.parts,
-            plan=self.plan,
-            num_train=self.train_split.num_samples,
-            num_val=self.eval_split.num_samples,
-            placement=self.placement,
-        ):
-            self.output.say(line)
 
     def _measure_input(self) -> None:
         self.input = measure_input(

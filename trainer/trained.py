@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.config_file import load_config, load_run_config
 from bigbatch.trainer.errors import CheckpointError
 from bigbatch.trainer.rundir import RunDir
 
@@ -31,7 +31,7 @@ def trained_parser(prog: str, *, description: str) -> ArgumentParser:
 def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Config, Path]:
     """The parsed command line, the config and where the weights are.
 
-    Raises: CheckpointError; ConfigError; SystemExit for a command line that makes no sense.
+    Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for a command line that makes no sense.
     """
     arguments, overrides = parser.parse_known_args(_joined(argv))
     overrides = [*_batch_alone(overrides), *overrides]
@@ -44,9 +44,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     if arguments.config is not None or arguments.weights is not None:
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     rundir = RunDir(arguments.run)
-    if not rundir.config.is_file():
-        raise CheckpointError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
-    config = load_config(["--config", str(rundir.config), *overrides], prog=parser.prog)
+    config = load_run_config(rundir, overrides, prog=parser.prog)
     return arguments, config, arguments.checkpoint or _best_path(rundir)
 
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.loss_scale import Scaling
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
 from bigbatch.trainer.precision import Precision
-from bigbatch.trainer.sharded import ShardedWeights
+from bigbatch.trainer.sharded import ShardedWeights, shard_update
 
 ADAPTIVE = {"betas": (0.9, 0.99), "eps": 1e-6}
 HEAVY = {"momentum": 0.9, "nesterov": True}
@@ -84,15 +85,15 @@ def start(name: str, precision_name: str, communicator: Communicator, *, sharded
     precision = Precision(model, name=precision_name, device=communicator.device, scaling=scaling)
     sizes = {"threshold_bytes": 400, "buffer_bytes": 300}
     reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=sharded, **sizes)
-    if sharded:
-        shards = ShardedWeights(model, precision.masters, reducer, communicator)
-        precision.weights = shards
     settings, lr = OPTIMIZERS[name]
-    optimizer = MAKERS[name](
-        SimpleNamespace(**settings), param_groups(model, weight_decay=0.01, substitute=precision.masters), lr
-    )
+
+    def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        return MAKERS[name](SimpleNamespace(**settings), param_groups(model, weight_decay=0.01, substitute=masters), lr)
+
     if sharded:
-        shards.attach(optimizer)
+        optimizer = shard_update(model, precision, reducer, communicator, make_optimizer=make)
+    else:
+        optimizer = make(precision.masters)
     return Run(model, precision, reducer, optimizer, communicator)
 
 

@@ -1,5 +1,7 @@
 """Weights, gradients and scaled steps for the tests of optimizers."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +29,46 @@ def clones(tensors):
 
 def assert_same_bits(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def assert_state_dict_resumes(make, *, resumed_as, states):
+    """Five steps, a copy by its state_dict into an optimizer of other settings, and five more steps of both."""
+    weights = random_weights()
+    optimizer = make(weights)
+    for seed in range(5):
+        set_random_grads(weights, seed=seed)
+        optimizer.step()
+    resumed_weights = [w.requires_grad_() for w in clones(weights)]
+    resumed = resumed_as(resumed_weights)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(5, 10):
+        for tensors, each in ((weights, optimizer), (resumed_weights, resumed)):
+            set_random_grads(tensors, seed=seed)
+            each.step()
+    assert_same_bits(resumed_weights, weights)
+    assert_same_bits(states(resumed), states(optimizer))
+
+
+def assert_memory_format_changes_nothing(make, *, state_names):
+    """Of the weight, its gradient and its state."""
+
+    def final_weight(weight_format, grad_format, state_format):
+        weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+        weight = weight.to(memory_format=weight_format).requires_grad_()
+        optimizer = make([weight])
+        for seed in range(3):
+            set_random_grads([weight], seed=seed)
+            weight.grad = weight.grad.to(memory_format=grad_format)
+            optimizer.step()
+            state = optimizer.state[weight]
+            for name in state_names:
+                state[name] = state[name].to(memory_format=state_format)
+        return weight.detach().contiguous()
+
+    plain, last = torch.contiguous_format, torch.channels_last
+    expected = final_weight(plain, plain, plain)
+    for formats in ((last, last, last), (plain, last, last), (last, plain, plain), (last, last, plain)):
+        torch.testing.assert_close(final_weight(*formats), expected, rtol=1e-5, atol=1e-6)
 
 
 def scaled_step(scaler, optimizer, weights, *, seed, poison=None, unscale_first=False):

@@ -1,7 +1,7 @@
 """LAMB against a float64 oracle written from its formula, timm's, torch's AdamW, and its promises to torch.amp."""
 
-import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +9,9 @@ import torch
 from optimizer_steps import (
     DEVICES,
     OpNames,
+    assert_memory_format_changes_nothing,
     assert_same_bits,
+    assert_state_dict_resumes,
     clones,
     random_weights,
     scaled_step,
@@ -107,20 +109,9 @@ def test_without_adaptation_it_is_adamw():
 
 
 def test_state_dict_resumes_bit_for_bit():
-    weights = random_weights()
-    optimizer = LAMB(weights, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01)
-    for seed in range(5):
-        set_random_grads(weights, seed=seed)
-        optimizer.step()
-    resumed_weights = [w.requires_grad_() for w in clones(weights)]
-    resumed = LAMB(resumed_weights, lr=1.0)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for seed in range(5, 10):
-        for tensors, each in ((weights, optimizer), (resumed_weights, resumed)):
-            set_random_grads(tensors, seed=seed)
-            each.step()
-    assert_same_bits(resumed_weights, weights)
-    assert_same_bits(states(resumed), states(optimizer))
+    assert_state_dict_resumes(
+        partial(LAMB, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01), resumed_as=partial(LAMB, lr=1.0), states=states
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,23 +158,9 @@ def test_overflow_counted_on_two_devices_skips():
 
 
 def test_memory_format_changes_nothing():
-    def final_weight(weight_format, grad_format, state_format):
-        weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
-        weight = weight.to(memory_format=weight_format).requires_grad_()
-        optimizer = LAMB([weight], lr=0.1, weight_decay=1e-4)
-        for seed in range(3):
-            set_random_grads([weight], seed=seed)
-            weight.grad = weight.grad.to(memory_format=grad_format)
-            optimizer.step()
-            for name in ("exp_avg", "exp_avg_sq"):
-                state = optimizer.state[weight]
-                state[name] = state[name].to(memory_format=state_format)
-        return weight.detach().contiguous()
-
-    plain, last = torch.contiguous_format, torch.channels_last
-    expected = final_weight(plain, plain, plain)
-    for formats in ((last, last, last), (plain, last, last), (last, plain, plain), (last, last, plain)):
-        torch.testing.assert_close(final_weight(*formats), expected, rtol=1e-5, atol=1e-6)
+    assert_memory_format_changes_nothing(
+        partial(LAMB, lr=0.1, weight_decay=1e-4), state_names=("exp_avg", "exp_avg_sq")
+    )
 
 
 def test_parameters_without_gradient_stay_and_count_no_step():

@@ -1,8 +1,8 @@
 """LARS against a float64 oracle written from its formula, torch's SGD, and its promises to torch.amp."""
 
-import copy
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,9 @@ import torch
 from optimizer_steps import (
     DEVICES,
     OpNames,
+    assert_memory_format_changes_nothing,
     assert_same_bits,
+    assert_state_dict_resumes,
     clones,
     random_weights,
     scaled_step,
@@ -129,20 +131,8 @@ def test_without_adaptation_it_is_sgd(form, momentum, nesterov):
 
 
 def test_state_dict_resumes_bit_for_bit():
-    weights = random_weights()
-    optimizer = LARS(weights, lr=3.0, weight_decay=1e-4, momentum_form="lr_outside", nesterov=True)
-    for seed in range(5):
-        set_random_grads(weights, seed=seed)
-        optimizer.step()
-    resumed_weights = [w.requires_grad_() for w in clones(weights)]
-    resumed = LARS(resumed_weights, lr=1.0)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for seed in range(5, 10):
-        for tensors, each in ((weights, optimizer), (resumed_weights, resumed)):
-            set_random_grads(tensors, seed=seed)
-            each.step()
-    assert_same_bits(resumed_weights, weights)
-    assert_same_bits(momenta(resumed), momenta(optimizer))
+    settings = {"weight_decay": 1e-4, "momentum_form": "lr_outside", "nesterov": True}
+    assert_state_dict_resumes(partial(LARS, lr=3.0, **settings), resumed_as=partial(LARS, lr=1.0), states=momenta)
 
 
 def test_added_group_equals_a_group_from_the_start():
@@ -193,22 +183,7 @@ def test_closure_runs_with_gradients_on_and_its_loss_returns():
 
 
 def test_memory_format_changes_nothing():
-    def final_weight(weight_format, grad_format, state_format):
-        weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
-        weight = weight.to(memory_format=weight_format).requires_grad_()
-        optimizer = LARS([weight], lr=3.0, weight_decay=1e-4)
-        for seed in range(3):
-            set_random_grads([weight], seed=seed)
-            weight.grad = weight.grad.to(memory_format=grad_format)
-            optimizer.step()
-            buffer = optimizer.state[weight]["momentum_buffer"]
-            optimizer.state[weight]["momentum_buffer"] = buffer.to(memory_format=state_format)
-        return weight.detach().contiguous()
-
-    plain, last = torch.contiguous_format, torch.channels_last
-    expected = final_weight(plain, plain, plain)
-    for formats in ((last, last, last), (plain, last, last), (last, plain, plain), (last, last, plain)):
-        torch.testing.assert_close(final_weight(*formats), expected, rtol=1e-5, atol=1e-6)
+    assert_memory_format_changes_nothing(partial(LARS, lr=3.0, weight_decay=1e-4), state_names=("momentum_buffer",))
 
 
 @pytest.mark.parametrize("device", DEVICES)

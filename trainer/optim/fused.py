@@ -44,6 +44,54 @@ def overflow_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> Ten
     return None if found_inf is None else (found_inf > 0).to(device, torch.float32, non_blocking=True).view(())
 
 
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What step() returns: the closure's loss, with gradients on."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def drop_last_group_if(optimizer: torch.optim.Optimizer, problem: str | None) -> None:
+    """Leave the optimizer as it was before its newest group, and raise ValueError, where there is a problem with it."""
+    if problem:
+        optimizer.param_groups.pop()
+        raise ValueError(problem)
+
+
+def one_where_a_norm_is_zero(ratios_N: Tensor, *norms: Tensor) -> Tensor:
+    """The trust ratios of tensors with these norms."""
+    has_both_N = (norms[0] > 0) & (norms[1] > 0)
+    return torch.where(has_both_N, ratios_N, torch.ones_like(ratios_N))
+
+
+def write_(
+    weights: list[Tensor],
+    updates: list[Tensor],
+    momenta: list[Tensor],
+    *,
+    lr: float,
+    overflow: Tensor | None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> None:
+    """The kernel of SGD(fused=True): momentum and weights in one pass, and where overflow is 1 no write at all."""
+    torch._fused_sgd_(
+        weights,
+        updates,
+        momenta,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+        found_inf=overflow,
+    )
+
+
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
     """tensor in weight's strides: the fused kernels walk raw memory and on CPU do not check."""
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)

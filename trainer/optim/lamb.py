@@ -9,12 +9,16 @@ from torch import Tensor
 from bigbatch.trainer.optim.fused import (
     Norms,
     by_device_and_dtype,
+    drop_last_group_if,
     laid_out_like,
+    loss_of,
     norms_of,
+    one_where_a_norm_is_zero,
     overflow_flag,
     problem_with_number,
     problem_with_weights,
     unscaled_grads,
+    write_,
 )
 
 
@@ -55,9 +59,7 @@ class LAMB(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
         super().add_param_group(param_group)
-        if problem := _problem_with(self.param_groups[-1]):
-            self.param_groups.pop()
-            raise ValueError(problem)
+        drop_last_group_if(self, _problem_with(self.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -65,10 +67,7 @@ class LAMB(torch.optim.Optimizer):
 
         Raises: ValueError for a gradient that is not dense.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
                 self._update_(weights, group)
@@ -81,22 +80,8 @@ class LAMB(torch.optim.Optimizer):
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         if group["adapt"]:
             w_N, u_N = self.norms([*weights, *updates]).view(2, -1)
-            ratios_N = torch.where((w_N > 0) & (u_N > 0), w_N / u_N, torch.ones_like(w_N))
-            torch._foreach_mul_(updates, ratios_N.unbind())
-        # a kernel that on overflow writes nothing at all
-        torch._fused_sgd_(
-            weights,
-            updates,
-            [],
-            weight_decay=0.0,
-            momentum=0.0,
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            found_inf=overflow,
-        )
+            torch._foreach_mul_(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N).unbind())
+        write_(weights, updates, [], lr=group["lr"], overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any], overflow: Tensor | None) -> list[Tensor]:
         """Adam's bias-corrected directions; the moments and step counts move on.

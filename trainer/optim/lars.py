@@ -9,12 +9,16 @@ from torch import Tensor
 from bigbatch.trainer.optim.fused import (
     Norms,
     by_device_and_dtype,
+    drop_last_group_if,
     laid_out_like,
+    loss_of,
     norms_of,
+    one_where_a_norm_is_zero,
     overflow_flag,
     problem_with_number,
     problem_with_weights,
     unscaled_grads,
+    write_,
 )
 
 MOMENTUM_FORMS = ("lr_inside", "lr_outside")
@@ -36,7 +40,7 @@ def trust_ratios(
     """trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), one per tensor; 1 where |w| or |g| is 0."""
     w_N, g_N = norms([*weights, *grads]).view(2, -1)
     ratios_N = trust_coefficient * w_N / (g_N + weight_decay * w_N + eps)
-    return torch.where((w_N > 0) & (g_N > 0), ratios_N, torch.ones_like(ratios_N))
+    return one_where_a_norm_is_zero(ratios_N, w_N, g_N)
 
 
 class LARS(torch.optim.Optimizer):
@@ -90,9 +94,7 @@ class LARS(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
         super().add_param_group(param_group)
-        if problem := _problem_with(self.param_groups[-1]):
-            self.param_groups.pop()
-            raise ValueError(problem)
+        drop_last_group_if(self, _problem_with(self.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -100,10 +102,7 @@ class LARS(torch.optim.Optimizer):
 
         Raises: ValueError for a gradient that is not dense.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
                 # norms over ranks are collective: as many on each rank, whatever its parts
@@ -117,19 +116,21 @@ class LARS(torch.optim.Optimizer):
         grads = unscaled_grads(self, weights)
         updates = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         torch._foreach_mul_(updates, self._scales(weights, grads, group).unbind())
-        self._fused_sgd_(weights, updates, self._momenta(weights, group), group, weight_decay=0.0)
+        overflow = overflow_flag(self, weights[0].device)
+        write_(weights, updates, self._momenta(weights, group), overflow=overflow, **_writing(group))
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """The same for what its cache holds at a time: reading scales costs nothing here, memory traffic does."""
+        overflow, writing = overflow_flag(self, weights[0].device), _writing(group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)
             scales = self._scales(some_weights, grads, group).tolist()
             momenta = self._momenta(some_weights, group)
             columns = (some_weights, grads, momenta) if momenta else (some_weights, grads)
             for scale, *tensors in zip(scales, *columns, strict=True):
+                decay = group["weight_decay"] * scale
                 for weight, grad, *momentum in _pieces(tensors):
-                    decay = group["weight_decay"] * scale
-                    self._fused_sgd_([weight], [grad * scale], momentum, group, weight_decay=decay)
+                    write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
 
     def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
         """What multiplies each decayed gradient before it meets the momentum."""
@@ -138,30 +139,6 @@ class LARS(torch.optim.Optimizer):
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
         settings = {key: group[key] for key in ("weight_decay", "trust_coefficient", "eps")}
         return trust_ratios(weights, grads, norms=self.norms, **settings) * inner
-
-    def _fused_sgd_(
-        self,
-        weights: list[Tensor],
-        updates: list[Tensor],
-        momenta: list[Tensor],
-        group: dict[str, Any],
-        *,
-        weight_decay: float,
-    ) -> None:
-        """The kernel of SGD(fused=True): momentum and weights in one pass, and on overflow no write at all."""
-        torch._fused_sgd_(
-            weights,
-            updates,
-            momenta,
-            weight_decay=weight_decay,
-            momentum=group["momentum"],
-            lr=1.0 if group["momentum_form"] == "lr_inside" else group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-            is_first_step=False,
-            found_inf=overflow_flag(self, weights[0].device),
-        )
 
     def _momenta(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """The buffers; none without momentum."""
@@ -173,6 +150,12 @@ class LARS(torch.optim.Optimizer):
             buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
             self.state[w]["momentum_buffer"] = buffer
         return [self.state[w]["momentum_buffer"] for w in weights]
+
+
+def _writing(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the kernel that ends a step."""
+    lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
+    return {"lr": lr, "momentum": group["momentum"], "nesterov": group["nesterov"]}
 
 
 def _portions(weights: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -16,7 +16,7 @@ from types import FrameType
 
 from bigbatch.comm.environ import visible_gpus
 from bigbatch.trainer.errors import TuneError
-from bigbatch.trainer.signals import STOP_SIGNALS
+from bigbatch.trainer.signals import STOP_SIGNALS, handling
 from bigbatch.trainer.tune import report
 from bigbatch.trainer.tune.experiment import Experiment, Search, make_experiment
 from bigbatch.trainer.tune.folder import StudyFolder, alone_in, enter, require_own
@@ -151,9 +151,5 @@ def noting_stops() -> Iterator[list[str]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(signal.Signals(number).name)
 
-    previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
+    with handling(STOP_SIGNALS, note):
         yield came
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
