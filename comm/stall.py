@@ -79,7 +79,7 @@ class StallInspector:
             flagged not in self._said
             and (pending is None or pending.number < flagged)
             and not self._has_passed(flagged)
-            and str(self._control.rank) in self._control.store.get(f"bigbatch/stall/{flagged}/of").decode().split()
+            and self._is_for(flagged, self._control.rank)
         ):
             self._said.add(flagged)
             label = self._control.store.get(f"bigbatch/stall/{flagged}/label").decode()
@@ -95,8 +95,16 @@ class StallInspector:
         """Write down, once, that this rank waits in the operation."""
         if self._noted is None or self._noted.number != pending.number:
             self._noted, self._noted_at = pending, time.monotonic()
-            key = f"bigbatch/stall/{pending.number}/ranks"
-            self._control.store.append(key, f"{self._control.rank} ")  # type: ignore[attr-defined]
+            key = f"bigbatch/stall/{pending.number}"
+            self._control.store.append(f"{key}/ranks", f"{self._control.rank} ")  # type: ignore[attr-defined]
+            # another group may have raised the flag: each counts its operations, and they have the same numbers
+            if not self._is_for(pending.number, self._control.rank):
+                of = "".join(f" {rank}" for rank in self._ranks_of(pending))
+                self._control.store.append(f"{key}/of", of)  # type: ignore[attr-defined]
+
+    def _is_for(self, number: int, rank: int) -> bool:
+        """The flagged operation has that rank, as far as it is known."""
+        return str(rank) in self._control.store.get(f"bigbatch/stall/{number}/of").decode().split()
 
     def _name_the_late(self, pending: Pending, seconds: float) -> str:
         here = {int(rank) for rank in self._control.store.get(f"bigbatch/stall/{pending.number}/ranks").split()}

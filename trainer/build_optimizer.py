@@ -41,9 +41,12 @@ def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:
 
 def optimizer_notes(settings: OptimizerConfig) -> list[str]:
     """What the log says of an optimizer."""
-    if not is_foreign(settings.name):
-        return []
-    return [f"{settings.name} knows nothing of skipped updates: the host waits for the device once a step to tell it"]
+    notes = []
+    if is_foreign(settings.name):
+        notes += [f"{settings.name} knows nothing of skipped updates: the host waits for the device every step"]
+    if settings.sharded:
+        notes += ["sharded update: gradients travel by reduce-scatter, weights by all-gather, not by comm.algorithm"]
+    return notes
 
 
 def _make_lars(settings: OptimizerConfig, groups: Groups, lr: float) -> torch.optim.Optimizer:

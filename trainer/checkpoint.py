@@ -70,7 +70,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises: CheckpointError naming the path and the newest intact checkpoint beside it.
     """
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_text())
+        manifest = read_manifest(path)
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, not {FORMAT}")
         size = (path / STATE_FILE).stat().st_size
@@ -84,11 +84,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} is not readable: {reason}{_other(path)}") from error
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises: OSError; ValueError."""
+    return dict(json.loads((path / MANIFEST_FILE).read_text()))
+
+
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
     """Around code that puts a loaded state into a model or optimizer. Raises: CheckpointError where it does not fit."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
@@ -99,7 +106,7 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
     found = []
     for path in (p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()):
         try:
-            manifest = json.loads((path / MANIFEST_FILE).read_text())
+            manifest = read_manifest(path)
             found.append(Checkpoint(path, int(manifest["step"]), manifest["top1"]))
         except (OSError, ValueError, KeyError, TypeError):
             found.append(Checkpoint(path, int(path.name.removeprefix("step-")), None))
@@ -165,7 +172,7 @@ def _other(path: Path) -> str:
         if other.path == path:
             continue
         try:
-            manifest = json.loads((other.path / MANIFEST_FILE).read_text())
+            manifest = read_manifest(other.path)
             if (other.path / STATE_FILE).stat().st_size == manifest["bytes"]:
                 return f"; go on from another one with --run.resume {other.path}"
         except (OSError, ValueError, KeyError):

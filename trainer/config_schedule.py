@@ -22,7 +22,7 @@ def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> None:
     """Raise ConfigError where the schedule contradicts itself or a run of so many epochs."""
     warmup = schedule.warmup_epochs
     if warmup > epochs:
-        raise ConfigError(f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}")
+        raise ConfigError(f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}: give at most that")
     if schedule.end_lr is not None and schedule.end_lr > schedule.base_lr:
         raise ConfigError(
             f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"

@@ -302,7 +302,7 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
         "exposed_communication_fraction": exposed / seconds,
     }
     loop.hooks.on_report(record)
-    parts.precision.require_progress(done)
+    parts.precision.require_progress(done, is_last=done == loop.plan.num_steps)
     if num_skipped:
         tell_skipped(done, loop)
     return stops > 0

@@ -70,7 +70,7 @@ class Unscaled:
         """What a report states."""
         return {"loss_scale": 1.0, "overflow_steps": 0}
 
-    def require_progress(self, done: int) -> None:
+    def require_progress(self, done: int, *, is_last: bool) -> None:
         """Nothing is skipped."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,10 +117,13 @@ class LossScale:
         """What a report states. Waits for the device."""
         return {"loss_scale": float(self.state.scale), "overflow_steps": int(self.state.overflow_steps)}
 
-    def require_progress(self, done: int) -> None:
-        """Raise TrainingDiverged where every one of many steps overflowed. Waits for the device."""
+    def require_progress(self, done: int, *, is_last: bool) -> None:
+        """Raise TrainingDiverged where every one of many steps overflowed, or of all that a run had.
+
+        Waits for the device.
+        """
         num = int(self.state.overflows_in_a_row)
-        if num < MOST_OVERFLOWS_IN_A_ROW:
+        if num < MOST_OVERFLOWS_IN_A_ROW and not (is_last and num == done):
             return
         scale = float(self.state.scale)
         lower = "" if scale == SMALLEST_SCALE else f"set optimizer.loss_scale below {scale:g}, "

@@ -103,9 +103,9 @@ class Precision:
             "grad_norm": norm if math.isfinite(norm) else None,
         }
 
-    def require_progress(self, done: int) -> None:
-        """Raise TrainingDiverged where no loss scale helps any more. Waits for the device."""
-        self._scale.require_progress(done)
+    def require_progress(self, done: int, *, is_last: bool) -> None:
+        """Raise TrainingDiverged where no loss scale helps any more. is_last: the run ends. Waits for the device."""
+        self._scale.require_progress(done, is_last=is_last)
 
     def is_finite(self) -> bool:
         """Every weight is a number. Waits for the device."""

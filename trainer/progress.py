@@ -148,7 +148,7 @@ def describe(record: dict[str, Any]) -> str:
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
         f"input wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed communication {100 * record['exposed_communication_fraction']:.1f}%"
+        f"exposed communication {100 * record['exposed_communication_fraction']:.1f}%{describe_overflow(record)}"
     )
 
 
@@ -157,8 +157,13 @@ def describe_briefly(record: dict[str, Any]) -> str:
     return (
         f"loss {record['loss']:.3f}  {record['images_per_second']:,.0f} images/s  "
         f"wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed {100 * record['exposed_communication_fraction']:.1f}%"
+        f"exposed {100 * record['exposed_communication_fraction']:.1f}%{describe_overflow(record)}"
     )
+
+
+def describe_overflow(record: dict[str, Any]) -> str:
+    """Updates that fp16 overflow made a run skip so far; nothing where there was none."""
+    return f"  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else ""
 
 
 def describe_evaluation(record: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint, restoring
+from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint, read_manifest, restoring
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import as_yaml, dump_config
 from bigbatch.trainer.errors import CheckpointError
@@ -36,9 +36,20 @@ class Start:
     """What the run's evaluations had found, by step, oldest first."""
     gradient_order: str | None
     """A name per line; it decides how sums are rounded."""
+    sha256: str | None
+    """Of the checkpoint's bytes: nodes that share no disk may hold others under the same name."""
 
 
-ANEW = Start(path=None, step=0, owes_evaluation=False, skipped={}, config=None, evaluations={}, gradient_order=None)
+ANEW = Start(
+    path=None,
+    step=0,
+    owes_evaluation=False,
+    skipped={},
+    config=None,
+    evaluations={},
+    gradient_order=None,
+    sha256=None,
+)
 
 
 def find_start(config: Config, rundir: RunDir, *, samples: str | None) -> tuple[Start, dict[str, Any]]:
@@ -62,6 +73,7 @@ def find_start(config: Config, rundir: RunDir, *, samples: str | None) -> tuple[
         config=state["config"],
         evaluations=evaluations_before(state, samples) if is_of(path, run=rundir) else {},
         gradient_order=state.get("gradient_order"),
+        sha256=read_manifest(path)["sha256"],
     )
     return start, state
 

@@ -37,8 +37,10 @@ class RunOutput:
     def open_folder(self, parts: Parts, start: Start) -> None:
         """All that is written before the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
-        num_moments = 1 if config.optimizer.betas is None else 2
-        num_copies = 1 + num_moments + (config.optimizer.ema_decay is not None)
+        optimizer = config.optimizer
+        has_two = optimizer.betas is not None or "." in optimizer.name  # others' may have more, and seldom less
+        num_moments = 2 if has_two else 1
+        num_copies = 1 + num_moments + (optimizer.ema_decay is not None)
         one_checkpoint = 4 * num_copies * sum(p.numel() for p in parts.model.parameters())
         num_kept = config.run.keep_checkpoints + 2  # the best, and the one that is being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)

@@ -144,8 +144,9 @@ class ShardedWeights:
         return self._communicator.sum_(counts_N, label="all-reduce of counts")
 
     def is_finite(self) -> bool:
-        """All ranks have the same model."""
-        return all(bool(p.isfinite().all()) for p in self._parameters.values())
+        """Of the masters, as without shares. Collective."""
+        odd_N = torch.stack([~full_M.isfinite().all() for full_M in self._full])
+        return not self.sum_parts(odd_N.double()).any()
 
     def whole(self) -> dict[str, Tensor]:
         """Every master, gathered, on the host. Collective."""

@@ -96,7 +96,7 @@ def make_summary(
         "skipped_pictures": len(skipped),
         "skipped": list(skipped.values()),
         "backend": communicator.backend.name,
-        "algorithm": communicator.algorithm,
+        "algorithm": "reduce-scatter" if config.optimizer.sharded else communicator.algorithm,
         "loader": config.data.loader,
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),

@@ -65,7 +65,7 @@ class _Run:
         # the state is not kept: it is as large as the model and its momentum
         self.start, state = find_start(config, self.rundir, samples=self.samples)
         start = self.start
-        communicator.agree("the checkpoint to resume from", str(start.path))
+        communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
         self.evaluations = dict(start.evaluations)
         """What the run's evaluations found, by step."""
         self.plan: Plan = build.make_plan(

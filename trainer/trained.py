@@ -69,6 +69,8 @@ def _batch_alone(overrides: Sequence[str]) -> list[str]:
         f"--batch.global_batch_size={given[-1]}",
         f"--batch.bn_span={given[-1]}",
         "--batch.virtual_ranks=null",
+        "--augment.mixup_alpha=0",
+        "--augment.cutmix_alpha=0",
     ]
 
 

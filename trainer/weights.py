@@ -31,7 +31,10 @@ def load_weights_(model: nn.Module, path: Path, *, config: Config) -> None:
     if _is_ours(state):
         _require_same_model(state["config"], config, path=path)
         state = evaluated_weights(state)
-    model.load_state_dict(from_foreign(state, model, source=str(path)))
+    weights = from_foreign(state, model, source=str(path))
+    if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(f"{path}: {odd[0]} holds values that are no numbers: name weights of an earlier step")
+    model.load_state_dict(weights)
 
 
 def digest(model: nn.Module) -> str:

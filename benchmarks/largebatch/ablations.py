@@ -1,6 +1,7 @@
 """The ablations of Jia et al. 2018 in miniature: what large batches cost, and what LARS, decay and precision change.
 
-    python benchmarks/largebatch/ablations.py --dataset cifar10 --form short --archives downloads \\
+    bigbatch data prepare cifar10 data/cifar10
+    python benchmarks/largebatch/ablations.py --dataset cifar10 --form short --data data/cifar10 \\
         --out benchmarks/results/ablations-cifar10-short.json
 
 For each batch LARS, Nesterov and plain SGD get the same number of trials for their learning rate (`bigbatch tune
@@ -22,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, whic
 
 import yaml
 from ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
-from ablation_data import missing_sources, write_pictures
+from ablation_data import missing_split, write_pictures
 from ablation_results import collect, markdown
 from record import conditions, write_record
 
@@ -48,12 +49,13 @@ def main() -> None:
     if options.dry_run:
         print(describe(form, folder))
         return
-    if missing := missing_sources(form.pictures, options.archives):
-        print(f"skipped: {missing[0]} is not there; name the folder of the archives by --archives")
+    source = options.data or Path("data", options.dataset)
+    if missing := missing_split(source):
+        print(f"skipped: {missing} is not there; bigbatch data prepare makes it, --data names another folder")
         return
     facts = conditions(options)
     try:
-        write_pictures(form.pictures, options.archives, folder / "data")
+        write_pictures(form.pictures, source, folder / "data")
         run_all(form, folder)
     except UserError as error:
         sys.exit(f"ablations.py: {error}")
@@ -70,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=sorted({dataset for dataset, _ in FORMS}), required=True)
     parser.add_argument("--form", choices=sorted({form for _, form in FORMS}), required=True)
-    parser.add_argument("--archives", type=Path, default=Path("downloads"), help="folder of the pictures' archives")
+    parser.add_argument("--data", type=Path, help="folder with train and val of the data set (default: data/DATASET)")
     parser.add_argument("--runs", type=Path, default=Path("runs/ablations"), help="folder of everything written")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and how long they may take")
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")

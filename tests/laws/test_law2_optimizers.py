@@ -1,5 +1,6 @@
 """Law 2 for optimizers with state of their own kind, and for shares of it: resuming changes no bit."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_shares_go_on_at_another_world_size_and_in_whole(data: Path, tmp_path: P
     train(data, moved, sharded, ranks=2, run__epochs=1)
     train(data, moved, settings, ranks=1, run__epochs=2)
     train(data, moved, sharded, ranks=4)
+    assert json.loads((moved / "summary.json").read_text())["algorithm"] == "reduce-scatter"
     assert gradient_distance(step_gradients(moved), step_gradients(whole)) < ROUNDING
 
 

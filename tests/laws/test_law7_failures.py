@@ -58,6 +58,18 @@ def test_bad_setting_is_one_line(overrides: dict[str, object], parts: list[str],
         assert part in line
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_nan_of_one_rank_names_rank_and_step_and_is_not_saved(precision: str, data: Path, tmp_path: Path) -> None:
+    settings = {"optimizer.precision": precision, "run.checkpoint_every_steps": 1}
+    if precision == "fp16":
+        settings |= {"optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 2000}
+    argv = mpirun(train_command(data, tmp_path, settings), ranks=2)
+    script = str(Path(__file__).with_name("ranks_nan.py"))
+    line = fails([*argv[: argv.index("-m")], script, *argv[argv.index("-m") + 2 :]])
+    assert "the loss is nan since step 3, which began on rank 1 of 2 alone: look at the pictures and the GPU" in line
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")] == [1, 2]
+
+
 def test_ranks_that_do_not_divide_the_batch(data: Path, tmp_path: Path) -> None:
     done = run(mpirun(train_command(data, tmp_path / "run", {}), ranks=3), expect=1)
     assert "batch.global_batch_size=32 is not a multiple of batch.microbatch_size=8 x 3 rank(s)" in done.stderr

@@ -112,6 +112,7 @@ def check_sharded_update(communicator: Communicator) -> None:
             check_skips(name, precision, communicator)
     check_norms(communicator)
     check_underflow(communicator)
+    check_finite(communicator)
     check_too_small(communicator)
     check_memory(communicator)
 
@@ -247,6 +248,18 @@ def check_underflow(communicator: Communicator) -> None:
         run.reducer.wait()
         half = [p.numel() for p in run.model.parameters() if p.dtype != torch.float32]
         assert run.precision.figures()["underflow_fraction"] == 112 * 5 / sum(half)
+
+
+def check_finite(communicator: Communicator) -> None:
+    """Of the masters, as in a whole update: a number too large for fp16 is one; what a single rank holds counts."""
+    run = start("sgd", "fp16", communicator, sharded=True)
+    master = next(iter(run.precision.masters.values())).detach()
+    master.fill_(1e6)
+    run.precision.write_half_()
+    assert run.precision.is_finite()
+    if communicator.rank == 0:
+        master[0] = float("nan")
+    assert not run.precision.is_finite()
 
 
 def check_too_small(communicator: Communicator) -> None:

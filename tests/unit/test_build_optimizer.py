@@ -230,12 +230,13 @@ def test_evaluation_of_other_optimizers_changes_nothing() -> None:
     assert_same_bits(clones(weights), before)
 
 
-def test_the_log_says_what_costs_a_sync() -> None:
-    assert optimizer_notes(settings_of("lamb")) == []
+def test_the_log_says_what_costs_a_sync_and_how_shares_travel() -> None:
+    lamb = settings_of("lamb")
+    assert optimizer_notes(lamb) == []
     notes = optimizer_notes(settings_of("torch.optim.Adagrad"))
-    assert notes == [
-        "torch.optim.Adagrad knows nothing of skipped updates: the host waits for the device once a step to tell it"
-    ]
+    assert notes == ["torch.optim.Adagrad knows nothing of skipped updates: the host waits for the device every step"]
+    (note,) = optimizer_notes(settings_of("lamb", sharded=True))
+    assert note.startswith("sharded update: gradients travel by reduce-scatter, weights by all-gather")
 
 
 def test_closure_of_a_foreign_optimizer_runs() -> None:

@@ -163,6 +163,11 @@ def test_state_that_does_not_fit_is_one_line(error: Exception) -> None:
         raise error
 
 
+def test_an_error_that_names_the_checkpoint_stays_as_it_is() -> None:
+    with pytest.raises(CheckpointError, match=r"^a/b has other classes$"), restoring(Path("a/b")):
+        raise CheckpointError("a/b has other classes")
+
+
 def test_disk_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
     require_free_disk(tmp_path / "new", num_bytes=1)
     with pytest.raises(CheckpointError, match=r"MB free and checkpoints need .* free some disk"):

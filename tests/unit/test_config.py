@@ -430,7 +430,9 @@ def test_pictures_of_several_ranks_are_not_mixed(key):
 
 
 def test_schedule_fits_the_run():
-    assert refusal({"schedule.warmup_epochs": 10.5}) == "schedule.warmup_epochs=10.5 is longer than run.epochs=10"
+    assert refusal({"schedule.warmup_epochs": 10.5}) == (
+        "schedule.warmup_epochs=10.5 is longer than run.epochs=10: give at most that"
+    )
     assert refusal({"schedule.end_lr": 1.5}) == ("schedule.end_lr=1.5 exceeds schedule.base_lr=1.0: give at most that")
 
 

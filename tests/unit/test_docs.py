@@ -188,7 +188,7 @@ def test_bigbatch_commands(
         arguments, overrides = range_parser().parse_known_args(words[2:])
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
-    elif words[:2] == ["tune", "search"]:  # tests/unit/test_tune_search.py runs it
+    elif words[:2] == ["tune", "search"]:  # tests/unit/test_tune_search_command.py runs it
         make_experiment(parse_search(words[2:]))
     elif "--help" in words:
         with pytest.raises(SystemExit, match="0"):

@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from bigbatch.cli import main
 from bigbatch.trainer.build import without_choices
-from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.generated import write_dataset
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.models import MODELS
@@ -147,10 +147,10 @@ def test_values_of_keys_are_not_taken_for_the_run_folder() -> None:
 
 def test_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> None:
     parser = trained_parser("bigbatch evaluate", description="")
-    text = Path("configs/quickstart.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(text)
+    mixing = load_config(["--config", "quickstart", "--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1"])
+    (tmp_path / "config.yaml").write_text(dump_config(mixing))
     weights = ["--checkpoint", "c"]
-    for size in (1, 7, 10, 5000):  # neither fits the span, nor divides the global batch
+    for size in (1, 7, 10, 5000):  # neither fits the span, nor divides the global batch; one has no other to mix with
         for start in ([str(tmp_path), *weights], ["--config", "quickstart", "--weights", "a.pt"]):
             _, config, _ = read_trained(parser, [*start, "--batch.microbatch_size", str(size)])
             batch = without_choices(config, world_size=3).batch
@@ -158,7 +158,7 @@ def test_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"batch\.bn_span=3 is neither"):
         read_trained(parser, [str(tmp_path), *weights, "--batch.microbatch_size=10", "--batch.bn_span=3"])
     _, config, _ = read_trained(parser, [str(tmp_path), *weights])
-    assert config == load_config(["--config", "quickstart"])
+    assert config == mixing
 
 
 def test_options_may_stand_before_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

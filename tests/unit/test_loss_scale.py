@@ -119,9 +119,17 @@ def test_state_of_torchs_scaler_is_refused() -> None:
 def test_overflow_without_end_ends_the_run(initial: float, growth_steps: int | None, words: str) -> None:
     scale = make_scale(initial, growth_steps)
     run(scale, [False, True, False] + [True] * (MOST_OVERFLOWS_IN_A_ROW - 1))
-    scale.require_progress(3 + MOST_OVERFLOWS_IN_A_ROW - 1)
+    scale.require_progress(3 + MOST_OVERFLOWS_IN_A_ROW - 1, is_last=True)
     run(scale, [True])
     with pytest.raises(TrainingDiverged, match=f"all steps from 4 to 35 overflowed, at a {words}"):
-        scale.require_progress(3 + MOST_OVERFLOWS_IN_A_ROW)
+        scale.require_progress(3 + MOST_OVERFLOWS_IN_A_ROW, is_last=False)
     run(scale, [False])
-    scale.require_progress(36)
+    scale.require_progress(36, is_last=False)
+
+
+def test_a_short_run_without_a_single_update_is_none() -> None:
+    scale = make_scale()
+    run(scale, [True] * 3)
+    scale.require_progress(3, is_last=False)
+    with pytest.raises(TrainingDiverged, match="all steps from 1 to 3 overflowed, at a loss scale of 8192 now"):
+        scale.require_progress(3, is_last=True)

@@ -268,6 +268,14 @@ def test_recipes_say_that_they_were_not_run_and_mark_what_they_assume(name: str)
         assert re.match("RCP|source|assumed", line), f"{key} has no origin"
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_end_a_run_that_guesses_for_five_epochs(name: str) -> None:
+    config = recipe(name)
+    steps_per_epoch = IMAGENET_TRAIN // config.batch.global_batch_size
+    assert config.run.divergence_steps == 5 * steps_per_epoch
+    assert config.schedule.warmup_epochs + 5 < config.run.epochs
+
+
 # what the recipes may differ in, besides the sections that make them: everything else is one and the same
 OF_THE_RECIPE = {
     "data.image_size": FFCV,

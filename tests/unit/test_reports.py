@@ -44,6 +44,7 @@ TRAIN_RECORD = {
     "loss": 1.25,
     "top1": 0.5,
     "lr": 0.1,
+    "overflow_steps": 0,
     "images_per_second": 1234.5,
     "input_wait_fraction": 0.01,
     "exposed_communication_fraction": 0.02,
@@ -117,7 +118,7 @@ class Ranks:
             reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
             stop=SimpleNamespace(is_set=False),
             schedule=lambda step: 0.1,
-            precision=SimpleNamespace(figures=dict, require_progress=lambda done: None),
+            precision=SimpleNamespace(figures=dict, require_progress=lambda done, is_last: None),
         )
         stream, window, totals, records = InputStream(iter(())), Window(communicator.device), Totals(), []
         hooks = Hooks(on_report=records.append, evaluate=lambda done: {}, save=lambda done, top1: None)

@@ -1,12 +1,22 @@
 """What a run takes over from the checkpoint that it goes on from."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
-from bigbatch.trainer.checkpoint import save_checkpoint
+from bigbatch.trainer.checkpoint import STATE_FILE, save_checkpoint
+from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.errors import CheckpointError
-from bigbatch.trainer.resume import evaluations_before, is_of, lacks_evaluation, require_same_optimizer, skipped_before
+from bigbatch.trainer.resume import (
+    evaluations_before,
+    find_start,
+    is_of,
+    lacks_evaluation,
+    require_same_optimizer,
+    skipped_before,
+)
 from bigbatch.trainer.rundir import RunDir
 
 BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff.JPEG: is empty"}
@@ -42,6 +52,19 @@ def test_checkpoint_is_of_the_run_in_whose_folder_it_lies(tmp_path: Path) -> Non
     ours = RunDir(tmp_path / "ours")
     assert is_of(ours.path / "x" / ".." / "checkpoints" / "step-00000005", run=ours)
     assert not is_of(tmp_path / "theirs" / "checkpoints" / "step-00000005", run=ours)
+
+
+def test_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -> None:
+    """They agree on the checkpoint by path and checksum: nodes that share no disk may hold others."""
+    config = load_config(["--config", "quickstart", "--run.directory", str(tmp_path)])
+    starts = []
+    for weight in (1.0, 2.0):
+        state = {"step": 5, "config": dump_config(config), "model": {"w": torch.tensor(weight)}}
+        path = save_checkpoint(RunDir(tmp_path).checkpoints, state, step=5, top1=None, keep=1)
+        starts.append(find_start(config, RunDir(tmp_path), samples=None)[0])
+        assert starts[-1].sha256 == hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest()
+    assert starts[0].path == starts[1].path
+    assert starts[0].sha256 != starts[1].sha256
 
 
 @pytest.mark.parametrize(

@@ -198,11 +198,13 @@ def test_fp32_records_no_scale(tmp_path: Path) -> None:
     assert (record["loss_scale"], record["overflow_steps"], record["underflow_fraction"]) == (1.0, 0, None)
 
 
-def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path) -> None:
+def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     static = {**FP16, "optimizer.loss_scale": 2.0**24, "optimizer.loss_scale_growth_steps": "null"}
     with pytest.raises(TrainingDiverged, match=r"all steps from 1 to 32 overflowed, at a loss scale of 1\.67772e\+07"):
         start(tmp_path, {**static, "run.epochs": 40, "run.eval_every_epochs": 40, "run.log_every_steps": 4})
     assert [record["overflow_steps"] for record in records(tmp_path, "train")][-1] == 32
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  loss " in line]
+    assert [line.rpartition("  updates skipped ")[2] for line in lines] == [str(step) for step in range(4, 33, 4)]
 
 
 @pytest.mark.parametrize("changes", [AVERAGE, {**FP16, **AVERAGE}], ids=["fp32", "fp16"])

@@ -113,6 +113,23 @@ def test_nobody_outside_of_a_group_is_late_for_it(monkeypatch: pytest.MonkeyPatc
     assert third.said == fourth.said == []
 
 
+def test_two_groups_that_wait_at_once_name_the_late_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank counts its own operations, so that both groups wait in their third."""
+    first, second, third, fourth = ranks(4)
+    first.waits(3, seconds=5, group=(0, 1))
+    third.waits(3, seconds=4.5, group=(2, 3))
+    second.waits(2, seconds=0.1)
+    fourth.waits(2, seconds=0.1)
+    look(first, second, third, fourth)
+    real = time.monotonic
+    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+    look(first, second, third, fourth)
+    assert ": rank 1 on node1 has not come to it (the job" in first.said[0]
+    assert ": rank 3 on node3 has not come to it (the job" in third.said[0]
+    assert_matches(second.said[0], "rank 1 on node1 is late")
+    assert_matches(fourth.said[0], "rank 3 on node3 is late")
+
+
 def test_where_nothing_else_can_the_inspector_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     rank = Rank(0, store, world_size=2, ends_job=True)

@@ -58,15 +58,24 @@ def test_reason_names_rule_and_best() -> None:
     assert text == "run.stop_metric=loss: none of 1 evaluations was better than 0.2500 at step 20"
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("top-1", "top1"), ("accuracy", "top1"), ("val_loss", "loss")])
-def test_unknown_metric_gets_the_list_and_the_nearest(name: str, nearest: str) -> None:
-    message = refusal({"run.stop_metric": name, "run.stop_after_evaluations": 3})
-    assert message.startswith(f"run.stop_metric={name} is no figure of an evaluation; those are top1, top5, loss")
-    remedy = message.rpartition(" ")[2]
-    assert remedy in METRICS
-    if name != "accuracy":
-        assert remedy == nearest
-    make_config({"run.stop_metric": remedy, "run.stop_after_evaluations": 3})
+def test_unknown_metric_gets_the_list() -> None:
+    message = refusal({"run.stop_metric": "accuracy", "run.stop_after_evaluations": 3})
+    assert message == "run.stop_metric=accuracy is no figure of an evaluation: choose one of top1, top5, loss"
+    for metric in METRICS:
+        make_config({"run.stop_metric": metric, "run.stop_after_evaluations": 3})
+
+
+@pytest.mark.parametrize(("every", "offset", "num"), [(1, 0, 10), (4, 0, 3), (4, 2, 3), (4, 1, 4), (10, 0, 1)])
+def test_patience_beyond_the_run_is_refused(every: int, offset: int, num: int) -> None:
+    """The first evaluation is the best so far: as many as the run has cannot all be worse."""
+    run = {"run.epochs": 10, "run.eval_every_epochs": every, "run.eval_offset_epochs": offset}
+    rule = {**run, "run.stop_metric": "loss"}
+    assert refusal({**rule, "run.stop_after_evaluations": num}) == (
+        f"run.stop_after_evaluations={num} would have no effect on a run of {num} evaluations: give less, or set it "
+        "and run.stop_metric to null"
+    )
+    if num > 1:
+        make_config({**rule, "run.stop_after_evaluations": num - 1})
 
 
 def test_metric_and_patience_go_together() -> None:

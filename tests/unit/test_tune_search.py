@@ -1,72 +1,20 @@
-"""Whole searches: with a stand-in for the training, whose results are a closed form, and one with real runs."""
+"""Whole searches, with a stand-in for the training whose results are a closed form."""
 
-import fcntl
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import yaml
+from fake_searches import Fake, poll_often, run, stated, trials  # noqa: F401 - poll_often works by being here
 
-from bigbatch.cli import main
 from bigbatch.trainer.config_file import PACKAGED, load_config
-from bigbatch.trainer.errors import ConfigError, RunFolderError, TuneError
+from bigbatch.trainer.errors import TuneError
 from bigbatch.trainer.rundir import read_records
-from bigbatch.trainer.tune import folder as folder_module
-from bigbatch.trainer.tune import rounds, running
-from bigbatch.trainer.tune import search as search_module
-from bigbatch.trainer.tune.experiment import Search
+from bigbatch.trainer.tune import running
 from bigbatch.trainer.tune.search import search
-from bigbatch.trainer.tune.search_command import parse_search
-
-FAKE = Path(__file__).with_name("fake_train.py")
-SPACE = "schedule.base_lr=log:1:64"
-
-
-@pytest.fixture(autouse=True)
-def poll_often(monkeypatch):
-    monkeypatch.setattr(rounds, "POLL_SECONDS", 0.02)
-
-
-def stated(folder, **changes):
-    settings = {
-        "config": ("--config", "quickstart"),
-        "space": (SPACE,),
-        "folder": folder,
-        "trials": 10,
-        "rounds": 2,
-        "epochs": 2,
-        "metric": "top1",
-        "prune": False,
-        "parallel": 1,
-        "launch": (),
-    }
-    return Search(**(settings | changes))
-
-
-class Fake:
-    """Makes commands of the stand-in, and counts them."""
-
-    def __init__(self, *own_options):
-        self.own_options, self.made = own_options, []
-
-    def __call__(self, options, **kwargs):
-        self.made.append(options)
-        return [sys.executable, str(FAKE), *self.own_options, *options]
-
-
-def run(folder, fake=None, **changes):
-    said = []
-    return search(stated(folder, **changes), say=said.append, make_argv=fake or Fake()), said
-
-
-def trials(folder):
-    return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("metric", ["top1", "loss"])
@@ -232,95 +180,6 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
         search(stated(tmp_path), say=lambda text: None, make_argv=lambda options, **_: [sys.executable, "-c", DEAF])
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"epochs": 3}, "--epochs 3 (was 2)"),
-        ({"space": ("schedule.base_lr=log:1:32",)}, '--space ["schedule.base_lr=log:1:32"] (was '),
-        ({"trials": 4}, "--trials 4 (was 3)"),
-        ({"metric": "loss"}, '--metric "loss" (was "top1")'),
-        ({"prune": True}, '--prune "median" (was "none")'),
-        ({"config": ("--config", "quickstart", "--run.seed", "1")}, "run.seed=1 (was 0)"),
-    ],
-)
-def test_a_folder_of_another_search_is_refused(tmp_path, changes, complaint):
-    run(tmp_path, trials=3, rounds=1)
-    with pytest.raises(TuneError) as caught:
-        run(tmp_path, **({"trials": 3, "rounds": 1} | changes))
-    assert f"{tmp_path} holds another search: {complaint}" in str(caught.value)
-    assert "choose another --study" in str(caught.value)
-
-
-def test_other_folders_are_refused(tmp_path):
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/thesis.tex").touch()
-    with pytest.raises(TuneError, match="is not empty and holds no search: choose another --study"):
-        run(tmp_path / "used")
-    (tmp_path / "used/search.json").write_text("[")
-    with pytest.raises(TuneError, match=r"search\.json is not readable"):
-        run(tmp_path / "used")
-    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == ["search.json", "thesis.tex"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/base.yaml").write_text("of my own")
-    with pytest.raises(TuneError, match="is not empty and holds no search"):
-        run(tmp_path / "mine")
-    assert (tmp_path / "mine/base.yaml").read_text() == "of my own"
-    with pytest.raises(RunFolderError, match=r"thesis\.tex: File exists; free some disk, or name another folder"):
-        run(tmp_path / "used/thesis.tex")
-
-
-@pytest.mark.parametrize("left", [(), ("base.yaml",), (".base.yaml.77",), ("base.yaml", ".search.json.77")])
-def test_a_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
-    for name in (".search.lock", ".trials.lock", *left):
-        (tmp_path / name).write_text("")
-    outcome, _ = run(tmp_path, trials=2, rounds=1)
-    assert load_config(["--config", str(tmp_path / "base.yaml")]) == load_config(["--config", "quickstart"])
-    assert outcome.best.ended.state == "finished"
-
-
-def test_a_folder_that_is_taken_while_we_wait_for_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "require_own", lambda folder, identity: (tmp_path / "thesis.tex").touch())
-    with pytest.raises(TuneError, match="is not empty and holds no search"):
-        run(tmp_path)
-
-
-def test_two_searches_do_not_share_a_folder(tmp_path):
-    with (tmp_path / ".search.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(TuneError, match="another search works in"):
-            run(tmp_path)
-
-
-def test_trials_of_a_killed_search_are_waited_for(tmp_path):
-    """What a trial inherits keeps the lock when the search is gone."""
-    tmp_path.joinpath("study").mkdir()
-    with (tmp_path / "study/.trials.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        orphan = subprocess.Popen(
-            [sys.executable, "-c", "input()"], pass_fds=(lock.fileno(),), stdin=subprocess.PIPE, text=True
-        )
-    said = []
-
-    def say(text):
-        said.append(text)
-        if len(said) == 1:
-            orphan.communicate("\n")
-
-    assert search(stated(tmp_path / "study", trials=2, rounds=1), say=say, make_argv=Fake())
-    assert orphan.returncode == 0
-    assert said[0].endswith(f"still run in {tmp_path}/study: waiting up to 600 s for their end")
-
-
-def test_trials_of_a_killed_search_are_not_waited_for_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "ORPHAN_SECONDS", 0.5)
-    with (tmp_path / ".trials.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            TuneError, match=r"after 0\.5 s: repeat the command when they have ended, or end them first"
-        ):
-            run(tmp_path)
-
-
 def test_the_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
     _, said = run(tmp_path / "b", space=("optimizer.weight_decay=log2:1e-5:2e-5",), trials=2, rounds=1)
     assert [line for line in said if "lies at an end" in line] == [
@@ -330,84 +189,3 @@ def test_the_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
     # the best of one trial drawn between the ends, which are far away
     _, said = run(tmp_path / "a", trials=1, rounds=1)
     assert [line for line in said if "lies at an end" in line] == []
-
-
-WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
-
-
-def test_the_command_line(tmp_path):
-    found = parse_search(
-        [*WORDS[2:], str(tmp_path), "--run.seed", "3", "--launch", "mpirun --ranks 2", "--prune", "none"]
-    )
-    assert found == stated(
-        tmp_path, config=("--config", "quickstart", "--run.seed", "3"), trials=4, launch=("mpirun", "--ranks", "2")
-    )
-    with pytest.raises(ConfigError, match="is no command line"):
-        parse_search([*WORDS[2:], str(tmp_path), "--launch", "mpirun '"])
-    with pytest.raises(ConfigError, match="--study is empty: name a folder"):
-        parse_search([*WORDS[2:], ""])
-
-
-def test_a_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys):
-    folder = tmp_path / "study"
-    assert main([*WORDS, str(folder), "--dry-run", "--launch", "torchrun --ranks 2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2  # a round has two trials
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
-        assert words[2:6] == ["bigbatch", "launch", "torchrun", "--ranks"]
-        assert words[words.index("--run.directory") + 1] == str(folder / f"trial-000{number}")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rank_of_a_job_is_no_search(tmp_path, monkeypatch):
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    from bigbatch.trainer.tune import search_command
-
-    with pytest.raises(TuneError, match="a search is one process, not 2: start it alone"):
-        search_command.main([*WORDS[2:], str(tmp_path)])
-
-
-SYNTHETIC = {
-    "data.loader": "synthetic",
-    "data.num_synthetic_samples": 32,
-    "data.image_size": 16,
-    "data.probe_seconds": 0,
-    "model.width": 2,
-    "batch.global_batch_size": 16,
-    "batch.microbatch_size": 8,
-    "batch.bn_span": 8,
-    "run.log_every_steps": 1,
-    "run.checkpoint_every_steps": 1,
-}
-
-
-@pytest.mark.slow
-def test_real_runs_and_a_kill_in_the_midst(tmp_path):
-    """Two ranks a trial; the search is killed while its second trial trains, and started again."""
-    folder = tmp_path / "study"
-    settings = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
-    words = [*WORDS, str(folder), "--launch", "mpirun --ranks 2", *settings]
-    first = subprocess.Popen([sys.executable, "-m", "bigbatch", *words], stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + 200
-    while not (folder / "trial-0002/metrics.jsonl").exists():
-        assert time.monotonic() < until
-        assert first.poll() is None
-        time.sleep(0.05)
-    first.kill()
-    first.communicate()
-    kept = (folder / "trial-0001/summary.json").stat().st_mtime_ns
-    done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "trial-0001/summary.json").stat().st_mtime_ns == kept
-    assert [trial["state"] for trial in trials(folder)] == ["finished"] * 4
-    for number in range(1, 5):
-        summary = json.loads((folder / f"trial-000{number}/summary.json").read_text())
-        assert (summary["world_size"], summary["epochs"]) == (2, 2)
-        assert summary["top1"] == trials(folder)[number - 1]["result"]
-    assert load_config(["--config", str(folder / "best.yaml")]).run.epochs == 12

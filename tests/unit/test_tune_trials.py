@@ -81,7 +81,19 @@ def test_a_short_run_lasts_to_its_end(tmp_path):
     stops = ("--run.target_top1", "0.5", "--run.stop_metric", "loss", "--run.stop_after_evaluations", "1")
     long = load_config(["--config", "quickstart", *stops, "--run.divergence_steps", "7"])
     run = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path).run
-    assert (run.target_top1, run.stop_metric, run.stop_after_evaluations, run.divergence_steps) == (None, None, None, 7)
+    stops = (run.target_top1, run.stop_metric, run.stop_after_evaluations, run.divergence_steps)
+    assert stops == (None, None, None, None)
+
+
+def test_an_average_shrinks_with_the_run(tmp_path):
+    """Else the short run would be refused: it has not so many steps."""
+    quick = load_config(["--config", "quickstart"])
+    steps = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 4}
+    words = [word for key, value in steps.items() for word in (f"--{key}", str(value))]
+    long = load_config(["--config", "quickstart", "--run.epochs", str(3 * quick.run.epochs), *words])
+    short = shorten(long, epochs=quick.run.epochs, evaluate_each=True, directory=tmp_path)
+    assert short.optimizer.ema_every_steps == 1
+    assert shorten(quick, epochs=1, evaluate_each=True, directory=tmp_path).optimizer.ema_every_steps is None
 
 
 @pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])

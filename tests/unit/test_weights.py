@@ -129,6 +129,16 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert "cut.safetensors is not readable as weights (" in refusal(tmp_path / "cut.safetensors", config)
 
 
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    config = small()
+    weights = random_model(config).state_dict()
+    weights["linear.weight"][0, 0] = torch.nan
+    torch.save(weights, tmp_path / "a.pt")
+    assert refusal(tmp_path / "a.pt", config) == (
+        f"{tmp_path}/a.pt: linear.weight holds values that are no numbers: name weights of an earlier step"
+    )
+
+
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_truncated_anywhere(is_zip: bool, tmp_path: Path) -> None:
     config, path = small(), tmp_path / "cut.pt"

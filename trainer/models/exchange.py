@@ -93,4 +93,7 @@ def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *,
             f"{there} for data of these classes, or name weights of {here} classes"
         )
     shapes = [list(state[odd[0]].shape) for state in (tensors, own)]
-    raise CheckpointError(f"{source} is of another model: {odd[0]} has shape {shapes[0]} there and {shapes[1]} here")
+    raise CheckpointError(
+        f"{source} is of another model: {odd[0]} has shape {shapes[0]} there and {shapes[1]} here: set the keys of "
+        "the model section as they were for these weights"
+    )

@@ -13,13 +13,13 @@ from bigbatch.trainer.errors import ConfigError
 
 
 def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path) -> Config:
-    """The experiment in fewer epochs: what its config states in epochs shrinks with them.
+    """The experiment in fewer epochs: what its config states in epochs or steps of a run shrinks with them.
 
     evaluate_each: after each epoch, so that there is something to judge by; else after the last one only.
     Raises: ConfigError.
     """
     share = epochs / config.run.epochs
-    sizes = config.data.train_sizes
+    sizes, ema_every_steps = config.data.train_sizes, config.optimizer.ema_every_steps
     return dataclasses.replace(
         config,
         run=dataclasses.replace(
@@ -30,11 +30,15 @@ def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path
             eval_offset_epochs=0,
             keep_checkpoints=1,
             resume="auto",
+            divergence_steps=None,  # so short a run may still guess
         ),
         data=dataclasses.replace(
             config.data,
             # where two sizes fall on one epoch, the later one stays
             train_sizes=sizes and tuple({int(first * share): size for first, size in sizes}.items()),
+        ),
+        optimizer=dataclasses.replace(
+            config.optimizer, ema_every_steps=ema_every_steps and max(1, round(ema_every_steps * share))
         ),
         schedule=_shorten_schedule(config.schedule, epochs=epochs, share=share),
     )

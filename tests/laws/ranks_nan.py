@@ -1,0 +1,30 @@
+"""One rank of a job in which rank 1 computes nonsense from its third step on, as a broken GPU does: `COMMAND ...`."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigbatch.cli import main
+from bigbatch.comm.environ import read_process_env
+
+MICROBATCHES = 2
+"""Of a rank in a step: two ranks share four."""
+
+calls = 0
+healthy = F.cross_entropy
+
+
+def broken(logits_BK: Tensor, targets: Tensor, **options: object) -> Tensor:
+    """The loss of two steps, then no number."""
+    global calls
+    calls += 1
+    loss = healthy(logits_BK, targets, **options)  # type: ignore[arg-type]
+    return loss if calls <= 2 * MICROBATCHES else loss * torch.nan
+
+
+if __name__ == "__main__":
+    if read_process_env().rank == 1:
+        F.cross_entropy = broken
+    sys.exit(main(sys.argv[1:]))
