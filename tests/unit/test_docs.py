@@ -50,6 +50,7 @@ RUN_ELSEWHERE |= {
 DRY_RUN = ("make check", "make format", "make clean")
 DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
+ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/training.py --quickstart --out benchmarks/results/training.json": (
         "training.py --model resnet18 --image-size 32 --batch 4 --steps 4 --repeats 1 --precisions fp32 --out out.json"
@@ -80,6 +81,15 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ),
     ".venv/bin/python benchmarks/largebatch/lars_step.py --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
     ".venv/bin/python benchmarks/largebatch/lars_step.py --out benchmarks/results/lars-step-cpu.json": STEP,
+    ".venv/bin/python benchmarks/largebatch/ablations.py --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
+        "largebatch/ablations.py --dataset cifar10 --form short --dry-run"
+    ),
+    ".venv/bin/python benchmarks/largebatch/ablations.py --dataset imagenette --form short --out benchmarks/results/ablations-imagenette-short.json": (  # noqa: E501
+        "largebatch/ablations.py --dataset imagenette --form short --dry-run"
+    ),
+    f".venv/bin/python benchmarks/largebatch/plot_ablations.py {ABLATIONS} --out docs/ablations.png": (
+        f"largebatch/plot_ablations.py {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"
+    ),
     ".venv/bin/python benchmarks/largebatch/exactness.py --out benchmarks/results/lars-exactness.json": (
         "largebatch/exactness.py --steps 2 --out out.json"
     ),
