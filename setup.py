@@ -47,7 +47,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["bigbatch", "bigbatch.*"]),
-    package_data={"bigbatch": ["configs/*.yaml", "configs/*/*.yaml", "py.typed"]},
+    package_data={"bigbatch": ["configs/*.yaml", "configs/*/*.yaml", "launch/scripts/*", "py.typed"]},
     install_requires=[
         "torch>=2.10",
         "torchvision>=0.25",

@@ -20,7 +20,10 @@ COMMANDS = {
     "export": ("bigbatch.trainer.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
     "verify": ("bigbatch.trainer.verify", "compare runs with MLPerf's rules and reference convergence; write its log"),
     "tune": ("bigbatch.trainer.tune.command", "find a learning rate's range; search config values on short runs"),
-    "launch": ("bigbatch.launch.command", "start a command on several ranks: mpirun, torchrun, emulated nodes"),
+    "launch": (
+        "bigbatch.launch.command",
+        "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
+    ),
     "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
     "data": ("bigbatch.trainer.data.command", "prepare, check and pack data sets; generate the embedded one"),
 }

@@ -1,51 +1,121 @@
-"""`bigbatch launch`: start a bigbatch command on several ranks."""
+"""`bigbatch launch`: start a bigbatch command on several ranks, here or by a scheduler."""
 
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from bigbatch.comm.environ import terminal_columns
-from bigbatch.launch import mpirun, torchrun
+from bigbatch.launch import k8s, mpirun, slurm_queue, torchrun
 from bigbatch.launch.emulate import command as emulate
-from bigbatch.launch.installed import find_mpirun
-from bigbatch.launch.job import JobSpec, make_job, parse_hosts
+from bigbatch.launch.installed import count_gpus, find_mpirun
+from bigbatch.launch.job import JobSpec, interface_variables
 from bigbatch.launch.local import run_in_foreground
+from bigbatch.launch.options import job_options, read_job
+from bigbatch.launch.run_folder import find_run_folder
+from bigbatch.launch.slurm import log_path, sbatch_script
+from bigbatch.trainer.rundir import writing
+
+EXAMPLE = "train --config imagenet/resnet50_32k"
+LAUNCHERS = {
+    # launcher: (what it does, ranks where none are stated, example)
+    "local": (
+        "start ranks on this host, without MPI",
+        "one per GPU, or 1",
+        f"bigbatch launch local -- {EXAMPLE}",
+    ),
+    "mpirun": (
+        "start ranks by Open MPI's mpirun",
+        "all slots of --hosts, else 1",
+        f"bigbatch launch mpirun --hosts n0:8,n1:8 -- {EXAMPLE}",
+    ),
+    "torchrun": (
+        "start this host's ranks by torchrun; with --nodes, on each host",
+        "1",
+        f"bigbatch launch torchrun --nodes 2 --ranks-per-node 8 --node-rank 0 --master n0:29500 -- {EXAMPLE}",
+    ),
+    "slurm": (
+        "submit a job, which saves a checkpoint before its time limit and goes on from there",
+        "--nodes times --ranks-per-node",
+        f"bigbatch launch slurm --nodes 4 --ranks-per-node 8 --gpus-per-node 8 --time 2:00:00 -- {EXAMPLE}",
+    ),
+    "k8s": (
+        "submit an MPIJob to Kubernetes",
+        "--nodes times --ranks-per-node",
+        f"bigbatch launch k8s --nodes 4 --ranks-per-node 8 --image registry/bigbatch -- {EXAMPLE}",
+    ),
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a subcommand of `bigbatch launch`; the job's exit code."""
+    """Run a subcommand of `bigbatch launch`; the job's exit code, or 0 for one that was submitted."""
     words = list(argv)
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
-    hosts = parse_hosts(arguments.hosts) if arguments.hosts else ()
-    job = make_job(command, num_ranks=arguments.ranks, hosts=hosts, num_cores=os.cpu_count() or 1)
-    is_mpirun = arguments.launcher == "mpirun"
-    job_argv = _mpirun(job) if is_mpirun else torchrun.torchrun_argv(job)
-    if arguments.dry_run:
-        print(shlex.join(job_argv))
+    if arguments.launcher == "status":
+        return _status(arguments.jobs)
+    if arguments.launcher == "cancel":
+        for number in arguments.jobs:
+            print(slurm_queue.cancel(slurm_queue.find_job(number), now=arguments.now))
         return 0
-    asks_to_stop = mpirun.ASKS_TO_STOP if is_mpirun else torchrun.ASKS_TO_STOP
-    return run_in_foreground(job_argv, environ=os.environ, asks_to_stop=asks_to_stop)
+    default_ranks = (count_gpus() or 1) if arguments.launcher == "local" and arguments.ranks is None else 1
+    job = read_job(arguments, command, num_cores=os.cpu_count() or 1, default_ranks=default_ranks)
+    if arguments.launcher == "slurm":
+        return _slurm(job, arguments)
+    if arguments.launcher == "k8s":
+        return _k8s(job, dry_run=arguments.dry_run)
+    return _foreground(job, arguments.launcher, dry_run=arguments.dry_run)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch launch",
-        usage="bigbatch launch {mpirun,torchrun} [--ranks N] [--hosts HOSTS] [--dry-run] -- COMMAND [OPTION ...]\n"
-        "       bigbatch launch emulate {up,run,shape,status,down} [OPTION ...]",
-        description="Start a bigbatch command on several ranks and wait for it. The first Ctrl-C saves a checkpoint "
-        "and stops the job, the second one ends it at once. In a Slurm job: srun bigbatch train --config NAME. "
-        "A cluster in a box: bigbatch launch emulate --help",
+        description="Start a bigbatch command on several ranks. Here, the first Ctrl-C saves a checkpoint and stops "
+        "the job, the second one ends it at once. A cluster in a box: bigbatch launch emulate --help",
         epilog="example: bigbatch launch mpirun --ranks 2 -- train --config quickstart",
+        allow_abbrev=False,
     )
-    parser.add_argument("launcher", choices=("mpirun", "torchrun"), help="what starts the ranks")
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: all slots of --hosts, else 1)")
-    parser.add_argument("--hosts", help="hosts and their ranks, such as n0:8,n1:8 (default: this host)")
-    parser.add_argument("--dry-run", action="store_true", help="print the command line instead of running it")
+    actions = parser.add_subparsers(dest="launcher", required=True, metavar="LAUNCHER")
+    options = job_options()
+    for name, (text, ranks, example) in LAUNCHERS.items():
+        launcher = actions.add_parser(
+            name,
+            parents=[options],
+            allow_abbrev=False,
+            usage=f"bigbatch launch {name} [OPTION ...] -- COMMAND [OPTION ...]",
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}. Ranks where none are stated: {ranks}. "
+            "An option that it cannot honour is refused.",
+            epilog=f"example: {example}",
+        )
+        if name == "slurm":
+            launcher.add_argument(
+                "--output", type=Path, metavar="FILE", help="write the script there; do not submit it"
+            )
+            launcher.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
+    status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
+    status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")
+    cancel = actions.add_parser("cancel", help="ask a job in Slurm to save a checkpoint and stop")
+    cancel.add_argument("jobs", nargs="+", metavar="JOB", help="number")
+    cancel.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
+    actions.add_parser("emulate", add_help=False, help="a cluster in a box: nodes and links on this machine")
     return parser
+
+
+def _foreground(job: JobSpec, launcher: str, *, dry_run: bool) -> int:
+    is_mpirun = launcher == "mpirun"
+    argv = _mpirun(job) if is_mpirun else torchrun.torchrun_argv(job, launcher=launcher)
+    stated = {} if is_mpirun else dict((*interface_variables(job.interface), *job.environment))
+    if dry_run:
+        variables = [f"{name}={value}" for name, value in stated.items()]
+        print(shlex.join([*(["env", *variables] if variables else []), *argv]))
+        return 0
+    asks_to_stop = mpirun.ASKS_TO_STOP if is_mpirun else torchrun.ASKS_TO_STOP
+    return run_in_foreground(argv, environ={**os.environ, **stated}, asks_to_stop=asks_to_stop)
 
 
 def _mpirun(job: JobSpec) -> list[str]:
@@ -56,3 +126,41 @@ def _mpirun(job: JobSpec) -> list[str]:
         terminal_columns=terminal_columns() or 0,
         variables=os.environ,
     )
+
+
+def _slurm(job: JobSpec, arguments: argparse.Namespace) -> int:
+    program = ("bigbatch",) if job.image else (sys.executable, "-m", "bigbatch")
+    script = sbatch_script(job, program=program, folder=find_run_folder(job))
+    if arguments.dry_run:
+        print(script, end="")
+        return 0
+    if arguments.output:
+        with writing(arguments.output):
+            arguments.output.write_text(script, errors="surrogateescape")
+        return 0
+    folder = Path(job.logs or "logs")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    number, sbatch = slurm_queue.submit(script, wait=arguments.wait, environ=os.environ)
+    print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
+    print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
+    return sbatch.wait()
+
+
+def _k8s(job: JobSpec, *, dry_run: bool) -> int:
+    text = k8s.manifest(job)
+    if dry_run:
+        print(text, end="")
+        return 0
+    k8s.apply(text)
+    print(text.splitlines()[2].removeprefix("#   "))
+    return 0
+
+
+def _status(numbers: Sequence[str]) -> int:
+    found = numbers or slurm_queue.jobs_of_user()
+    for number in found:
+        print(slurm_queue.describe(slurm_queue.find_job(number)))
+    if not found:
+        print("no job of yours waits or runs")
+    return 0

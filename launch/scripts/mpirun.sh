@@ -1,0 +1,17 @@
+#!/bin/bash
+# Ranks on your own hosts by Open MPI's mpirun (5.x), for those who keep their own command line.
+#   HOSTS=n0:8,n1:8 ./mpirun.sh train --config imagenet/resnet50_8k
+# The hosts need the same bigbatch at the same path, and ssh without a password between them.
+# To save a checkpoint and stop: kill -USR1 of mpirun. (Its Ctrl-C leaves no time for one.)
+HOSTS=${HOSTS:-localhost:2}
+INTERFACE=${INTERFACE:-}   # between the hosts, such as eth0; empty: mpirun and bigbatch choose
+
+options=(--host "$HOSTS" --map-by slot)
+options+=(--bind-to none)   # else each rank would decode and compute on one core
+if [ -n "$INTERFACE" ]; then
+  options+=(--prtemca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
+  options+=(-x "GLOO_SOCKET_IFNAME=$INTERFACE" -x "NCCL_SOCKET_IFNAME=$INTERFACE")
+fi
+[ "$(id -u)" -eq 0 ] && options+=(--allow-run-as-root)
+
+exec mpirun "${options[@]}" bigbatch "$@"

@@ -1,0 +1,99 @@
+"""Stand-ins for Slurm's programs, which write down how they were called; scripts run under the real bash."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+JOB = "77"
+SRUN = f"""#!{sys.executable}
+import os, pathlib, signal, sys, time
+place = pathlib.Path(os.environ["STUBS"])
+(place / "srun.argv").write_bytes(os.fsencode("\\0".join(sys.argv[1:])))
+(place / "srun.environ").write_bytes(os.fsencode("\\0".join(map("=".join, os.environ.items()))))
+def stop(number, frame):
+    time.sleep(0.3)  # a checkpoint
+    sys.exit(int(os.environ["STUB_STOPPED"]))
+if os.environ.get("STUB_STOPPED"):
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, stop)
+(place / "srun.pid").write_text(str(os.getpid()))
+if os.environ.get("STUB_WAITS"):
+    signal.pause()
+    time.sleep(20)
+sys.exit(int(os.environ.get("STUB_CODE", "0")))
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" >> "$STUBS/scontrol.calls"
+case $1 in
+  show) echo "JobId=77 PreemptTime=${STUB_PREEMPT:-None}" ;;
+  requeue) exit "${STUB_REQUEUE:-0}" ;;
+esac
+"""
+SCANCEL = """#!/bin/sh
+kill -TERM "$(cat "$STUBS/srun.pid")"
+"""
+SLEEP = """#!/bin/sh
+echo "$@" >> "$STUBS/sleep.calls"
+"""
+
+
+class Stubs:
+    """A folder with the programs, first on PATH, and with what they wrote down."""
+
+    def __init__(self, folder: Path, *, shows_logs: bool = False) -> None:
+        """Without shows_logs, tail does nothing: it looks once a second whether it is done."""
+        self.folder = folder
+        programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "sleep": SLEEP}
+        if not shows_logs:
+            programs["tail"] = "#!/bin/sh\n"
+        for name, text in programs.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+
+    def environ(self, **variables: str) -> dict[str, str]:
+        """Of a batch script."""
+        slurm = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "n[0-1]", "STUBS": str(self.folder)}
+        array = {"SLURM_ARRAY_JOB_ID": JOB, "SLURM_ARRAY_TASK_ID": "5"}
+        return {**os.environ, **slurm, **array, **variables, "PATH": f"{self.folder}:{os.environ['PATH']}"}
+
+    def start(self, script: str, **variables: str) -> "subprocess.Popen[str]":
+        """Run a batch script as slurmd does: from a file, and in the folder of its submission."""
+        path = self.folder / "script"
+        path.write_text(script, errors="surrogateescape")
+        output = subprocess.PIPE
+        return subprocess.Popen(
+            ["bash", str(path)], cwd=self.folder, env=self.environ(**variables), stdout=output, text=True
+        )
+
+    def run(self, script: str, *signals: signal.Signals, **variables: str) -> tuple[int, str]:
+        """Its exit code and output; signals are sent as soon as the ranks run."""
+        process = self.start(script, **variables)
+        if signals:
+            deadline = time.monotonic() + 30
+            while not (self.folder / "srun.pid").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            time.sleep(0.2)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.1)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def argv(self) -> list[str]:
+        """Of srun."""
+        return (self.folder / "srun.argv").read_text(errors="surrogateescape").split("\0")
+
+    def variables(self) -> dict[str, str]:
+        """The environment of srun."""
+        words = (self.folder / "srun.environ").read_text(errors="surrogateescape").split("\0")
+        return dict(word.split("=", 1) for word in words)
+
+    def requeued(self) -> bool:
+        """The script put its job back into the queue, and waited for the end."""
+        calls = self.folder / "scontrol.calls"
+        asked = calls.exists() and f"requeue {JOB}" in calls.read_text().splitlines()
+        return asked and (self.folder / "sleep.calls").read_text().splitlines() == ["600"]
