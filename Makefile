@@ -8,7 +8,7 @@ RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); 
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test cluster check lint format clean
+.PHONY: train test cluster test-cluster check lint format clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -21,9 +21,12 @@ test: .venv/ready
 	$(PYTEST) tests/unit -n 2
 	$(PYTEST) tests --ignore tests/unit --ignore tests/cluster
 
-# emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces
+# emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
+# real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
 cluster: .venv/ready
 	$(PYTEST) tests/cluster -rs
+
+test-cluster: cluster
 
 check: lint
 	$(PYTEST) tests/unit -n 2 -m "not slow"

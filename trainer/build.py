@@ -308,16 +308,13 @@ def _schedule_steps(config: Config, plan: Plan) -> int:
 
 
 def _require_reach(config: Config, *, steps_per_epoch: int) -> None:
-    """Raise ConfigError for an average that never begins, or a watch that never ends."""
-    num_steps = steps_per_epoch * config.run.epochs
-    num_watched = num_steps - _warmup_steps(config, steps_per_epoch=steps_per_epoch)
-    for key, value, most, what in (
-        ("optimizer.ema_every_steps", config.optimizer.ema_every_steps, num_steps, "steps of the run"),
-        ("run.divergence_steps", config.run.divergence_steps, num_watched, "steps after the warm-up"),
-    ):
-        if value is not None and value > most:
-            remedy = f"set it to at most {most}" if most else "set it to null"
-            raise ConfigError(f"{key}={value} exceeds the {most} {what}, and would have no effect: {remedy}")
+    """Raise ConfigError for an average that never begins."""
+    every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
+    if every_steps is not None and every_steps > num_steps:
+        raise ConfigError(
+            f"optimizer.ema_every_steps={every_steps} exceeds the {num_steps} steps of the run, and would have no "
+            f"effect: set it to at most {num_steps}"
+        )
 
 
 def _warmup_steps(config: Config, *, steps_per_epoch: int) -> int:

@@ -35,7 +35,8 @@ class RunConfig:
     """End the run after so many evaluations without a better stop_metric; null without one."""
     divergence_steps: int | None
     """End the run when its training loss was no better than a guess (ln of the number of classes) for so many steps
-    after the warm-up; null to go on whatever the loss is, as long as it is a number."""
+    after the warm-up; null to go on whatever the loss is, as long as it is a number. A run with fewer steps (a recipe
+    tried for an epoch) is not watched."""
 
 
 @dataclass(frozen=True, kw_only=True)

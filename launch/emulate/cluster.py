@@ -117,7 +117,7 @@ def down(name: str, *, root: Path) -> bool:
     folder = root / name
     cluster = load(folder)
     if cluster and is_alive(cluster):
-        _end(cluster)
+        end(cluster)
     if not folder.exists():
         return False
     with suppress(FileNotFoundError):  # another `down`, or the keeper of a cluster for one job, was faster
@@ -125,7 +125,8 @@ def down(name: str, *, root: Path) -> bool:
     return True
 
 
-def _end(cluster: Cluster) -> None:
+def end(cluster: Cluster) -> None:
+    """End all that runs in a cluster, and leave its folder. Raises: EmulationError as `down` does."""
     with suppress(ProcessLookupError):
         keeper = os.pidfd_open(cluster.keeper)
         try:

@@ -6,6 +6,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,8 @@ from bigbatch.launch.emulate.launchers import (
 )
 from bigbatch.launch.emulate.plan import DEFAULT_NAME, ClusterPlan, format_rate, host, make_plan, parse_name, parse_rate
 from bigbatch.launch.emulate.run import run_job
+from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
+from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
 from bigbatch.launch.emulate.state import Cluster, load, state_root
 from bigbatch.launch.installed import find_mpirun
 from bigbatch.launch.local import STOP_SIGNALS
@@ -41,7 +44,13 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         parse_name(arguments.name)
     root = state_root(environ)
     if arguments.action == "up":
-        return _up(_plan(arguments, name=arguments.name), root=root, environ=environ, dry_run=arguments.dry_run)
+        plan = replace(_plan(arguments, name=arguments.name), slurm=arguments.slurm)
+        return _up(plan, root=root, environ=environ, dry_run=arguments.dry_run)
+    if arguments.action == "exec":
+        if not command:
+            raise ConfigError("nothing to run: put a command behind --, such as -- sbatch job.sh")
+        found = clusters.find(arguments.name, root=root)
+        return run_on_login_node(command, cluster=found, root=root, environ=environ)
     if arguments.action == "run":
         return _run(arguments, Job(command, arguments.python), root=root, environ=environ)
     if arguments.action == "shape":
@@ -49,7 +58,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         clusters.shape(found, rate=parse_rate(arguments.link), root=root, environ=environ)
         print(f"{arguments.name}: links of {arguments.link}")
         return 0
-    return _status(root) if arguments.action == "status" else _down(arguments, root)
+    return _status(root, environ) if arguments.action == "status" else _down(arguments, root)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit -- "
         "train --config quickstart",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{up,run,shape,status,down}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{up,run,exec,shape,status,down}")
     size = argparse.ArgumentParser(add_help=False)
     size.add_argument("--nodes", type=int, help="number of nodes (default: as many as --ranks-per-node lists)")
     size.add_argument("--ranks-per-node", help="such as 2, or 3,2,2,1 (default: 1)")
@@ -68,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster (default: {DEFAULT_NAME})")
-    actions.add_parser("up", parents=[named, size], help="build a cluster")
+    up = actions.add_parser("up", parents=[named, size], help="build a cluster")
+    up.add_argument("--slurm", action="store_true", help="with a real Slurm, whose nodes have a CPU for each rank")
     run = actions.add_parser(
         "run",
         parents=[size],
@@ -80,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--place", choices=ORDERS, default="block", help="of ranks on nodes (default: block)")
     run.add_argument("--python", action="store_true", help="COMMAND is a Python script, or -m and a module")
     run.add_argument("--counters", type=Path, metavar="FILE", help="write the bytes of each link there, as JSON")
+    actions.add_parser(
+        "exec",
+        parents=[named],
+        usage="bigbatch launch emulate exec [--name NAME] -- COMMAND [OPTION ...]",
+        help="run a command in the first node of a cluster with Slurm, such as -- sbatch job.sh, or -- squeue",
+    )
     shape = actions.add_parser("shape", parents=[named], help="give its links another rate")
     shape.add_argument("--link", required=True, help="such as 1gbit, or none")
     actions.add_parser("status", help="list the clusters of this user")
@@ -102,15 +118,22 @@ def _up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], dry_run: b
     if dry_run:
         for place, argv in build_commands(plan):
             print(f"{place}: {shlex.join(argv)}")
+        if plan.slurm:
+            print(describe_start(plan, folder=slurm_folder(root / plan.name)))
         return 0
-    clusters.up(plan, root=root, environ=environ)
+    if plan.slurm:
+        require_slurm(root / plan.name, environ=environ)
+    built = clusters.up(plan, root=root, environ=environ)
+    if plan.slurm:
+        start_slurm(built, root=root, environ=environ)
     print(_describe(plan))
     return 0
 
 
 def _describe(plan: ClusterPlan) -> str:
     ranks = ",".join(map(str, plan.ranks_per_node))
-    return f"{plan.name}: nodes {plan.num_nodes}, ranks {ranks}, link {format_rate(plan.rate)}, delay {plan.delay_us}us"
+    link = f"link {format_rate(plan.rate)}, delay {plan.delay_us}us"
+    return f"{plan.name}: nodes {plan.num_nodes}, ranks {ranks}, {link}{', Slurm' if plan.slurm else ''}"
 
 
 def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]) -> int:
@@ -122,6 +145,11 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
                 "--link and --delay come with --nodes; to change a cluster: bigbatch launch emulate shape"
             )
         found = clusters.find(arguments.name or DEFAULT_NAME, root=root)
+        if found.plan.slurm:
+            raise ConfigError(
+                f"Slurm starts the jobs of {found.plan.name}: bigbatch launch emulate exec --name {found.plan.name} "
+                "-- sbatch job.sh"
+            )
         return _run_on(found, arguments, job, root=root, environ=environ)
     plan = _plan(arguments, name=arguments.name or f"run-{os.getpid()}")
     if arguments.dry_run:
@@ -208,7 +236,7 @@ def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) ->
             signal.signal(number, handler)
 
 
-def _status(root: Path) -> int:
+def _status(root: Path, environ: Mapping[str, str]) -> int:
     for name in clusters.names(root):
         cluster = load(root / name)
         counted = clusters.count(cluster) if cluster else None
@@ -217,6 +245,8 @@ def _status(root: Path) -> int:
             continue
         print(_describe(cluster.plan))
         print(format_table(counted))
+        if cluster.plan.slurm:
+            print(describe_nodes(cluster, root=root, environ=environ))
     return 0
 
 

@@ -21,6 +21,8 @@ class ClusterPlan:
     rate: int | None
     delay_us: int = 0
     """Added one-way delay between two nodes."""
+    slurm: bool = False
+    """A real Slurm runs on it, with a CPU for each rank."""
 
     @property
     def num_nodes(self) -> int:

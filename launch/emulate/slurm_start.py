@@ -1,0 +1,173 @@
+"""Start a real Slurm in an emulated cluster, ask it for its nodes, and run commands on its login node."""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from bigbatch.launch.emulate import namespaces
+from bigbatch.launch.emulate.cluster import SYSTEM_PATH, end, join, reaching
+from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.launch.emulate.launchers import without_master
+from bigbatch.launch.emulate.plan import host
+from bigbatch.launch.emulate.slurm import (
+    PACKAGES,
+    PROGRAMS,
+    SINFO,
+    log_path,
+    parse_states,
+    slurm_commands,
+    slurm_conf,
+    slurm_environ,
+    slurm_folder,
+)
+from bigbatch.launch.emulate.state import Cluster
+from bigbatch.trainer.signals import handling
+
+START_SECONDS = 60
+"""How long nodes may take to be idle; one second where the machine is."""
+
+ANSWER_SECONDS = 10
+
+
+def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
+    """Find out before anything is built. Raises: EmulationError for what this machine, user or folder lacks."""
+    if not _may_set_groups():
+        raise EmulationError("--slurm needs root: Slurm sets the groups of its jobs, and no plain user may do that")
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_path(environ)) is None]
+    if missing:
+        raise EmulationError(f"{', '.join(missing)} not installed: apt-get install {PACKAGES}")
+    if not re.fullmatch(r"[\w./+-]{1,80}", str(folder), re.ASCII):
+        raise EmulationError(
+            f"{str(folder)!r} is too long for Slurm's sockets, or has more in it than letters, digits and ./_+-: "
+            "set XDG_RUNTIME_DIR to a folder of yours with a short name"
+        )
+
+
+def _may_set_groups() -> bool:
+    """Root may, but for that of a user namespace which was made without root."""
+    switch = Path("/proc/self/setgroups")
+    return os.geteuid() == 0 and not (switch.exists() and switch.read_text().strip() == "deny")
+
+
+def start_slurm(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> None:
+    """Start it and wait until all nodes are idle; this process can start no threads afterwards.
+
+    Where that fails, the cluster ends, and its folder stays for a look at the logs.
+    Raises: EmulationError, naming the node and its log.
+    """
+    folder = slurm_folder(root / cluster.plan.name)
+    environ = slurm_environ(environ, cluster_folder=folder.parent) | {"PATH": _path(environ)}
+    try:
+        _prepare(cluster, folder)
+        join(cluster)
+        for node, argv in slurm_commands(cluster.plan, folder=folder):
+            _start(cluster, argv, node=node, folder=folder, environ=environ)
+        _wait_for_nodes(cluster, folder=folder, environ=environ)
+    except BaseException:
+        end(cluster)
+        raise
+
+
+def _path(environ: Mapping[str, str]) -> str:
+    return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
+
+
+def _prepare(cluster: Cluster, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "state").mkdir()
+    for node in range(cluster.plan.num_nodes):
+        (folder / f"spool.{host(node)}").mkdir()
+        (folder / f"tmp.{host(node)}").mkdir()
+    (folder / "slurm.conf").write_text(slurm_conf(cluster.plan, folder=folder))
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+
+
+def _start(cluster: Cluster, argv: list[str], *, node: int, folder: Path, environ: Mapping[str, str]) -> None:
+    log = log_path(argv, folder=folder)
+    with reaching(cluster), log.open("a") as file:  # not a pipe, which the daemon would keep open
+        enter = partial(namespaces.enter_node, cluster.keeper, node)
+        nowhere = subprocess.DEVNULL
+        done = subprocess.run(argv, preexec_fn=enter, env=environ, stdin=nowhere, stdout=nowhere, stderr=file)
+    if done.returncode != 0:
+        raise EmulationError(f"{host(node)}: {argv[0]} does not start: {_last_words(log)}")
+
+
+def _wait_for_nodes(cluster: Cluster, *, folder: Path, environ: Mapping[str, str]) -> None:
+    hosts = [host(node) for node in range(cluster.plan.num_nodes)]
+    deadline = time.monotonic() + START_SECONDS
+    states = ask_states(cluster, environ=environ)
+    while not states or any(states.get(each) != "idle" for each in hosts):
+        if time.monotonic() > deadline:
+            if not states:
+                raise EmulationError(f"slurmctld does not answer: {_last_words(folder / 'slurmctld.log')}")
+            late = next(each for each in hosts if states.get(each) != "idle")
+            log = _last_words(folder / f"slurmd.{late}.log")
+            raise EmulationError(f"{late}: {states.get(late, 'unknown')} after {START_SECONDS} s, not idle: {log}")
+        time.sleep(0.1)
+        states = ask_states(cluster, environ=environ)
+
+
+def _last_words(log: Path) -> str:
+    """What it died of, else its last line, with the log's name."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    fatal = [line for line in lines if "fatal: " in line]
+    return f"{log}: {(fatal or lines or ['empty'])[-1]}"
+
+
+def ask_states(cluster: Cluster, *, environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Slurm's nodes and their states; None where it does not answer in ANSWER_SECONDS."""
+    enter = partial(namespaces.enter_node, cluster.keeper, 0)
+    try:
+        done = subprocess.run(
+            SINFO, preexec_fn=enter, env=environ, capture_output=True, text=True, timeout=ANSWER_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError):  # the cluster may end meanwhile
+        return None
+    return parse_states(done.stdout) if done.returncode == 0 else None
+
+
+def describe_nodes(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> str:
+    """One line for `status`."""
+    folder = root / cluster.plan.name
+    states = ask_states(cluster, environ=slurm_environ(environ, cluster_folder=folder))
+    if not states:
+        return f"Slurm does not answer: see {slurm_folder(folder)}/slurmctld.log"
+    return f"Slurm: {', '.join(f'{node} {state}' for node, state in states.items())}"
+
+
+def run_on_login_node(argv: Sequence[str], *, cluster: Cluster, root: Path, environ: Mapping[str, str]) -> int:
+    """Run a command of the user in the first node, in the foreground; its exit code, 128 + signal where one ended it.
+
+    Ctrl-C reaches it from the terminal, as it does us. Raises: EmulationError for a program that is not installed.
+    """
+    name = cluster.plan.name
+    if not cluster.plan.slurm:
+        raise EmulationError(
+            f"{name} runs no Slurm: bigbatch launch emulate run, or a cluster by bigbatch launch emulate up --slurm"
+        )
+    job_environ = {"OMP_NUM_THREADS": "1"} | slurm_environ(without_master(environ), cluster_folder=root / name)
+    join(cluster)
+    with reaching(cluster):
+        try:
+            enter = partial(namespaces.enter_node, cluster.keeper, 0)
+            process = subprocess.Popen(argv, preexec_fn=enter, env=job_environ)
+        except (FileNotFoundError, PermissionError) as error:
+            raise EmulationError(f"{argv[0]}: {error.strerror}") from error
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on):
+        code = process.wait()
+    return code if code >= 0 else 128 - code

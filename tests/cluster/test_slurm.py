@@ -1,0 +1,428 @@
+"""Real jobs of a real Slurm across emulated nodes: where ranks run, how jobs end, stop, resume and move on."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.launch.emulate.namespaces import node_fd
+from bigbatch.launch.emulate.slurm_start import require_slurm
+from bigbatch.launch.emulate.state import Cluster, load, state_root
+from bigbatch.trainer.data.generated import write_dataset
+from tests.cluster.conftest import Emulate, skip_unless_promised
+from tests.laws.jobs import (
+    TRAIN_PER_CLASS,
+    VAL_PER_CLASS,
+    assert_identical,
+    final_state,
+    newest_step,
+    steps,
+    train_command,
+)
+
+PATIENCE_SECONDS = 240
+PYTHON = shlex.quote(sys.executable)
+BIGBATCH = (sys.executable, "-m", "bigbatch", "launch")
+SLOW_LINK = "1mbit"
+"""At which a step of LONG takes three seconds, whatever the machine."""
+
+LONG: dict[str, object] = {
+    "data.loader": "torchvision",
+    "batch.global_batch_size": 16,
+    "model.width": 8,
+}
+"""STEPS steps on two ranks."""
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def slurm(runtime_folder: Path, emulate: Emulate) -> Iterator[Cluster]:
+    """Four nodes with two ranks and Slurm."""
+    yield from _built(emulate, "slurm", "--nodes", "4", "--ranks-per-node", "2", "--link", "1gbit")
+
+
+def _built(emulate: Emulate, name: str, *size: str) -> Iterator[Cluster]:
+    root = state_root(os.environ)
+    try:
+        require_slurm(root / name, environ=os.environ)
+    except EmulationError as error:
+        if os.geteuid() != 0:
+            pytest.skip(str(error))
+        skip_unless_promised(str(error))
+    done = emulate("up", "--name", name, *size, "--slurm")
+    assert done.returncode == 0, done.stderr
+    found = load(root / name)
+    assert found is not None
+    yield found
+    assert clusters.down(name, root=root)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "shapes"
+    write_dataset(root, train_per_class=TRAIN_PER_CLASS, val_per_class=VAL_PER_CLASS, side_pixels=(36, 48))
+    return root
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of LONG by mpirun on two nodes of a cluster without Slurm: as many threads a rank as there."""
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    argv = [sys.executable, "-m", "bigbatch", "launch", "emulate", "run", "--nodes", "2"]
+    done = subprocess.run(
+        [*argv, "--", *train_command(shapes, folder, LONG)], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+# --- what a user types, and what Slurm says ---
+
+
+def login(
+    *words: str, name: str = "slurm", text: str = "", cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """A command on the login node, with text as its input."""
+    argv = [sys.executable, "-m", "bigbatch", "launch", "emulate", "exec", "--name", name, "--", *words]
+    return subprocess.run(argv, input=text, capture_output=True, text=True, cwd=cwd, timeout=PATIENCE_SECONDS)
+
+
+def submit(script: str, *options: str, name: str = "slurm", cwd: Path) -> str:
+    """Hand a script to sbatch, as its input; the job's number."""
+    done = login("sbatch", "--parsable", *options, name=name, text=f"#!/bin/bash\n{script}", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def job_facts(job: str, *, name: str = "slurm") -> dict[str, str]:
+    """What scontrol shows of a job."""
+    done = login("scontrol", "show", "job", job, "--oneliner", name=name)
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+
+
+def wait_until(is_so: Callable[[], object], *, log: Path) -> None:
+    """Poll; the test fails with the job's output when time runs out."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else f"no {log}"
+        time.sleep(0.3)
+
+
+def finish(job: str, *, name: str = "slurm") -> None:
+    """Wait until a job, or all of an array, is neither queued nor running. (sbatch --wait asks rarely.)"""
+    line = f'until [ -z "$(squeue --noheader --jobs {job})" ]; do sleep 0.2; done'
+    assert login("sh", "-c", line, name=name).returncode == 0
+
+
+def output_of(script: str, *options: str, cwd: Path) -> str:
+    """Run a job to its end; what it said."""
+    finish(submit(script, *options, "--output=said", cwd=cwd))
+    return (cwd / "said").read_text()
+
+
+def srun_train(shapes: Path, folder: Path, settings: dict[str, object]) -> str:
+    """The line of a job script that starts the ranks."""
+    command = [sys.executable, "-m", "bigbatch", *train_command(shapes, folder, settings)]
+    return f"srun --kill-on-bad-exit=1 {shlex.join(command)}"
+
+
+# --- ranks ---
+
+WHO = """
+import dataclasses, json, os, socket
+from bigbatch.comm.environ import read_process_env
+facts = dataclasses.asdict(read_process_env()) | {"here": socket.gethostname(), "folder": os.getcwd()}
+print(json.dumps(facts), flush=True)
+"""
+
+
+def test_every_rank_knows_its_place(slurm: Cluster, tmp_path: Path) -> None:
+    """And the job runs where sbatch was called, with that environment."""
+    line = f"srun {PYTHON} -c {shlex.quote(WHO)}"
+    text = output_of(f"echo $SLURM_JOB_ID\n{line}", "--nodes=4", "--ntasks-per-node=2", cwd=tmp_path)
+    job, *lines = text.splitlines()
+    said = sorted(map(json.loads, lines), key=lambda each: each["rank"])
+    assert len(said) == 8
+    for rank, each in enumerate(said):
+        assert (each["launcher"], each["rank"], each["world_size"]) == ("srun", rank, 8)
+        assert (each["local_rank"], each["local_size"]) == (rank % 2, 2)
+        assert each["here"] == each["host"] == f"n{rank // 2}"
+        assert each["master"] == ["n0", 20_000 + int(job)]
+        assert each["folder"] == str(tmp_path)
+
+
+def test_a_training_job_ends_with_the_bits_of_mpirun(
+    slurm: Cluster, shapes: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    script = srun_train(shapes, tmp_path / "run", LONG)
+    said = output_of(script, "--nodes=2", "--ntasks-per-node=1", cwd=tmp_path)
+    assert "2 ranks in 2 node groups, started by srun" in said
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["world_size"], summary["backend"], summary["steps"]) == (2, "tcp", STEPS)
+    assert_identical(final_state(tmp_path / "run"), final_state(uninterrupted))
+
+
+def test_an_array_is_a_sweep(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"data.loader": "torchvision", "run.epochs": 1, "run.seed": "{index}"}
+    command = train_command(shapes, tmp_path / "run-{index}", settings)
+    job, _ = launch("--nodes", "1", "--array", "0-2", command=command, cwd=tmp_path)
+    finish(job)
+    finals = [final_state(tmp_path / f"run-{seed}") for seed in range(3)]
+    for seed in range(3):
+        with pytest.raises(AssertionError, match="tensors differ"):
+            assert_identical(finals[seed], finals[seed - 1])
+
+
+# --- ends ---
+
+
+def test_exit_codes_and_messages_pass_through(slurm: Cluster, tmp_path: Path) -> None:
+    done = login("sbatch", "--partition=no-such", "--wrap=true", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "invalid partition specified: no-such" in done.stderr
+    assert "bigbatch" not in done.stderr
+    assert login("sh", "-c", "hostname; exit 7").stdout == "n0\n"
+    assert login("sh", "-c", "exit 7").returncode == 7
+    assert login("sh", "-c", "kill -9 $$").returncode == 128 + signal.SIGKILL
+    missing = login("no-such-command")
+    assert (missing.returncode, missing.stderr) == (1, "bigbatch: no-such-command: No such file or directory\n")
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_code(slurm: Cluster, tmp_path: Path) -> None:
+    """As the largest code of all ranks; those of bigbatch that lose a peer end by themselves, with 1."""
+    script = 'srun bash -c "[ \\$SLURM_PROCID != 5 ] || exit 3; sleep 1; exit 1"'
+    job = submit(script, "--nodes=4", "--ntasks-per-node=2", "--output=said", cwd=tmp_path)
+    finish(job)
+    assert (job_facts(job)["JobState"], job_facts(job)["ExitCode"]) == ("FAILED", "3:0")
+    assert "n2: task 5: Exited with exit code 3" in (tmp_path / "said").read_text()
+
+
+def test_a_rank_that_fails_can_end_ranks_that_would_go_on(slurm: Cluster, tmp_path: Path) -> None:
+    """The largest code is then that of those who were ended."""
+    script = 'srun --kill-on-bad-exit=1 bash -c "[ \\$SLURM_PROCID != 5 ] || exit 3; sleep 600"'
+    job = submit(script, "--nodes=4", "--ntasks-per-node=2", "--output=said", cwd=tmp_path)
+    finish(job)
+    assert job_facts(job)["ExitCode"] == f"{128 + signal.SIGTERM}:0"
+    assert "n2: task 5: Exited with exit code 3" in (tmp_path / "said").read_text()
+
+
+@pytest.fixture
+def slow(slurm: Cluster, emulate: Emulate) -> Iterator[Callable[[], None]]:
+    """Links at which a job goes on for minutes; a call lets it finish fast."""
+    assert emulate("shape", "--name", "slurm", "--link", SLOW_LINK).returncode == 0
+
+    def release() -> None:
+        assert emulate("shape", "--name", "slurm", "--link", "1gbit").returncode == 0
+
+    yield release
+    release()
+
+
+def launch(*options: str, command: list[str], cwd: Path) -> tuple[str, Path]:
+    """Submit a job by `bigbatch launch slurm`, as typed on the login node; its number and its log."""
+    done = login(*BIGBATCH, "slurm", *options, "--", *command, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    found = re.fullmatch(r"job (\d+); its output: (.*)", first)
+    assert found, first
+    return found[1], cwd / found[2]
+
+
+TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1")
+
+
+def test_a_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
+    slow: Callable[[], None], shapes: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Slurm looks for time limits twice a minute, so they may come half a minute early."""
+    run_folder = tmp_path / "run"
+    job, log = launch(
+        *(*TWO_NODES, "--time", "30", "--stop-seconds", "55"),
+        command=train_command(shapes, run_folder, LONG),
+        cwd=tmp_path,
+    )
+    wait_until(lambda: len(steps(run_folder)) >= 2, log=log)
+    minutes = 1 + sum(
+        int(part) * weight
+        for part, weight in zip(reversed(job_facts(job)["RunTime"].split(":")), (0, 1, 60), strict=True)
+    )
+    assert login("scontrol", "update", f"jobid={job}", f"timelimit={minutes}").returncode == 0
+    wait_until(lambda: "back into the queue, as its time limit is near" in log.read_text(), log=log)
+    stopped_after = newest_step(run_folder)
+    assert 2 <= stopped_after < STEPS
+    slow()
+    finish(job)
+    facts = job_facts(job)
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), log.read_text()
+    assert f"resumed after step {stopped_after}" in log.read_text()
+    assert_identical(final_state(run_folder), final_state(uninterrupted))
+    assert steps(run_folder) == steps(uninterrupted)
+
+
+def test_a_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
+    slow: Callable[[], None], shapes: Path, tmp_path: Path
+) -> None:
+    job, log = launch(*TWO_NODES, command=train_command(shapes, tmp_path / "run", LONG), cwd=tmp_path)
+    wait_until(lambda: len(steps(tmp_path / "run")) >= 2, log=log)
+    assert "RUNNING" in login(*BIGBATCH, "status", job, cwd=tmp_path).stdout
+    assert login(*BIGBATCH, "cancel", job, cwd=tmp_path).returncode == 0
+    finish(job)
+    facts = job_facts(job)
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "130:0"), log.read_text()
+    assert 2 <= newest_step(tmp_path / "run") < STEPS, log.read_text()
+
+
+def test_a_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Path, tmp_path: Path) -> None:
+    script = srun_train(shapes, tmp_path / "run", LONG)
+    job = submit(script, "--nodes=2", "--ntasks-per-node=1", "--output=said", cwd=tmp_path)
+    wait_until(lambda: len(steps(tmp_path / "run")) >= 2, log=tmp_path / "said")
+    assert newest_step(tmp_path / "run") == 0, "none was planned before the end"
+    assert login("scancel", job).returncode == 0
+    finish(job)
+    assert job_facts(job)["JobState"] == "CANCELLED"
+    assert 2 <= newest_step(tmp_path / "run") < STEPS, (tmp_path / "said").read_text()
+
+
+def test_an_urgent_job_gets_the_nodes_and_gives_them_back(slurm: Cluster, tmp_path: Path) -> None:
+    """The other one is told by its own signal, long before its time limit."""
+    script = """
+        trap 'echo told; scontrol requeue $SLURM_JOB_ID; sleep 60' USR1
+        echo "attempt ${SLURM_RESTART_COUNT:-0}" >> said
+        [ -n "$SLURM_RESTART_COUNT" ] || { sleep 600 & wait; }
+    """
+    options = ("--nodes=4", "--ntasks-per-node=2", "--output=said", "--open-mode=append")
+    job = submit(script, *options, "--signal=B:USR1@5", "--time=30", "--requeue", cwd=tmp_path)
+    log = tmp_path / "said"
+    wait_until(lambda: log.exists() and "attempt 0" in log.read_text(), log=log)
+    urgent = submit("echo urgent", *options, "--partition=urgent", cwd=tmp_path)
+    finish(urgent)
+    finish(job)
+    said = [line for line in log.read_text().splitlines() if not line.startswith("slurmstepd")]
+    assert said == ["attempt 0", "told", "urgent", "attempt 1"]
+    assert (job_facts(job)["JobState"], job_facts(job)["Restarts"]) == ("COMPLETED", "1")
+
+
+# --- the cluster itself ---
+
+
+@pytest.fixture
+def mortal(runtime_folder: Path, emulate: Emulate) -> Iterator[Cluster]:
+    """Three nodes with Slurm, of which one will die."""
+    yield from _built(emulate, "mortal", "--nodes", "3", "--ranks-per-node", "1")
+
+
+def test_a_job_moves_away_from_a_node_that_dies(mortal: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+    log = tmp_path / "said"
+    rank = 'echo "attempt ${SLURM_RESTART_COUNT:-0} on $(hostname)"; [ -n "$SLURM_RESTART_COUNT" ] || sleep 600'
+    job = submit(
+        f"srun sh -c {shlex.quote(rank)}",
+        *("--nodes=2", "--output=said", "--open-mode=append", "--requeue"),
+        name="mortal",
+        cwd=tmp_path,
+    )
+    wait_until(lambda: log.exists() and log.read_text().count("attempt 0 on") == 2, log=log)
+    kill_node(mortal, 1)
+    finish(job, name="mortal")
+    said = [line for line in log.read_text().splitlines() if line.startswith("attempt")]
+    assert sorted(said) == ["attempt 0 on n0", "attempt 0 on n1", "attempt 1 on n0", "attempt 1 on n2"]
+    assert job_facts(job, name="mortal")["JobState"] == "COMPLETED"
+    assert "Slurm: n0 idle, n1 down*, n2 idle" in emulate("status").stdout
+
+
+def networks_of(cluster: Cluster) -> list[int]:
+    """The nodes' networks, as inodes."""
+    return [
+        os.stat(f"/proc/{cluster.keeper}/fd/{node_fd(node, 'net')}").st_ino for node in range(cluster.plan.num_nodes)
+    ]
+
+
+def processes_in(*networks: int) -> list[Path]:
+    """Of all processes, those that live in one of them, as folders of /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is none of ours
+            if os.stat(folder / "ns/net").st_ino in networks:
+                found.append(folder)
+    return found
+
+
+def kill_node(cluster: Cluster, node: int) -> None:
+    """SIGKILL to all of its processes."""
+    for folder in processes_in(networks_of(cluster)[node]):
+        with suppress(ProcessLookupError):
+            os.kill(int(folder.name), signal.SIGKILL)
+
+
+def daemons_in(cluster: Cluster) -> list[str]:
+    """Names of Slurm's processes in a cluster, sorted."""
+    names = [(folder / "comm").read_text().strip() for folder in processes_in(*networks_of(cluster))]
+    return sorted(name for name in names if name in ("munged", "slurmctld", "slurmd"))
+
+
+def test_slurm_goes_with_its_cluster(slurm: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+    done = emulate("up", "--name", "brief", "--nodes", "2", "--slurm")
+    assert (done.returncode, done.stdout) == (0, "brief: nodes 2, ranks 1,1, link none, delay 0us, Slurm\n")
+    brief = load(state_root(os.environ) / "brief")
+    assert brief is not None
+    assert daemons_in(brief) == ["munged", "slurmctld", "slurmd", "slurmd"]
+    submit("srun sleep 600", "--nodes=2", name="brief", cwd=tmp_path)
+    assert emulate("run", "--name", "brief", "--", "--version").stderr.endswith(
+        "Slurm starts the jobs of brief: bigbatch launch emulate exec --name brief -- sbatch job.sh\n"
+    )
+    networks = networks_of(brief)
+    assert emulate("down", "--name", "brief").stdout == "brief: removed\n"
+    assert processes_in(*networks) == []
+    assert len(daemons_in(slurm)) == 6, "the other one is not touched"
+
+
+def test_a_node_that_does_not_start_is_named(
+    emulate: Emulate, slurm: Cluster, tmp_path: Path, runtime_folder: Path
+) -> None:
+    (tmp_path / "slurmd").write_text("#!/bin/sh\n[ $2 = n1 ] && { echo fatal: no clock >&2; exit 1; }\nexit 0\n")
+    (tmp_path / "slurmd").chmod(0o755)
+    done = emulate("up", "--name", "lame", "--nodes", "3", "--slurm", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    log = state_root(os.environ) / "lame/slurm/slurmd.n1.log"
+    assert done.stderr == f"bigbatch: n1: slurmd does not start: {log}: fatal: no clock\n"
+    assert log.exists(), "for a look"
+    assert "lame: ended" in emulate("status").stdout
+    assert emulate("down", "--name", "lame").stdout == "lame: removed\n"
+
+
+def test_root_of_a_user_namespace_is_not_root_enough(runtime_folder: Path) -> None:
+    """Slurm would fail there: setgroups, Operation not permitted."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs util-linux's unshare")
+    command = [
+        sys.executable,
+        "-m",
+        "bigbatch",
+        "launch",
+        "emulate",
+        "up",
+        "--name",
+        "plain",
+        "--nodes",
+        "2",
+        "--slurm",
+    ]
+    done = subprocess.run([unshare, "--user", "--map-root-user", *command], capture_output=True, text=True)
+    assert done.returncode == 1
+    complaint = "--slurm needs root: Slurm sets the groups of its jobs, and no plain user may do that"
+    assert done.stderr == f"bigbatch: {complaint}\n"
+    assert not (state_root(os.environ) / "plain").exists()
