@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bigbatch.launch.job_words import check_words
+from bigbatch.launch.job_words import check_words, option
 from bigbatch.trainer.errors import ConfigError
 
 SIGNAL_EARLY_SECONDS = 60
@@ -76,26 +76,11 @@ class JobSpec:
         return self.num_ranks // (self.num_nodes or 1)
 
 
-OPTIONS = {
-    "num_ranks": "--ranks",
-    "num_nodes": "--nodes",
-    "minutes": "--time",
-    "mounts": "--mount",
-    "environment": "--env",
-    "modules": "--module",
-}
-"""Options whose names are not those of their fields."""
-
 SCHEDULED = (
     *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude"),
     *("gpus_per_node", "cpus_per_rank", "memory", "array", "stop_seconds"),
 )
 """What only a scheduler can give."""
-
-
-def option(field: str) -> str:
-    """The command line's name of a field of JobSpec."""
-    return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
 def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:

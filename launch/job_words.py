@@ -32,6 +32,22 @@ NO_OPTION = re.compile(r"(?!-)")
 MIN_VALUES = {"gpus_per_node": 0, "cpus_per_rank": 1, "minutes": 1, "stop_seconds": 1, "num_nodes": 1, "node_rank": 0}
 
 
+OPTIONS = {
+    "num_ranks": "--ranks",
+    "num_nodes": "--nodes",
+    "minutes": "--time",
+    "mounts": "--mount",
+    "environment": "--env",
+    "modules": "--module",
+}
+"""Options whose names are not those of their fields."""
+
+
+def option(field: str) -> str:
+    """The command line's name of a field of JobSpec."""
+    return OPTIONS.get(field, "--" + field.replace("_", "-"))
+
+
 def check_words(field: str, value: Any) -> None:
     """One field of a JobSpec. Raises: ConfigError naming the option, the value and a legal one."""
     if value is None:
@@ -39,10 +55,9 @@ def check_words(field: str, value: Any) -> None:
     if field in PATTERNS:
         pattern, meaning, example = PATTERNS[field]
         if not re.fullmatch(pattern, value, re.ASCII) or not NO_OPTION.match(value):
-            raise ConfigError(f"--{field} {value!r} must be {meaning}, such as {example}")
+            raise ConfigError(f"{option(field)} {value!r} must be {meaning}, such as {example}")
     if field in MIN_VALUES and value < MIN_VALUES[field]:
-        name = {"minutes": "time", "num_nodes": "nodes"}.get(field, field.replace("_", "-"))
-        raise ConfigError(f"--{name} {value} must be a number from {MIN_VALUES[field]} on")
+        raise ConfigError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
     if field in CHECKS:
         CHECKS[field](value)
 
@@ -59,16 +74,19 @@ def _check_exclude(value: str) -> None:
 
 def _check_command(words: tuple[str, ...]) -> None:
     for word in words:
-        if "\0" in word or "\r" in word:
-            raise ConfigError(f"{word!r} of the command holds a character that neither scripts nor processes take")
+        _check_characters(word, what=f"{word!r} of the command")
 
 
 def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
     for name, value in pairs:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             raise ConfigError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
-        if "\0" in value or "\r" in value:
-            raise ConfigError(f"--env {name}={value!r} holds a character that neither scripts nor processes take")
+        _check_characters(value, what=f"--env {name}={value!r}")
+
+
+def _check_characters(text: str, *, what: str) -> None:
+    if "\0" in text or "\r" in text:
+        raise ConfigError(f"{what} holds a character that neither scripts nor processes take")
 
 
 def _check_modules(modules: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import yaml
 
 from bigbatch.comm.environ import expand_hostlist
 from bigbatch.launch.job import JobSpec, interface_variables, refuse
+from bigbatch.launch.local import one_line
 from bigbatch.trainer.errors import ConfigError
 
 HOSTFILE = "/etc/mpi/hostfile"
@@ -71,7 +72,7 @@ def apply(text: str) -> None:
     except FileNotFoundError as error:
         raise ConfigError("kubectl is not installed here: add --dry-run, and apply the manifest elsewhere") from error
     if done.returncode:
-        raise ConfigError(f"kubectl refused the job: {'; '.join(done.stderr.split(chr(10))).strip('; ')}")
+        raise ConfigError(f"kubectl refused the job: {one_line(done.stderr)}")
 
 
 def _name(job: JobSpec) -> str:

@@ -38,6 +38,16 @@ def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator
         yield
 
 
+def shell_code(returncode: int) -> int:
+    """A process's exit code as a shell states it: 128 + signal where one ended it."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def one_line(text: str) -> str:
+    """What a program said, for a message."""
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
 def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> int:
     """Start argv and wait; its exit code, 128 + signal where one ended it.
 
@@ -53,5 +63,4 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_st
             f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
         ) from error
     with handling_stops(Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)):
-        code = process.wait()
-    return code if code >= 0 else 128 - code
+        return shell_code(process.wait())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.launch.job import INDEX
+from bigbatch.launch.local import one_line
 from bigbatch.launch.run_folder import last_report
 from bigbatch.launch.slurm import MARK
 from bigbatch.trainer.errors import ConfigError
@@ -74,7 +75,7 @@ def submit(script: str, *, wait: bool = False, environ: Mapping[str, str]) -> tu
         stdin.write(script.encode(errors="surrogateescape"))
     number = process.stdout.readline().decode().strip().partition(";")[0]
     if not number:
-        words = _one_line(process.stderr.read().decode(errors="replace"))
+        words = one_line(process.stderr.read().decode(errors="replace"))
         process.wait()
         raise SlurmError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
     return number, process
@@ -152,7 +153,7 @@ def run_slurm(argv: Sequence[str]) -> str:
     except FileNotFoundError as error:
         raise _not_installed(argv[0]) from error
     if done.returncode:
-        raise SlurmError(_one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
+        raise SlurmError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
 
 
@@ -172,7 +173,3 @@ def _exit_code(text: str) -> str | None:
     if code == "130":
         return "130 (stopped by request; a checkpoint is saved)"
     return f"signal {signal}" if signal not in ("", "0") else code or None
-
-
-def _one_line(text: str) -> str:
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -9,6 +9,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints, require_free_disk, set_aside_after
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config
+from bigbatch.trainer.config_optimizer import is_foreign
 from bigbatch.trainer.input_report import MeasuredInput
 from bigbatch.trainer.loop import Parts, Plan, Totals
 from bigbatch.trainer.metrics import MetricsLog, plot_run
@@ -38,7 +39,7 @@ class RunOutput:
         """All that is written before the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
         optimizer = config.optimizer
-        has_two = optimizer.betas is not None or "." in optimizer.name  # others' may have more, and seldom less
+        has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
         num_moments = 2 if has_two else 1
         num_copies = 1 + num_moments + (optimizer.ema_decay is not None)
         one_checkpoint = 4 * num_copies * sum(p.numel() for p in parts.model.parameters())

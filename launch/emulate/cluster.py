@@ -87,11 +87,16 @@ def _start_keeper(plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str]
 def _require_tools(environ: Mapping[str, str]) -> str:
     if sys.platform != "linux":
         raise EmulationError(f"emulate needs Linux, and this is {sys.platform}: run it in a Linux container or machine")
-    path = f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
+    path = system_path(environ)
     for tool in ("ip", "tc"):
         if shutil.which(tool, path=path) is None:
             raise EmulationError(f"{tool} is not installed: apt-get install iproute2")
     return path
+
+
+def system_path(environ: Mapping[str, str]) -> str:
+    """PATH, and where system tools lie."""
+    return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
 
 
 def find(name: str, *, root: Path) -> Cluster:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.cluster import SYSTEM_PATH, end, join, reaching
+from bigbatch.launch.emulate.cluster import end, join, reaching, system_path
 from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.launchers import without_master
 from bigbatch.launch.emulate.plan import host
@@ -29,6 +29,7 @@ from bigbatch.launch.emulate.slurm import (
     slurm_folder,
 )
 from bigbatch.launch.emulate.state import Cluster
+from bigbatch.launch.local import shell_code
 from bigbatch.trainer.signals import handling
 
 START_SECONDS = 60
@@ -41,7 +42,7 @@ def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
     """Find out before anything is built. Raises: EmulationError for what this machine, user or folder lacks."""
     if not _may_set_groups():
         raise EmulationError("--slurm needs root: Slurm sets the groups of its jobs, and no plain user may do that")
-    missing = [name for name in PROGRAMS if shutil.which(name, path=_path(environ)) is None]
+    missing = [name for name in PROGRAMS if shutil.which(name, path=system_path(environ)) is None]
     if missing:
         raise EmulationError(f"{', '.join(missing)} not installed: apt-get install {PACKAGES}")
     if not re.fullmatch(r"[\w./+-]{1,80}", str(folder), re.ASCII):
@@ -64,7 +65,7 @@ def start_slurm(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> 
     Raises: EmulationError, naming the node and its log.
     """
     folder = slurm_folder(root / cluster.plan.name)
-    environ = slurm_environ(environ, cluster_folder=folder.parent) | {"PATH": _path(environ)}
+    environ = slurm_environ(environ, cluster_folder=folder.parent) | {"PATH": system_path(environ)}
     try:
         _prepare(cluster, folder)
         join(cluster)
@@ -74,10 +75,6 @@ def start_slurm(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> 
     except BaseException:
         end(cluster)
         raise
-
-
-def _path(environ: Mapping[str, str]) -> str:
-    return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
 
 
 def _prepare(cluster: Cluster, folder: Path) -> None:
@@ -169,5 +166,4 @@ def run_on_login_node(argv: Sequence[str], *, cluster: Cluster, root: Path, envi
             process.send_signal(number)
 
     with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on):
-        code = process.wait()
-    return code if code >= 0 else 128 - code
+        return shell_code(process.wait())

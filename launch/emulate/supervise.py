@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from bigbatch.launch.emulate.launchers import Start
-from bigbatch.launch.local import Stopper, handling_stops
+from bigbatch.launch.local import Stopper, handling_stops, shell_code
 from bigbatch.trainer.errors import ConfigError
 
 GRACE_SECONDS = 5.0
@@ -73,7 +73,7 @@ def _wait(running: dict[int, subprocess.Popen[bytes]]) -> int:
             os.close(pidfd)
             code = process.wait()
             if code != 0 and failed is None:
-                failed = code if code > 0 else 128 - code
+                failed = shell_code(code)
                 _send(running, signal.SIGTERM)
     return failed or 0
 

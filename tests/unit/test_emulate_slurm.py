@@ -119,7 +119,7 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_programs_name_their_packages(as_root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(slurm_start, "SYSTEM_PATH", "")
+    monkeypatch.setattr("bigbatch.launch.emulate.cluster.SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "sinfo").touch(mode=0o755)
     complaint = (

@@ -44,6 +44,12 @@ def look(*several: Rank) -> None:
         rank.inspector.look()
 
 
+def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So long that the others have had the time to write down that they wait."""
+    real = time.monotonic
+    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+
+
 def test_nothing_is_said_while_nobody_waits_long() -> None:
     first, second = ranks(2)
     first.waits(3, seconds=3.9)
@@ -59,8 +65,7 @@ def test_the_late_rank_is_named_by_all_others_and_by_itself(monkeypatch: pytest.
     late.waits(2, seconds=0.1)
     look(first, second, late)
     assert first.said == []  # the others get the time to write down that they wait, too
-    real = time.monotonic
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+    let_time_pass(monkeypatch)
     for _ in range(3):
         look(first, second, late)
     what = r"all-reduce of buffer 3 \(fc.weight and 3 more\)"
@@ -80,8 +85,7 @@ def test_where_all_ranks_wait_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch) 
     for rank in both:
         rank.waits(1, seconds=5)
     look(*both)
-    real = time.monotonic
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+    let_time_pass(monkeypatch)
     look(*both)
     assert all(": all ranks are in it (the job" in rank.said[0] for rank in both)
 
@@ -105,8 +109,7 @@ def test_nobody_outside_of_a_group_is_late_for_it(monkeypatch: pytest.MonkeyPatc
     late.waits(2, seconds=0.1)
     fourth.waits(2, seconds=0.1)
     look(first, late, third, fourth)
-    real = time.monotonic
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+    let_time_pass(monkeypatch)
     look(first, late, third, fourth)
     assert ": rank 1 on node1 has not come to it (the job" in first.said[0]
     assert_matches(late.said[0], "rank 1 on node1 is late")
@@ -121,8 +124,7 @@ def test_two_groups_that_wait_at_once_name_the_late_of_both(monkeypatch: pytest.
     second.waits(2, seconds=0.1)
     fourth.waits(2, seconds=0.1)
     look(first, second, third, fourth)
-    real = time.monotonic
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+    let_time_pass(monkeypatch)
     look(first, second, third, fourth)
     assert ": rank 1 on node1 has not come to it (the job" in first.said[0]
     assert ": rank 3 on node3 has not come to it (the job" in third.said[0]

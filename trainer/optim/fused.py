@@ -59,10 +59,9 @@ def drop_last_group_if(optimizer: torch.optim.Optimizer, problem: str | None) ->
         raise ValueError(problem)
 
 
-def one_where_a_norm_is_zero(ratios_N: Tensor, *norms: Tensor) -> Tensor:
-    """The trust ratios of tensors with these norms."""
-    has_both_N = (norms[0] > 0) & (norms[1] > 0)
-    return torch.where(has_both_N, ratios_N, torch.ones_like(ratios_N))
+def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tensor:
+    """The trust ratios of tensors with these norms of weights and of gradients or updates."""
+    return torch.where((w_N > 0) & (u_N > 0), ratios_N, torch.ones_like(ratios_N))
 
 
 def write_(
