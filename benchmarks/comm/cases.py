@@ -137,6 +137,20 @@ CASES = (
     Case("step-resnet50-200mbit", "step.py", link="200mbit", seconds=400, is_long=True),
     Case("step-resnet50-200mbit-paced", "step.py", ("--pace", "3"), link="200mbit", seconds=400, is_long=True),
     *(
+        Case(
+            f"scaling-{model}-{link}-{nodes}",
+            "scaling.py",
+            ("--model", model, "--weak", f"{weak}", "--strong", f"{2 * weak}", "--repetitions", "5"),
+            ranks_per_node=",".join("1" * nodes),
+            link=link,
+            seconds=60 + 60 * weak * nodes,
+            is_long=True,
+        )
+        for model, weak in (("resnet50", 3), ("alexnet_bn", 6))
+        for link in ("1gbit", "400mbit")
+        for nodes in (1, 2, 4)
+    ),
+    *(
         Case(f"exchange-{name}-200mbit", "exchange.py", SHORT, ranks, "200mbit", seconds=150, is_long=True)
         for name, ranks in (("8x1", "1,1,1,1,1,1,1,1"), ("2x4", "4,4"), ("3+2+2+1", "3,2,2,1"))
     ),

@@ -15,19 +15,36 @@ NUM_VALUES = 3
 
 
 class Pace:
-    """When, after the start of backward, each gradient may be ready: backward sleeps until then."""
+    """A step that sleeps: forward for its time, backward until each gradient may be ready, counted from its start."""
 
-    def __init__(self, ready_seconds: Sequence[float]) -> None:
+    def __init__(self, ready_seconds: Sequence[float], *, forward_seconds: float = 0.0) -> None:
         self._ready_seconds = ready_seconds
+        self._forward_seconds = forward_seconds
         self._start = 0.0
+        self._stretch = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return self._stretch * (self._forward_seconds + max(self._ready_seconds))
+
+    @property
+    def ready_seconds(self) -> list[float]:
+        """Of each gradient, from the start of backward."""
+        return [self._stretch * each for each in self._ready_seconds]
+
+    def take(self, seconds: float) -> None:
+        """Forward and backward last so long from now on."""
+        self._stretch *= seconds / self.seconds
 
     def begin(self) -> None:
-        """Backward starts now."""
+        """Sleep through forward; backward starts when this returns."""
+        time.sleep(self._stretch * self._forward_seconds)
         self._start = time.perf_counter()
 
     def wait_for(self, index: int) -> None:
         """Return no sooner than gradient number index is ready."""
-        time.sleep(max(0.0, self._start + self._ready_seconds[index] - time.perf_counter()))
+        time.sleep(max(0.0, self._start + self._stretch * self._ready_seconds[index] - time.perf_counter()))
 
 
 class _Ready(torch.autograd.Function):
@@ -67,6 +84,11 @@ class CostlessModel(nn.Module):
             wait = partial(self._pace.wait_for, i) if self._pace else _go_on
             chain_1 = _Ready.apply(chain_1, parameter, float(gradient_value(i) * self._weight), wait)
         return chain_1.sum()
+
+    def begin(self) -> None:
+        """What a step does before backward."""
+        if self._pace:
+            self._pace.begin()
 
 
 def _go_on() -> None:

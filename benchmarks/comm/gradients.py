@@ -28,6 +28,7 @@ from common import (
     describe_repetitions,
     gather_facts,
     join,
+    nothing,
     run_rank,
     take_turns,
     write_record,
@@ -136,6 +137,8 @@ class Step:
     clear: Callable[[], None]
     expected: float
     """Times each gradient's value: the sum of all ranks' weights, or their mean."""
+    begin: Callable[[], None]
+    """Under the clock, before backward."""
     loss: Tensor | None = None
 
     def prepare(self) -> None:
@@ -144,6 +147,7 @@ class Step:
 
     def run(self) -> None:
         assert self.loss is not None
+        self.begin()
         self.loss.backward()
         self.wait()
 
@@ -158,7 +162,12 @@ def make_contestant(
     """One of CONTESTANTS over its own model. Collective. Wrong gradients are counted in wrong[name]."""
     if name == "horovod":
         return _horovod(job, model, horovod, wrong)
-    step = _ddp_step(job, name, model) if name.startswith("ddp") else _ours_step(job, name, model, tuned.get(name))
+    if name.startswith("ddp"):
+        step = _ddp_step(job, name, model)
+    elif name == "local":
+        step = _local_step(job, model)
+    else:
+        step = _ours_step(job, name, model, tuned.get(name))
 
     def finish() -> None:
         wrong[name] += step.count_wrong()
@@ -174,7 +183,13 @@ def _sum_of_weights(job: Job) -> float:
 def _ours_step(job: Job, name: str, model: CostlessModel, tuned: Findings | None) -> Step:
     named = dict(model.named_parameters())
     reducer = make_reducer(job, named, tuned=tuned, wire=WIRES.get(name))
-    return Step(model, list(model.parameters()), reducer.wait, reducer.zero_grad, _sum_of_weights(job))
+    return Step(model, list(model.parameters()), reducer.wait, reducer.zero_grad, _sum_of_weights(job), model.begin)
+
+
+def _local_step(job: Job, model: CostlessModel) -> Step:
+    """The same step without communication."""
+    parameters = list(model.parameters())
+    return Step(model, parameters, nothing, partial(_drop_gradients, parameters), job.rank + 1, model.begin)
 
 
 def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
@@ -184,7 +199,7 @@ def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
     elif name == "ddp with our hook":
         ddp.register_comm_hook(None, ddp_comm_hook(job.communicator.with_algorithm(DEFAULT_ALGORITHM)))
     mean = _sum_of_weights(job) / job.communicator.world_size
-    return Step(ddp, list(model.parameters()), lambda: None, partial(ddp.zero_grad, set_to_none=True), mean)
+    return Step(ddp, list(model.parameters()), nothing, partial(ddp.zero_grad, set_to_none=True), mean, model.begin)
 
 
 def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]) -> Contestant:
@@ -198,7 +213,8 @@ def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]
                 torch.optim.SGD(parameters, lr=0.0), named_parameters=model.named_parameters()
             )
             mean = _sum_of_weights(job) / job.communicator.world_size
-            made.append(Step(model, parameters, optimizer.synchronize, partial(_drop_gradients, parameters), mean))
+            clear = partial(_drop_gradients, parameters)
+            made.append(Step(model, parameters, optimizer.synchronize, clear, mean, model.begin))
         return made[0]
 
     def enter() -> None:

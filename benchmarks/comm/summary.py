@@ -139,6 +139,33 @@ def step_table(record: Record) -> str:
     return f"{record['model']}, seconds; {_goodput(record)}.\n\n{table(head, lines)}"
 
 
+def scaling_table(record: Record) -> str:
+    """Efficiency of each contestant, by the kind of scaling."""
+    lines = [
+        (
+            row["scaling"],
+            row["contestant"],
+            f"{row['compute_seconds']:.3f}",
+            f"{row['seconds']['median']:.3f}",
+            *(show_efficiency(row) if "efficiency" in row else ("", "")),
+            str(row["seconds"]["n"]),
+        )
+        for row in record["rows"]
+    ]
+    head = ("scaling", "", "forward and backward", "step", "efficiency (spread)", "limit", "n")
+    nodes = f"{record['num_nodes']} node{'s' if record['num_nodes'] > 1 else ''}"
+    return f"{record['model']}, {nodes}, seconds; {_goodput(record)}.\n\n{table(head, lines)}"
+
+
+def show_efficiency(row: Record) -> tuple[str, str]:
+    """Median and spread, and the limit."""
+    found = row["efficiency"]
+    return (
+        f"{found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})",
+        f"{row['limit_efficiency']:.3f}",
+    )
+
+
 def overhead_table(record: Record) -> str:
     """Milliseconds of a step without and with the reducer."""
     lines = [
@@ -181,6 +208,7 @@ TABLES = {
     "exchange": exchange_table,
     "gradients": gradients_table,
     "step": step_table,
+    "scaling": scaling_table,
     "reducer_overhead": overhead_table,
 }
 

@@ -18,6 +18,7 @@ MOST_EXPOSED_RATIO = 1.05
 LEAST_EXPOSED_PART = 0.1
 """Of the time of all bytes: where the limit of what is exposed is less, a ratio to it says nothing."""
 MOST_OVERHEAD = 1.01
+LEAST_EFFICIENCY = 0.95
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,32 @@ def judge_step(case: str, record: Record) -> list[Verdict]:
     return [Verdict(f"{name}: exposed communication", case, goal, measured, ratio <= MOST_EXPOSED_RATIO)]
 
 
+def judge_scaling(case: str, record: Record) -> list[Verdict]:
+    """Scaling efficiency, where the links allow it."""
+    wrong = sum(record["num_wrong"].values())
+    found = [Verdict("wrong values, all contestants", case, "none", str(wrong), wrong == 0)]
+    for row in record["rows"]:
+        if row["contestant"] != "ours tuned" or row.get("limit_efficiency", 0) < LEAST_EFFICIENCY:
+            continue
+        efficiency = row["efficiency"]["median"]
+        peers = {
+            each["contestant"]: each["efficiency"]["median"]
+            for each in record["rows"]
+            if each["scaling"] == row["scaling"] and each["contestant"] in ("ddp", "horovod")
+        }
+        others = "".join(f"; {name} {value:.3f}" for name, value in peers.items())
+        found.append(
+            Verdict(
+                f"ours tuned: {row['scaling']} scaling efficiency",
+                case,
+                f"at least {LEAST_EFFICIENCY} (the links allow {row['limit_efficiency']:.3f})",
+                f"{efficiency:.3f}{others}",
+                efficiency >= LEAST_EFFICIENCY,
+            )
+        )
+    return found
+
+
 def judge_overhead(case: str, record: Record) -> list[Verdict]:
     """The reducer alone, in CUDA graphs; without a GPU there is no target."""
     graph = record["results"].get("CUDA graph")
@@ -221,5 +248,6 @@ JUDGES = {
     "exchange": judge_exchange,
     "gradients": judge_gradients,
     "step": judge_step,
+    "scaling": judge_scaling,
     "reducer_overhead": judge_overhead,
 }

@@ -23,6 +23,13 @@ SCRIPTS = {
         ("--sizes", "1e3,1e5", "--seconds-per-size", "5", "--contestants", "hybrid,hierarchical,doubling,gloo,mpi"),
     ),
     "gradients.py": ("plain", ("--model", "resnet9", "--contestants", "ours tuned,ours fp16,ours,ddp")),
+    "scaling.py": (
+        "plain",
+        (
+            *("--model", "resnet9", "--image-size", "32", "--weak", "0.3", "--strong", "0.4"),
+            *("--contestants", "ours tuned,ddp,local"),
+        ),
+    ),
     "step.py": ("plain", ("--model", "resnet9", "--image-size", "32", "--contestants", "ours tuned,ddp,local")),
 }
 
@@ -56,6 +63,12 @@ def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Cluster,
     argv = [sys.executable, str(FOLDER / "summary.py"), str(tmp_path)]
     text = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
     verdicts = [line for line in text.splitlines() if line.startswith("| wrong values, all contestants")]
-    assert [line.endswith("| none | 0 | met |") for line in verdicts] == [True, True]
-    for heading in ("## exchange", "## gradients", "## step"):
+    assert [line.endswith("| none | 0 | met |") for line in verdicts] == [True] * 3  # all but step.py
+    scaling = records["comm-scaling"]
+    rows = {(row["scaling"], row["contestant"]): row for row in scaling["rows"]}
+    assert rows.keys() == {(mode, name) for mode in ("weak", "strong") for name in ("ours tuned", "ddp", "local")}
+    assert (rows["weak", "ddp"]["compute_seconds"], rows["strong", "ddp"]["compute_seconds"]) == (0.3, 0.2)
+    assert all(row["seconds"]["median"] >= row["compute_seconds"] for row in scaling["rows"])
+    assert set(scaling["num_wrong"].values()) == {0}
+    for heading in ("## exchange", "## gradients", "## scaling", "## step"):
         assert heading in text

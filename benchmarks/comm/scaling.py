@@ -1,0 +1,194 @@
+"""Scaling efficiency: steps of stated length with a network's gradients, ours, DDP's and Horovod's. A rank program.
+
+    bigbatch launch emulate run --nodes 4 --link 1gbit --python -- \
+        benchmarks/comm/scaling.py --model resnet50 --weak 3 --strong 6 --out scaling.json
+
+Nothing is computed: forward and backward sleep, and gradients become ready in the order and at the shares of the time
+that the real network's were measured to have at the start of this run, so that nodes that share a few cores scale as
+nodes with GPUs of their own would. The gradients are real, are summed for real, and are checked after each step.
+All contestants take turns in the same processes.
+
+--weak SECONDS: forward and backward of each rank, on any number of nodes (the batch grows with them).
+--strong SECONDS: of one node; n nodes take 1/n of it each (the batch stays, and computing is taken to scale).
+
+Efficiency is the time of the same step without communication, "local", over the time of the step. The limit is what
+no schedule can exceed: local / (local + the least communication that must be left after backward, see links.py).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import links
+import peers
+from common import (
+    Job,
+    Repetition,
+    add_job_options,
+    choose_contestants,
+    describe_repetitions,
+    gather_facts,
+    join,
+    run_rank,
+    spread,
+    take_turns,
+    write_record,
+)
+from gradient_sets import CostlessModel, Pace, make_values, start
+from gradients import make_contestant
+from step import make_real_model
+from tuning import describe_tuned, tune_each
+
+from bigbatch.comm.ready_times import measure_backward
+
+CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")
+FORWARDS = 3
+"""Forward passes that are timed; the median counts."""
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    options = parse()
+    run_rank(lambda: run(options))
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_job_options(parser)
+    add = parser.add_argument
+    add("--model", default="resnet50", help="(default: %(default)s)")
+    add("--weak", type=float, metavar="SECONDS", help="of forward and backward, on any number of nodes")
+    add("--strong", type=float, metavar="SECONDS", help="of forward and backward on one node")
+    add("--batch", type=int, default=2, help="pictures per rank while backward is recorded (default: %(default)s)")
+    add("--image-size", type=int, default=224, help="pixels, likewise (default: %(default)s)")
+    add("--tune-seconds", type=float, default=15.0, help="for the tuned contestant (default: %(default)s)")
+    options = parser.parse_args(argv)
+    if options.weak is None and options.strong is None:
+        parser.error("give --weak or --strong, or both")
+    if any(each is not None and each <= 0 for each in (options.weak, options.strong, options.repetitions)):
+        parser.error("--weak, --strong and --repetitions must be above 0")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    """One case. Collective. Raises: CommError."""
+    job = join(interface=options.interface)
+    facts = gather_facts(job, options)
+    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
+    peers.open_gloo(job)
+    horovod = peers.open_horovod(job)
+    left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
+    job.say_left_out(left_out)
+    available = [name for name in CONTESTANTS if name not in left_out]
+    names = choose_contestants(options.contestants, available, left_out=left_out)
+    shapes, pace = record_pace(job, options)
+    lengths = step_lengths(options.weak, options.strong, num_nodes=job.num_nodes)
+    pace.take(min(lengths.values()))
+    values = make_values(shapes)
+    tuned = tune_model(job, names, CostlessModel(values, weight=1, pace=pace), seconds=options.tune_seconds)
+    wrong = dict.fromkeys(names, 0)
+    make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
+    contestants = [make(name, CostlessModel(values, weight=job.rank + 1, pace=pace)) for name in names]
+    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
+    take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
+    rows = []
+    for seconds in sorted(set(lengths.values())):
+        pace.take(seconds)
+        measured = take_turns(job, contestants, repetitions=options.repetitions)
+        num_bytes = [value.nbytes for value in values.values()]
+        limit = limit_efficiency(pace, num_bytes, num_nodes=job.num_nodes, goodput=links.best_goodput(goodput))
+        for mode in (mode for mode, each in lengths.items() if each == seconds):
+            rows += describe(mode, measured, seconds=seconds, limit=limit)
+    control = facts["congestion_control"]["backend tcp"]
+    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
+    all_wrong = job.gather(wrong)
+    if job.rank == 0:
+        record = {
+            "benchmark": "scaling",
+            "case": options.case,
+            "conditions": facts,
+            "model": options.model,
+            "num_bytes": sum(value.nbytes for value in values.values()),
+            "num_nodes": job.num_nodes,
+            "goodput_bits_per_second": goodput,
+            "tuned": describe_tuned(tuned),
+            "left_out": left_out,
+            "num_wrong": {name: sum(each[name] for each in all_wrong) for name in names},
+            "rows": rows,
+        }
+        write_record(options.out, record)
+        for row in rows:
+            job.say(show(row))
+    peers.close(job)
+
+
+def step_lengths(weak: float | None, strong: float | None, *, num_nodes: int) -> dict[str, float]:
+    """Seconds of forward and backward on each node, by the kind of scaling."""
+    lengths = {"weak": weak, "strong": strong and strong / num_nodes}
+    return {mode: seconds for mode, seconds in lengths.items() if seconds is not None}
+
+
+def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[int, ...]], Pace]:
+    """Shapes of the network's parameters, and how its forward and backward go; of the slowest rank. Collective."""
+    model = make_real_model(job, options)
+    named = dict(model.network.named_parameters())
+    backward = measure_backward(named, lambda: model.loss_of(model.network), job.communicator, seconds=10.0)
+    forwards = []
+    for _ in range(FORWARDS):
+        began = time.perf_counter()
+        model.loss_of(model.network)
+        forwards.append(time.perf_counter() - began)
+    forward_seconds = max(job.gather(statistics.median(forwards)))
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    return shapes, Pace([backward.ready_seconds[name] for name in named], forward_seconds=forward_seconds)
+
+
+def tune_model(job: Job, names: Sequence[str], model: CostlessModel, *, seconds: float) -> dict[str, Any]:
+    """Table and plan as `bigbatch comm tune` chooses them, for the shortest of the steps. Collective."""
+
+    def forward() -> Any:
+        loss = model(start())
+        model.begin()
+        return loss
+
+    return tune_each(job, names, dict(model.named_parameters()), forward, seconds=seconds)
+
+
+def limit_efficiency(pace: Pace, num_bytes: Sequence[int], *, num_nodes: int, goodput: float | None) -> float:
+    """Of a step at this pace whose fp32 gradients go over links of this goodput (bits per second)."""
+    if num_nodes == 1 or goodput is None:
+        return 1.0
+    exposed = links.least_exposed_seconds(pace.ready_seconds, num_bytes, num_nodes=num_nodes, goodput=goodput)
+    return pace.seconds / (pace.seconds + exposed)
+
+
+def describe(mode: str, measured: dict[str, list[Repetition]], *, seconds: float, limit: float) -> list[dict[str, Any]]:
+    """A row per contestant. Efficiencies are by pairs of repetitions of the same turn."""
+    local = [each.seconds for each in measured.get("local", [])]
+    rows = []
+    for name, repetitions in measured.items():
+        row = {"scaling": mode, "contestant": name, "compute_seconds": seconds, **describe_repetitions(repetitions)}
+        if local:
+            pairs = zip(local, (each.seconds for each in repetitions), strict=True)
+            row["efficiency"] = spread([alone / together for alone, together in pairs])
+            row["limit_efficiency"] = limit
+        rows.append(row)
+    return rows
+
+
+def show(row: dict[str, Any]) -> str:
+    """A line to read."""
+    efficiency = row.get("efficiency")
+    return (
+        f"{row['scaling']:6} {row['contestant']:10} step {row['seconds']['median']:7.3f} s, computing "
+        f"{row['compute_seconds']:.3f} s"
+        + (f", efficiency {efficiency['median']:.3f} of at most {row['limit_efficiency']:.3f}" if efficiency else "")
+    )
+
+
+if __name__ == "__main__":
+    main()
