@@ -24,6 +24,7 @@ COMMANDS = {
         "bigbatch.launch.command",
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
+    "sweep": ("bigbatch.launch.sweep.command", "train every combination of ranks, batches and settings for some steps"),
     "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
     "data": ("bigbatch.trainer.data.command", "prepare, check and pack data sets; generate the embedded one"),
 }

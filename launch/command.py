@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,21 +55,52 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
-    split = words.index("--") if "--" in words else len(words)
-    arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
+    arguments, command = _parse(words)
     if arguments.launcher == "status":
         return _status(arguments.jobs)
     if arguments.launcher == "cancel":
         for number in arguments.jobs:
             print(slurm_queue.cancel(slurm_queue.find_job(number), now=arguments.now))
         return 0
-    default_ranks = (count_gpus() or 1) if arguments.launcher == "local" and arguments.ranks is None else 1
-    job = read_job(arguments, command, num_cores=os.cpu_count() or 1, default_ranks=default_ranks)
+    job = _read_job(arguments, command)
     if arguments.launcher == "slurm":
         return _slurm(job, arguments)
     if arguments.launcher == "k8s":
         return _k8s(job, dry_run=arguments.dry_run)
     return _foreground(job, arguments.launcher, dry_run=arguments.dry_run)
+
+
+def slurm_job(words: Sequence[str]) -> JobSpec:
+    """What `bigbatch launch` would submit for these words. Raises: ConfigError."""
+    return _read_job(*_parse(words))
+
+
+def submit_job(job: JobSpec, *, wait: bool = False) -> "tuple[str, subprocess.Popen[bytes]]":
+    """To Slurm; the job's number, and sbatch, which with wait ends with the job and its exit code.
+
+    Raises: SlurmError with Slurm's words; ConfigError.
+    """
+    script = job_script(job, folder=find_run_folder(job))
+    folder = Path(job.logs or "logs")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return slurm_queue.submit(script, wait=wait, environ=os.environ)
+
+
+def job_script(job: JobSpec, *, folder: str | None) -> str:
+    """The sbatch script of a job that starts this Python's bigbatch, or its image's. Raises: ConfigError."""
+    program = ("bigbatch",) if job.image else (sys.executable, "-m", "bigbatch")
+    return sbatch_script(job, program=program, folder=folder)
+
+
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    split = list(words).index("--") if "--" in words else len(words)
+    return _parser().parse_args(words[:split]), tuple(words[split + 1 :])
+
+
+def _read_job(arguments: argparse.Namespace, command: tuple[str, ...]) -> JobSpec:
+    default_ranks = (count_gpus() or 1) if arguments.launcher == "local" and arguments.ranks is None else 1
+    return read_job(arguments, command, num_cores=os.cpu_count() or 1, default_ranks=default_ranks)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,19 +161,15 @@ def _mpirun(job: JobSpec) -> list[str]:
 
 
 def _slurm(job: JobSpec, arguments: argparse.Namespace) -> int:
-    program = ("bigbatch",) if job.image else (sys.executable, "-m", "bigbatch")
-    script = sbatch_script(job, program=program, folder=find_run_folder(job))
     if arguments.dry_run:
-        print(script, end="")
+        print(job_script(job, folder=find_run_folder(job)), end="")
         return 0
     if arguments.output:
+        script = job_script(job, folder=find_run_folder(job))
         with writing(arguments.output):
             arguments.output.write_text(script, errors="surrogateescape")
         return 0
-    folder = Path(job.logs or "logs")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    number, sbatch = slurm_queue.submit(script, wait=arguments.wait, environ=os.environ)
+    number, sbatch = submit_job(job, wait=arguments.wait)
     print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
     print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
     return sbatch.wait()

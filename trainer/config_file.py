@@ -27,7 +27,8 @@ ALIASES = {"--virtual-ranks": "--batch.virtual_ranks"}
 
 def packaged_configs() -> list[str]:
     """Names of the experiments that come with bigbatch, such as quickstart and imagenet/resnet50_8k."""
-    return sorted(str(p.relative_to(PACKAGED).with_suffix("")) for p in PACKAGED.rglob("*.yaml"))
+    names = (p.relative_to(PACKAGED).with_suffix("") for p in PACKAGED.rglob("*.yaml"))
+    return sorted(str(name) for name in names if name.parts[0] != "sweeps")
 
 
 def find_config(name: str) -> Path:
@@ -128,7 +129,7 @@ def _config_first(argv: Sequence[str]) -> list[str]:
     return [*(f"--config={path}" for path in paths), *others]
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Refuses a key that is stated twice; YAML itself would let the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -140,7 +141,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _check_file(path: Path) -> None:
     try:
-        content: Any = yaml.load(path.read_text(), _StrictLoader)
+        content: Any = yaml.load(path.read_text(), StrictLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML: {_one_line(str(error))}") from error
     if not isinstance(content, dict):

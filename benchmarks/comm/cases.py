@@ -36,7 +36,9 @@ class Case:
         if not self.link:
             return [sys.executable, *script]
         setting = {key: getattr(self, key) for key in ("ranks_per_node", "link", "delay", "place")}
-        emulate = ["launch", "emulate", "run", "--ranks-per-node", self.ranks_per_node, "--link", self.link]
+        nodes = self.ranks_per_node.count(",") + 1
+        emulate = ["launch", "emulate", "run", "--nodes", str(nodes), "--ranks-per-node", self.ranks_per_node]
+        emulate += ["--link", self.link]
         emulate += ["--delay", self.delay, "--place", self.place, "--launcher", "mpirun", "--python", "--"]
         labels = ["--case", self.name, "--setting", json.dumps(setting)]
         return [sys.executable, "-m", "bigbatch", *emulate, *script, *labels]

@@ -1,0 +1,1 @@
+"""`bigbatch sweep`: the same experiment on many numbers of ranks, batches and settings."""

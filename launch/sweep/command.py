@@ -1,0 +1,141 @@
+"""`bigbatch sweep`: run what is missing of a sweep."""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.launch.command import job_script, slurm_job
+from bigbatch.launch.sweep.folder import DONE, FAILED, SUBMITTED, SweepFolder, alone_in, prepare, read_state
+from bigbatch.launch.sweep.jobs import array_words, arrays, point_command
+from bigbatch.launch.sweep.plan import PLACES, Sweep, read_sweep
+from bigbatch.launch.sweep.points import Point, make_points
+from bigbatch.launch.sweep.queueing import submit_points, wait_for_points
+from bigbatch.launch.sweep.running import Interrupted, run_points
+from bigbatch.launch.sweep.show import Show, print_table
+from bigbatch.trainer.config_file import PACKAGED
+from bigbatch.trainer.errors import ConfigError
+
+SOME_FAILED = 3
+"""Exit code of a sweep some of whose points failed."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: all points are done; 3: some failed; 130: interrupted."""
+    arguments = _parser().parse_args(argv)
+    sweep = _read(arguments)
+    folder = SweepFolder(Path(arguments.folder or sweep.folder))
+    points = make_points(sweep, folder=folder.path)
+    chosen = _choose(points, arguments.points)
+    if arguments.dry_run:
+        print_table(folder, chosen)
+        _print_commands(sweep, chosen, folder)
+        return 0
+    with alone_in(folder):
+        prepare(folder, sweep, points)
+        states = {point.number: read_state(folder, point.number)["state"] for point in chosen}
+        again = (DONE, SUBMITTED) if arguments.retry_failed else (DONE, SUBMITTED, FAILED)
+        missing = [point for point in chosen if states[point.number] not in again]
+        submitted = [point for point in chosen if states[point.number] == SUBMITTED]
+        print(
+            f"{folder.path}: {len(points)} points, {len(missing)} to run"
+            + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
+            flush=True,
+        )
+        return _run(sweep, missing, submitted, folder, chosen=chosen, waits=arguments.wait)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch sweep",
+        description="Train every combination of a sweep's values for some steps, here, on emulated nodes or by Slurm. "
+        "The same command goes on with what is missing; a point that fails does not end the others. Exit code: 0 when "
+        f"all points are done, {SOME_FAILED} when some failed. What came out: bigbatch report FOLDER.",
+        epilog="example: bigbatch sweep configs/sweeps/scaling.yaml --dry-run",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("sweep", metavar="FILE", help="the sweep, or the name of a packaged one: " + ", ".join(packaged_sweeps()))
+    add("--where", choices=PLACES, help="instead of the file's; its launch options must fit")
+    add("--folder", help="for the points (default: runs/sweeps/NAME)")
+    add("--points", metavar="N,N-N", help="only these (default: all)")
+    add("--retry-failed", action="store_true", help="run failed points again")
+    add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
+    add("--dry-run", action="store_true", help="print the points and what would run")
+    return parser
+
+
+def packaged_sweeps() -> list[str]:
+    """Names of the sweeps that come with bigbatch."""
+    return sorted(path.stem for path in (PACKAGED / "sweeps").glob("*.yaml"))
+
+
+def _read(arguments: argparse.Namespace) -> Sweep:
+    path = Path(arguments.sweep)
+    if not path.is_file() and arguments.sweep in packaged_sweeps():
+        path = PACKAGED / "sweeps" / f"{arguments.sweep}.yaml"
+    return read_sweep(path, where=arguments.where)
+
+
+def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
+    """'0,3-5' -> those points. Raises: ConfigError."""
+    if text is None:
+        return list(points)
+    numbers = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
+        if not match:
+            raise ConfigError(f"--points {text!r} must be numbers and ranges, such as 0,3-5")
+        numbers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if unknown := numbers - {point.number for point in points}:
+        raise ConfigError(f"--points {text}: there is no point {min(unknown)}; there are 0 to {len(points) - 1}")
+    return [point for point in points if point.number in numbers]
+
+
+def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
+    if sweep.where != "slurm":
+        for point in points:
+            print(f"point {point.number}: {shlex.join(point_command(sweep, point, folder))}")
+        return
+    for same in arrays(points).values():
+        words = array_words(sweep, same, folder)
+        print(f"# bigbatch launch {shlex.join(words)}")
+        print(job_script(slurm_job(words), folder=None))
+
+
+def _run(
+    sweep: Sweep,
+    missing: Sequence[Point],
+    submitted: Sequence[Point],
+    folder: SweepFolder,
+    *,
+    chosen: Sequence[Point],
+    waits: bool,
+) -> int:
+    if sweep.where == "slurm" and missing:
+        submit_points(sweep, missing, folder)
+        submitted = [*submitted, *missing]
+    if submitted and not waits:
+        print(f"{len(submitted)} points are in Slurm's queue; the same command collects what came out")
+        return 0
+    to_come = submitted if sweep.where == "slurm" else missing
+    show = Show(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
+    try:
+        if sweep.where == "slurm":
+            wait_for_points(sweep, submitted, folder, on_end=show.end)
+        else:
+            run_points(sweep, missing, folder, on_end=show.end)
+    except (Interrupted, KeyboardInterrupt):
+        print("bigbatch: stopped; the same command goes on with what is missing", file=sys.stderr)
+        return 130
+    finally:
+        show.close()
+    print_table(folder, chosen)
+    states = [read_state(folder, point.number)["state"] for point in chosen]
+    failed = states.count(FAILED)
+    if failed:
+        print(f"{failed} of {len(states)} points failed; --retry-failed runs them again")
+    print(f"bigbatch report {shlex.quote(str(folder.path))} says how it scales")
+    return SOME_FAILED if failed else 0

@@ -1,0 +1,146 @@
+"""A sweep's folder: what it is about, and the state of each point. What `bigbatch report` reads."""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigbatch.launch.sweep.plan import Sweep, dump_sweep
+from bigbatch.launch.sweep.points import Point
+from bigbatch.trainer.config_file import dump_config
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.rundir import RunDir, writing
+
+MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """Paths in it."""
+
+    path: Path
+
+    @property
+    def sweep(self) -> Path:
+        """The sweep as it was read."""
+        return self.path / "sweep.yaml"
+
+    def point(self, number: int) -> Path:
+        """Folder of a point."""
+        return self.path / "points" / str(number)
+
+    def config(self, number: int) -> Path:
+        """Its complete experiment."""
+        return self.point(number) / "config.yaml"
+
+    def state(self, number: int) -> Path:
+        """What became of it."""
+        return self.point(number) / "point.json"
+
+    def log(self, number: int) -> Path:
+        """What its job printed."""
+        return self.point(number) / "log.txt"
+
+    def run(self, number: int) -> RunDir:
+        """Its run folder."""
+        return RunDir(self.point(number) / "run")
+
+    def numbers(self) -> list[int]:
+        """Of all points that there are."""
+        folders = (self.path / "points").glob("*/point.json")
+        return sorted(int(path.parent.name) for path in folders if path.parent.name.isdigit())
+
+
+def prepare(folder: SweepFolder, sweep: Sweep, points: list[Point]) -> None:
+    """Write what is not there yet. Raises: ConfigError where the folder holds something else; RunFolderError."""
+    if folder.sweep.exists():
+        _require_same(folder, sweep)
+    elif folder.path.is_dir() and any(path.name != ".lock" for path in folder.path.iterdir()):
+        raise ConfigError(f"{folder.path} is not empty and holds no sweep: name another --folder")
+    RunDir(folder.path).write_text(folder.sweep, dump_sweep(sweep))
+    for point in points:
+        RunDir(folder.point(point.number)).write_text(folder.config(point.number), dump_config(point.config))
+        if not folder.state(point.number).exists():
+            write_state(folder, point.number, _first_state(sweep, point))
+
+
+def _first_state(sweep: Sweep, point: Point) -> dict[str, Any]:
+    return {
+        "number": point.number,
+        "values": point.values,
+        "repeat": point.repeat,
+        "ranks": point.ranks,
+        "ranks_per_node": point.ranks_per_node,
+        "where": sweep.where,
+        "link": sweep.launch.get("link"),
+        "state": MISSING,
+        "reason": None,
+        "exit_code": None,
+        "job": None,
+        "log": "log.txt",
+        "started": None,
+        "seconds": None,
+        "command": None,
+    }
+
+
+def _require_same(folder: SweepFolder, sweep: Sweep) -> None:
+    try:
+        old = yaml.safe_load(folder.sweep.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder.sweep} is not readable: name another --folder") from error
+    new = yaml.safe_load(dump_sweep(sweep))
+    for key, value in new.items():
+        if old.get(key) != value:
+            raise ConfigError(
+                f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key))} instead of "
+                f"{json.dumps(value)}: name another --folder, or remove that one"
+            )
+
+
+def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
+    """Of one point. Raises: ConfigError where the file is damaged."""
+    try:
+        state = json.loads(folder.state(number).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
+    return dict(state)
+
+
+def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
+    """In one step. Raises: RunFolderError."""
+    RunDir(folder.point(number)).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
+
+
+def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, Any]:
+    """Read, change, write; the new state."""
+    state = read_state(folder, number) | changes
+    write_state(folder, number, state)
+    return state
+
+
+def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
+    """Of a point's finished run."""
+    try:
+        return dict(json.loads(folder.run(number).summary.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def alone_in(folder: SweepFolder) -> Iterator[None]:
+    """No other sweep works in the folder meanwhile. Raises: ConfigError; RunFolderError."""
+    with writing(folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        file = (folder.path / ".lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it") from error
+        yield

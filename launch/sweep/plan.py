@@ -1,0 +1,138 @@
+"""What a sweep's file says: a base experiment, where to run it, and the grid of values to try."""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigbatch.launch.job_words import NAME
+from bigbatch.launch.options import job_options
+from bigbatch.trainer.config import all_keys
+from bigbatch.trainer.config_file import PACKAGED, StrictLoader
+from bigbatch.trainer.errors import ConfigError
+
+PLACES = ("local", "mpirun", "emulated", "slurm")
+SCALINGS = ("weak", "strong")
+EMULATED_OPTIONS = ("link", "delay", "launcher", "place")
+OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "dry_run", "logs", "name", "help")
+"""Options of bigbatch launch that a sweep sets itself."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's file, as it is; each field is a key of it."""
+
+    name: str
+    """Of its folder, runs/sweeps/NAME."""
+    config: str
+    """The base experiment: a file, or the name of a packaged one."""
+    options: dict[str, Any]
+    """Keys of the experiment that are other values in all points."""
+    steps: int | None
+    """Steps of each point, on generated tensors; null: as many as the experiment has."""
+    where: str
+    """local, mpirun, emulated or slurm."""
+    launch: dict[str, Any]
+    """Options of bigbatch launch WHERE, such as partition; of emulated, link and delay."""
+    ranks_per_node: int
+    """Ranks on each node; fewer ranks than these take one node."""
+    grid: dict[str, list[Any]]
+    """Values to try, in all combinations: ranks, scaling, and any key of the experiment."""
+    repeats: int
+    """Runs of each combination, with seeds of their own."""
+    timeout_minutes: float
+    """A point that takes longer is ended and has failed."""
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError."""
+        if not re.fullmatch(NAME, self.name, re.ASCII):
+            raise ConfigError(f"name {self.name!r} must be letters, digits and . _ + @ -, such as scaling")
+        if self.where not in PLACES:
+            raise ConfigError(f"where: {self.where!r} must be one of {', '.join(PLACES)}")
+        for key in ("ranks_per_node", "repeats", "steps"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"{key}: {value} must be a number from 1 on")
+        if self.timeout_minutes <= 0:
+            raise ConfigError(f"timeout_minutes: {self.timeout_minutes} must be above 0")
+        _check_keys(self.options, legal=all_keys(), where="options")
+        _check_keys(self.grid, legal=("ranks", "scaling", *all_keys()), where="grid")
+        _check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
+        _check_grid(self.grid)
+
+    @property
+    def folder(self) -> Path:
+        """Where its points lie, unless --folder names another place."""
+        return Path("runs/sweeps") / self.name
+
+
+def launch_options(where: str) -> tuple[str, ...]:
+    """What `launch` may state."""
+    if where == "emulated":
+        return EMULATED_OPTIONS
+    known = (action.dest for action in job_options()._actions)
+    return tuple(name for name in known if name not in OURS)
+
+
+def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
+    """A complete YAML file; where replaces its own. Raises: ConfigError, one line that names the file."""
+    try:
+        content: Any = yaml.load(path.read_text(), StrictLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        words = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error
+    fields = {field.name: field.type for field in dataclasses.fields(Sweep)}
+    try:
+        if not isinstance(content, dict):
+            raise ConfigError(f"it holds no keys; see {PACKAGED / 'sweeps/scaling.yaml'}")
+        _check_keys(content, legal=tuple(fields), where="top level")
+        if absent := [name for name in fields if name not in content]:
+            raise ConfigError(f"{absent[0]} is missing; a sweep states every key")
+        for name, value in content.items():
+            _check_type(name, value, fields[name])
+        return Sweep(**(content | ({"where": where} if where else {})))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def dump_sweep(sweep: Sweep) -> str:
+    """As YAML, which read_sweep takes back."""
+    return yaml.safe_dump(dataclasses.asdict(sweep), sort_keys=False)
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    if kind == dict[str, list[Any]]:
+        is_right = isinstance(value, dict) and all(isinstance(each, list) for each in value.values())
+        kind_name = "keys with lists of values"
+    elif kind == dict[str, Any]:
+        is_right, kind_name = isinstance(value, dict), "keys with values, or {}"
+    else:
+        legal = {float: int | float, str: str, int: int}.get(kind, int | None)
+        is_right, kind_name = isinstance(value, legal) and not isinstance(value, bool), f"of type {legal}"
+        kind_name = kind_name.replace("<class '", "").replace("'>", "")
+    if not is_right:
+        raise ConfigError(f"{name}: {value!r} must be {kind_name}")
+
+
+def _check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) -> None:
+    for key in given:
+        if key not in legal:
+            near = difflib.get_close_matches(str(key), legal, n=1, cutoff=0.0)
+            raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {near[0]}")
+
+
+def _check_grid(grid: dict[str, list[Any]]) -> None:
+    for key, values in grid.items():
+        if not values:
+            raise ConfigError(f"grid: {key} has no values")
+        if any(values.count(value) > 1 for value in values):
+            raise ConfigError(f"grid: {key} states a value twice")
+    ranks = grid.get("ranks", [])
+    if not ranks or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in ranks):
+        raise ConfigError(f"grid: ranks {ranks} must be numbers from 1 on, such as [1, 2, 4]")
+    if odd := [mode for mode in grid.get("scaling", []) if mode not in SCALINGS]:
+        raise ConfigError(f"grid: scaling {odd[0]!r} must be one of {', '.join(SCALINGS)}")

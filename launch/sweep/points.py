@@ -1,0 +1,116 @@
+"""The points of a sweep: every combination of its values, each a complete experiment. Pure but for reading configs."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.launch.sweep.plan import Sweep
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config_file import as_yaml, load_config
+from bigbatch.trainer.errors import ConfigError
+
+SPECIAL = ("ranks", "scaling")
+"""Keys of a grid that no experiment has."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    number: int
+    values: dict[str, Any]
+    """Of the grid."""
+    repeat: int
+    ranks: int
+    ranks_per_node: int
+    config: Config
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.ranks // self.ranks_per_node
+
+    def describe(self) -> str:
+        """Its values in one line."""
+        repeat = f", repeat {self.repeat}" if self.repeat else ""
+        return ", ".join(f"{key}={as_yaml(value)}" for key, value in self.values.items()) + repeat
+
+
+def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
+    """All points, in the order of the grid, repeats last; their run folders lie in folder.
+
+    In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one
+    of its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
+    Raises: ConfigError with a line for each reason why points cannot be trained.
+    """
+    base = load_config(["--config", sweep.config], prog="bigbatch sweep")
+    if sweep.steps is not None and sweep.options.get("data.loader", base.data.loader) != "synthetic":
+        raise ConfigError(
+            f"steps: {sweep.steps} are of generated tensors: set data.loader: synthetic in options, or steps: null"
+        )
+    points: list[Point] = []
+    wrong: dict[str, list[str]] = {}
+    for number, (values, repeat) in enumerate(_combinations(sweep)):
+        try:
+            points.append(_make_point(sweep, base, number=number, values=values, repeat=repeat, folder=folder))
+        except ConfigError as error:
+            shown = ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
+            wrong.setdefault(str(error), []).append(f"{number} ({shown})")
+    if wrong:
+        num_wrong = sum(map(len, wrong.values()))
+        lines = [f"point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
+        raise ConfigError("\n  ".join([f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines]))
+    return points
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+def _combinations(sweep: Sweep) -> Iterator[tuple[dict[str, Any], int]]:
+    for repeat in range(sweep.repeats):
+        for values in itertools.product(*sweep.grid.values()):
+            yield dict(zip(sweep.grid, values, strict=True)), repeat
+
+
+def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, Any], repeat: int, folder: Path) -> Point:
+    ranks = values["ranks"]
+    per_node = min(ranks, sweep.ranks_per_node)
+    if ranks % per_node:
+        raise ConfigError(f"{ranks} ranks do not fill nodes of {per_node}; take a multiple, or other ranks_per_node")
+    stated = {**sweep.options, **{key: value for key, value in values.items() if key not in SPECIAL}}
+    microbatch = stated.get("batch.microbatch_size", base.batch.microbatch_size)
+    is_weak = values.get("scaling") == "weak"
+    total = microbatch * ranks if is_weak else stated.get("batch.global_batch_size", base.batch.global_batch_size)
+    span = stated.get("batch.bn_span", base.batch.bn_span)
+    fitted = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=span)
+    own = {
+        **fitted,
+        "run.directory": str(folder / "points" / str(number) / "run"),
+        "run.seed": base.run.seed + repeat,
+    }
+    if sweep.steps is not None:
+        own |= {"run.epochs": 1, "data.num_synthetic_samples": sweep.steps * total}
+    config = load_config(["--config", sweep.config, *_options({**stated, **own})], prog="bigbatch sweep")
+    accumulation_steps(config.batch, world_size=ranks)
+    return Point(number, values, repeat, ranks, per_node, config)
+
+
+def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
+    """Batch, microbatch and batch-norm span of this many ranks. Raises: ConfigError."""
+    if total % ranks:
+        raise ConfigError(f"a batch of {total} is no whole number of pictures for each of {ranks} ranks")
+    microbatch = largest_divisor(total // ranks, microbatch_size)
+    span = bn_span if bn_span % microbatch_size == 0 and bn_span > microbatch_size else None
+    return {
+        "batch.global_batch_size": total,
+        "batch.microbatch_size": microbatch,
+        "batch.bn_span": span or largest_divisor(microbatch, bn_span),
+    }
+
+
+def _options(values: dict[str, Any]) -> list[str]:
+    return [f"--{key}={as_yaml(value)}" for key, value in values.items()]

@@ -1,0 +1,108 @@
+"""Points of a sweep, one after the other, on this machine or from it."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from shutil import rmtree
+from types import FrameType
+from typing import Any
+
+from bigbatch.launch.local import STOP_SIGNALS, shell_code
+from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary
+from bigbatch.launch.sweep.jobs import point_command
+from bigbatch.launch.sweep.plan import Sweep
+from bigbatch.launch.sweep.points import Point
+from bigbatch.launch.sweep.reasons import find_reason
+from bigbatch.trainer.rundir import writing
+from bigbatch.trainer.signals import handling
+
+GRACE_SECONDS = 30.0
+"""After each request to end, the firmer one."""
+
+
+class Interrupted(Exception):
+    """A person stopped the sweep; the point that ran is missing again."""
+
+
+def run_points(
+    sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, on_end: Callable[[Point, dict[str, Any]], None]
+) -> None:
+    """Run them, whatever becomes of each. on_end gets each with its new state. Raises: Interrupted; RunFolderError."""
+    for point in points:
+        on_end(point, run_point(sweep, point, folder))
+
+
+def run_point(sweep: Sweep, point: Point, folder: SweepFolder) -> dict[str, Any]:
+    """Run one from its beginning; its new state. Raises: Interrupted; RunFolderError."""
+    number, argv = point.number, point_command(sweep, point, folder)
+    start_over(folder, number)
+    change_state(folder, number, state=MISSING, reason=None, exit_code=None, started=time.time(), command=argv)
+    began = time.monotonic()
+    code, ended_by = _run(argv, log=folder.log(number), seconds=60 * sweep.timeout_minutes)
+    outcome = judge(folder, number, exit_code=code)
+    if ended_by == "person":
+        change_state(folder, number, state=MISSING)
+        raise Interrupted
+    if ended_by == "time":
+        outcome = {"state": FAILED, "reason": f"took longer than {sweep.timeout_minutes:g} min, and was ended"}
+    return change_state(folder, number, exit_code=code, seconds=time.monotonic() - began, **outcome)
+
+
+def start_over(folder: SweepFolder, number: int) -> None:
+    """What an earlier try left would count as measured. Raises: RunFolderError."""
+    path = folder.run(number).path
+    with writing(path):
+        if path.exists():
+            rmtree(path)
+
+
+def judge(folder: SweepFolder, number: int, *, exit_code: int | None, log: Path | None = None) -> dict[str, Any]:
+    """State and reason of a point whose job has ended."""
+    if read_summary(folder, number) is not None and exit_code in (0, None):
+        return {"state": DONE, "reason": None}
+    return {"state": FAILED, "reason": find_reason(log or folder.log(number), exit_code=exit_code)}
+
+
+def _run(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, str]:
+    """Exit code, and what ended it: itself, time, or a person, whose second Ctrl-C is firmer than the first."""
+    with writing(log):
+        file = log.open("wb")
+    with file:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    ended_by = "itself"
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_by
+        _signal(process, signal.SIGINT if ended_by == "itself" else signal.SIGTERM)
+        ended_by = "person"
+
+    with handling(STOP_SIGNALS, pass_on):
+        try:
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            ended_by = "time"
+            _end(process)
+    return shell_code(process.returncode), ended_by
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ask twice, as a person would; then end the launcher and what is left in its session."""
+    for _ in range(2):
+        _signal(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_SECONDS)
+            return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(number)

@@ -1,0 +1,50 @@
+"""A sweep of real runs: one trains, one does not fit into memory; the same command then has nothing left to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigbatch.cli import main
+from bigbatch.launch.sweep.folder import SweepFolder, read_state, read_summary
+
+SWEEP = {
+    "name": "memory",
+    "config": "quickstart",
+    "options": {
+        "data.loader": "synthetic",
+        "data.image_size": 32,
+        "data.probe_seconds": 0,
+        "run.log_every_steps": 1,
+        "schedule.warmup_epochs": 0,
+        "batch.microbatch_size": 8,
+        "batch.bn_span": 8,
+        "batch.global_batch_size": 16,
+    },
+    "steps": 4,
+    "where": "mpirun",
+    "launch": {},
+    "ranks_per_node": 2,
+    "grid": {"ranks": [2], "model.width": [4, 200_000]},  # the last one's weights take terabytes
+    "repeats": 1,
+    "timeout_minutes": 2,
+}
+
+
+def test_a_point_out_of_memory_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "sweep.yaml", SweepFolder(tmp_path / "out")
+    file.write_text(yaml.safe_dump(SWEEP))
+    command = ["sweep", str(file), "--folder", str(folder.path)]
+    assert main(command) == 3
+    small, large = read_state(folder, 0), read_state(folder, 1)
+    assert (small["state"], large["state"]) == ("done", "failed"), large["reason"]
+    assert large["reason"].startswith("out of memory: "), large["reason"]
+    summary = read_summary(folder, 0)
+    assert summary is not None
+    assert (summary["steps"], summary["world_size"], summary["global_batch_size"]) == (4, 2, 16)
+    metrics = [json.loads(line) for line in folder.run(0).metrics.read_text().splitlines()]
+    assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3, 4]
+    assert main(command) == 3
+    assert read_state(folder, 0) == small, "what is done stays as it is"
+    assert "0 to run" in capsys.readouterr().out

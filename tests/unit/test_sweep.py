@@ -1,0 +1,438 @@
+"""Sweeps: what a file may say, which points it makes, and what becomes of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigbatch.cli import main
+from bigbatch.launch.slurm_queue import SlurmError
+from bigbatch.launch.sweep import queueing, running
+from bigbatch.launch.sweep.command import packaged_sweeps
+from bigbatch.launch.sweep.folder import SweepFolder, read_state
+from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
+from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
+from bigbatch.launch.sweep.points import make_points
+from bigbatch.launch.sweep.reasons import find_reason
+from bigbatch.trainer.config_file import PACKAGED, load_config
+from bigbatch.trainer.errors import ConfigError
+
+SWEEP: dict[str, Any] = {
+    "name": "small",
+    "config": "quickstart",
+    "options": {
+        "data.loader": "synthetic",
+        "schedule.warmup_epochs": 0,
+        "batch.global_batch_size": 96,
+        "batch.microbatch_size": 32,
+        "batch.bn_span": 16,
+    },
+    "steps": 10,
+    "where": "local",
+    "launch": {},
+    "ranks_per_node": 2,
+    "grid": {"scaling": ["weak", "strong"], "ranks": [1, 2, 4]},
+    "repeats": 1,
+    "timeout_minutes": 5,
+}
+
+
+def write(path: Path, **changes: Any) -> Path:
+    path.write_text(yaml.safe_dump(SWEEP | changes, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write(tmp_path / "sweep.yaml")
+
+
+# --- which points there are ---
+
+
+def test_weak_and_strong_points_by_hand(file: Path) -> None:
+    points = make_points(read_sweep(file), folder=Path("out"))
+    found = [
+        (
+            *(point.number, point.values["scaling"], point.ranks, point.nodes, point.ranks_per_node),
+            *(point.config.batch.global_batch_size, point.config.batch.microbatch_size, point.config.batch.bn_span),
+            *(point.config.data.num_synthetic_samples, point.config.run.epochs, point.config.run.directory),
+        )
+        for point in points
+    ]
+    assert found == [
+        # weak: a microbatch of 32 on each rank; 10 steps
+        (0, "weak", 1, 1, 1, 32, 32, 16, 320, 1, "out/points/0/run"),
+        (1, "weak", 2, 1, 2, 64, 32, 16, 640, 1, "out/points/1/run"),
+        (2, "weak", 4, 2, 2, 128, 32, 16, 1280, 1, "out/points/2/run"),
+        # strong: 96 pictures; four ranks have 24 each, whose ghost batches of at most 16 are 12
+        (3, "strong", 1, 1, 1, 96, 32, 16, 960, 1, "out/points/3/run"),
+        (4, "strong", 2, 1, 2, 96, 24, 12, 960, 1, "out/points/4/run"),
+        (5, "strong", 4, 2, 2, 96, 24, 12, 960, 1, "out/points/5/run"),
+    ]
+
+
+def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) -> None:
+    grid = {"ranks": [1], "comm.algorithm": ["ring", "native"], "optimizer.precision": ["fp32", "bf16"]}
+    points = make_points(read_sweep(write(file, grid=grid, repeats=2)), folder=Path("out"))
+    values = [(point.config.comm.algorithm, point.config.optimizer.precision) for point in points[:4]]
+    assert values == [("ring", "fp32"), ("ring", "bf16"), ("native", "fp32"), ("native", "bf16")]
+    assert [(point.repeat, point.config.run.seed) for point in points] == [(0, 0)] * 4 + [(1, 1)] * 4
+    assert points[5].describe() == "ranks=1, comm.algorithm=ring, optimizer.precision=bf16, repeat 1"
+
+
+@pytest.mark.parametrize("name", packaged_sweeps())
+def test_packaged_sweeps_make_points(name: str) -> None:
+    sweep = read_sweep(PACKAGED / f"sweeps/{name}.yaml")
+    assert sweep.name == name
+    assert make_points(sweep, folder=sweep.folder)
+
+
+def test_a_sweep_reads_back(file: Path) -> None:
+    sweep = read_sweep(file)
+    file.write_text(dump_sweep(sweep))
+    assert read_sweep(file) == sweep
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"nam": "x"}, "top level: unknown key nam; the nearest legal one is name"),
+        ({"name": "a b; rm -rf $HOME"}, "name 'a b; rm -rf $HOME' must be letters, digits and . _ + @ -"),
+        ({"name": "../up"}, "name '../up' must be"),
+        ({"where": "cloud"}, "where: 'cloud' must be one of local, mpirun, emulated, slurm"),
+        ({"steps": 0}, "steps: 0 must be a number from 1 on"),
+        ({"steps": "ten"}, "steps: 'ten' must be of type int | None"),
+        ({"timeout_minutes": 0}, "timeout_minutes: 0 must be above 0"),
+        ({"grid": {"scaling": ["weak"]}}, "grid: ranks [] must be numbers from 1 on, such as [1, 2, 4]"),
+        ({"grid": {"ranks": [1, "2"]}}, "grid: ranks [1, '2'] must be numbers"),
+        ({"grid": {"ranks": [1], "scaling": ["big"]}}, "grid: scaling 'big' must be one of weak, strong"),
+        (
+            {"grid": {"ranks": [1], "comm.algoritm": ["ring"]}},
+            "unknown key comm.algoritm; the nearest legal one is comm",
+        ),
+        ({"grid": {"ranks": [1], "run.seed": []}}, "grid: run.seed has no values"),
+        ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
+        ({"grid": {"ranks": 4}}, "grid: {'ranks': 4} must be keys with lists of values"),
+        ({"launch": {"partition": "x", "array": "0-3"}}, "launch, of local: unknown key array"),
+        ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
+    ],
+)
+def test_wrong_files_are_refused_in_a_line(
+    changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(file, **changes)
+    assert main(["sweep", str(file)]) == 1
+    error = capsys.readouterr().err
+    assert f"bigbatch: {file}: " in error
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert not (file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "it holds no keys"),
+        ("name: [", "is not readable YAML"),
+        ("name: a\nname: b\n", "name is stated twice"),
+        ("name: a\n", "config is missing; a sweep states every key"),
+    ],
+)
+def test_files_that_are_no_sweep(text: str, complaint: str, file: Path) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        read_sweep(file)
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        read_sweep(file.with_name("none.yaml"))
+
+
+def test_all_impossible_points_are_told_before_anything_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file, grid={"ranks": [1, 5, 6], "model.width": [16, -1]})
+    assert main(["sweep", str(file)]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[0] == "bigbatch: 4 of 6 points cannot be trained:"
+    assert error[1].startswith("  point 1 (ranks=1, model.width=-1) and 1 more: model.width=-1 must be")
+    assert error[2] == (
+        "  point 2 (ranks=5, model.width=16) and 1 more: 5 ranks do not fill nodes of 2; take a multiple, or other "
+        "ranks_per_node"
+    )
+    assert not (file.parent / "runs").exists()
+
+
+def test_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file, options={})
+    assert main(["sweep", str(file)]) == 1
+    assert "steps: 10 are of generated tensors: set data.loader: synthetic in options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("points", ["9", "1-9", "x", "-1", "1-", "²"])
+def test_points_that_are_not_there(points: str, file: Path) -> None:
+    assert main(["sweep", str(file), f"--points={points}", "--dry-run"]) == 1
+
+
+# --- what would run ---
+
+
+def test_commands_of_every_place(file: Path) -> None:
+    folder = SweepFolder(Path("f"))
+    train = ["--", "train", "--config", "f/points/5/config.yaml"]
+    start = [sys.executable, "-m", "bigbatch", "launch"]
+    for where, launch, middle in (
+        ("local", {}, ["local", "--ranks", "4"]),
+        ("mpirun", {"hosts": "n0:2,n1:2"}, ["mpirun", "--ranks", "4", "--hosts=n0:2,n1:2"]),
+        ("emulated", {"link": "1gbit"}, ["emulate", "run", "--nodes", "2", "--ranks-per-node", "2", "--link=1gbit"]),
+    ):
+        sweep = read_sweep(write(file, where=where, launch=launch))
+        point = make_points(sweep, folder=folder.path)[5]
+        assert point_command(sweep, point, folder) == [*start, *middle, *train]
+
+
+def test_one_array_for_each_number_of_ranks(file: Path) -> None:
+    sweep = read_sweep(write(file, where="slurm", launch={"partition": "gpu", "env": ["A=1", "B=2"]}))
+    folder = SweepFolder(Path("f"))
+    found = arrays(make_points(sweep, folder=folder.path))
+    assert {ranks: [point.number for point in points] for ranks, points in found.items()} == {
+        1: [0, 3],
+        2: [1, 4],
+        4: [2, 5],
+    }
+    assert array_words(sweep, found[4], folder) == [
+        *("slurm", "--nodes", "2", "--ranks-per-node", "2", "--array", "2,5", "--name", "small", "--logs", "f/logs"),
+        *("--partition=gpu", "--env=A=1", "--env=B=2", "--", "train", "--config", "f/points/{index}/config.yaml"),
+    ]
+
+
+def test_options_without_a_value() -> None:
+    assert launch_words({"some_flag": True, "link": "none"}) == ["--some-flag", "--link=none"]
+
+
+def test_a_dry_run_writes_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(file), "--dry-run", "--points", "0,4-5"]) == 0
+    printed = capsys.readouterr().out
+    assert [line[:8] for line in printed.splitlines() if line.startswith("point ")] == [
+        "point 0:",
+        "point 4:",
+        "point 5:",
+    ]
+    assert main(["sweep", str(file), "--dry-run", "--where", "slurm"]) == 0
+    assert capsys.readouterr().out.count("#SBATCH --array=") == 3
+    assert os.listdir(file.parent) == ["sweep.yaml"]
+
+
+# --- what becomes of them ---
+
+
+TRAIN = """
+import json, os, pathlib, sys, time, yaml
+config = yaml.safe_load(open(sys.argv[1]))
+run = pathlib.Path(config["run"]["directory"])
+run.mkdir(parents=True)
+code = int(os.environ["FAKE_CODE"]) if config["run"]["seed"] == 0 else 0
+if code == 3:
+    print("bigbatch: something else\\nbigbatch: no such picture")
+elif code == 5:
+    time.sleep(60)
+else:
+    (run / "summary.json").write_text(json.dumps({"images_per_second": 1234.5}))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def fake(file: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
+    """Two points; the first one ends as FAKE_CODE says."""
+    write(file, grid={"ranks": [1]}, repeats=2)
+    script = file.with_name("train.py")
+    script.write_text(TRAIN)
+    monkeypatch.setattr(
+        running,
+        "point_command",
+        lambda sweep, point, folder: [sys.executable, str(script), str(folder.config(point.number))],
+    )
+    return SweepFolder(file.with_name("f"))
+
+
+def states(folder: SweepFolder) -> list[str]:
+    return [read_state(folder, number)["state"] for number in folder.numbers()]
+
+
+def test_a_failed_point_does_not_end_the_others_and_is_tried_again_when_asked(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["sweep", str(file), "--folder", str(fake.path)]
+    monkeypatch.setenv("FAKE_CODE", "3")
+    assert main(command) == 3
+    assert states(fake) == ["failed", "done"]
+    state = read_state(fake, 0)
+    assert (state["reason"], state["exit_code"]) == ("no such picture", 3)
+    printed = capsys.readouterr().out
+    assert "point 0 (ranks=1): failed: no such picture; 1 of 2" in printed
+    assert "point 1 (ranks=1, repeat 1): 1,234 images/s; 2 of 2" in printed
+    assert "1 of 2 points failed; --retry-failed runs them again" in printed
+
+    monkeypatch.setenv("FAKE_CODE", "0")
+    started = read_state(fake, 1)["started"]
+    assert main(command) == 3  # nothing is missing; one has failed
+    assert "2 points, 0 to run" in capsys.readouterr().out
+    assert main([*command, "--retry-failed"]) == 0
+    assert states(fake) == ["done", "done"]
+    assert read_state(fake, 1)["started"] == started, "a point that is done is kept"
+
+
+def test_a_point_that_takes_too_long_is_ended(file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(file, grid={"ranks": [1]}, timeout_minutes=0.01)
+    monkeypatch.setenv("FAKE_CODE", "5")
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 3
+    assert read_state(fake, 0)["reason"] == "took longer than 0.01 min, and was ended"
+
+
+def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
+    """Through the real command, since signals go to processes."""
+    script = (
+        "import sys, threading, os, signal, time\n"
+        "from bigbatch.launch.sweep import running\n"
+        "from bigbatch.cli import main\n"
+        "running.point_command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        f"sys.exit(main(['sweep', {str(file)!r}, '--folder', {str(fake.path)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130, done.stderr
+    assert "stopped; the same command goes on with what is missing" in done.stderr
+    assert states(fake) == ["missing", "missing"]
+
+
+def test_folders_of_others_are_refused(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_CODE", "0")
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
+    write(file, steps=11, grid={"ranks": [1]}, repeats=2)
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
+    assert "holds another sweep, with steps: 10 instead of 11: name another --folder" in capsys.readouterr().err
+    other = file.with_name("other")
+    other.mkdir()
+    (other / "thesis.tex").touch()
+    assert main(["sweep", str(file), "--folder", str(other)]) == 1
+    assert "is not empty and holds no sweep" in capsys.readouterr().err
+    assert sorted(os.listdir(other)) == [".lock", "thesis.tex"]
+
+
+def test_a_full_disk_is_one_line(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Path, text: str, **_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert error.count("\n") == 1
+
+
+CPU_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"
+GPU_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+JOB_MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "reason"),
+    [
+        ("step\nbigbatch: a\nbigbatch: b\n", 1, "b"),
+        (f"{CPU_MEMORY}\nbigbatch: x", 1, f"out of memory: {CPU_MEMORY}"),
+        (GPU_MEMORY, 1, f"out of memory: {GPU_MEMORY}"),
+        (JOB_MEMORY, None, f"out of memory: {JOB_MEMORY}"),
+        ("", 137, "killed, most likely by the kernel, out of memory"),
+        ("last words", 7, "exit code 7: last words"),
+        ("", None, "the job ended, and printed nothing"),
+    ],
+)
+def test_reasons(text: str, code: int | None, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(text)
+    assert find_reason(tmp_path / "log", exit_code=code) == reason
+    assert find_reason(tmp_path / "none", exit_code=7) == "exit code 7, and printed nothing"
+
+
+# --- Slurm ---
+
+SBATCH = """#!/bin/sh
+cat > "$STUBS/script-$(ls "$STUBS" | grep -c script-)"
+[ -z "$STUB_REFUSES" ] || { echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1; }
+echo 7
+"""
+SQUEUE = """#!/bin/sh
+[ -s "$STUBS/queue" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+cat "$STUBS/queue"
+"""
+
+
+@pytest.fixture
+def slurm(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    stubs = file.with_name("stubs")
+    stubs.mkdir()
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stubs}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUBS", str(stubs))
+    monkeypatch.setattr(queueing, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(queueing, "POLL_SECONDS", 0.01)
+    write(file, where="slurm", launch={"partition": "gpu"}, grid={"ranks": [1], "run.seed": [4, 5]})
+    return stubs
+
+
+def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sweep", str(file), "--folder", "f"]
+    assert main([*command, "--no-wait"]) == 0
+    folder = SweepFolder(Path("f"))
+    assert states(folder) == ["submitted", "submitted"]
+    assert "#SBATCH --array=0,1\n" in (slurm / "script-0").read_text()
+    (slurm / "queue").write_text("7_0\n7_1\n")
+    assert queueing.queued(["7"]) == {("7", 0), ("7", 1)}
+    (slurm / "queue").write_text("")
+    folder.run(0).path.mkdir()
+    folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
+    log = folder.path / read_state(folder, 1)["log"]
+    assert log == Path("f/logs/small-7_1.log")
+    log.write_text("bigbatch: rank 1 on n1 does not answer\n")
+    assert main(command) == 3
+    assert states(folder) == ["done", "failed"]
+    assert read_state(folder, 1)["reason"] == "rank 1 on n1 does not answer"
+    assert len(list(slurm.glob("script-*"))) == 1, "nothing was submitted twice"
+
+
+def test_slurms_own_words_when_it_refuses(
+    file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STUB_REFUSES", "1")
+    assert main(["sweep", str(file), "--folder", "f"]) == 1
+    assert "sbatch refused the job: sbatch: error: invalid partition specified: gpu" in capsys.readouterr().err
+    assert states(SweepFolder(Path("f"))) == ["missing", "missing"]
+
+
+def test_a_queue_that_does_not_answer_is_no_end_of_jobs(slurm: Path) -> None:
+    (slurm / "squeue").write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+    )
+    with pytest.raises(SlurmError, match="Unable to contact slurm controller"):
+        queueing.queued(["7"])
+
+
+def test_a_points_config_is_the_whole_experiment(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CODE", "0")
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
+    config = load_config(["--config", str(fake.config(1))])
+    assert (config.run.directory, config.run.seed) == (str(fake.path / "points/1/run"), 1)
