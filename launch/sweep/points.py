@@ -90,7 +90,7 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
     own = {
         **fitted,
         "run.directory": str(folder / "points" / str(number) / "run"),
-        "run.seed": base.run.seed + repeat,
+        "run.seed": stated.get("run.seed", base.run.seed) + repeat,
     }
     if sweep.steps is not None:
         own |= {"run.epochs": 1, "data.num_synthetic_samples": sweep.steps * total}

@@ -14,12 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.namespaces import node_fd
 from bigbatch.launch.emulate.slurm_start import require_slurm
 from bigbatch.launch.emulate.state import Cluster, load, state_root
+from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.generated import write_dataset
 from tests.cluster.conftest import Emulate, skip_unless_promised
 from tests.laws.jobs import (
@@ -176,15 +178,41 @@ def test_a_training_job_ends_with_the_bits_of_mpirun(
     assert_identical(final_state(tmp_path / "run"), final_state(uninterrupted))
 
 
-def test_an_array_is_a_sweep(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
-    settings: dict[str, object] = {"data.loader": "torchvision", "run.epochs": 1, "run.seed": "{index}"}
-    command = train_command(shapes, tmp_path / "run-{index}", settings)
-    job, _ = launch("--nodes", "1", "--array", "0-2", command=command, cwd=tmp_path)
-    finish(job)
-    finals = [final_state(tmp_path / f"run-{seed}") for seed in range(3)]
-    for seed in range(3):
+def test_a_sweep_is_an_array_for_each_number_of_ranks(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+    experiment = load_config(
+        train_command(shapes, tmp_path / "base", {"data.loader": "torchvision", "run.epochs": 1})[1:]
+    )
+    (tmp_path / "base.yaml").write_text(dump_config(experiment))
+    sweep = {
+        "name": "seeds",
+        "config": "base.yaml",
+        "options": {},
+        "steps": None,
+        "where": "slurm",
+        "launch": {},
+        "ranks_per_node": 1,
+        "grid": {"ranks": [1, 2], "run.seed": [0, 1], "model.width": [4]},
+        "repeats": 1,
+        "timeout_minutes": 5,
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
+    command = (sys.executable, "-m", "bigbatch", "sweep", "sweep.yaml", "--folder", "out")
+    done = login(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = [json.loads((tmp_path / f"out/points/{number}/point.json").read_text()) for number in range(4)]
+    assert [state["state"] for state in states] == ["done"] * 4
+    assert states[0]["job"] == states[1]["job"] != states[2]["job"] == states[3]["job"]
+    summaries = [json.loads((tmp_path / f"out/points/{n}/run/summary.json").read_text()) for n in range(4)]
+    assert [summary["world_size"] for summary in summaries] == [1, 1, 2, 2]
+    finals = [final_state(tmp_path / f"out/points/{number}/run") for number in range(4)]
+    for one, other in ((0, 1), (2, 3)):
         with pytest.raises(AssertionError, match="tensors differ"):
-            assert_identical(finals[seed], finals[seed - 1])
+            assert_identical(finals[one], finals[other])
+    wrong = dict(sweep, launch={"partition": "no-such"})
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(wrong))
+    refused = login(*command[:-3], "wrong.yaml", "--folder", "wrong", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "invalid partition specified: no-such" in refused.stderr
 
 
 # --- ends ---

@@ -84,6 +84,8 @@ def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) ->
     values = [(point.config.comm.algorithm, point.config.optimizer.precision) for point in points[:4]]
     assert values == [("ring", "fp32"), ("ring", "bf16"), ("native", "fp32"), ("native", "bf16")]
     assert [(point.repeat, point.config.run.seed) for point in points] == [(0, 0)] * 4 + [(1, 1)] * 4
+    swept = make_points(read_sweep(write(file, grid={"ranks": [1], "run.seed": [7, 9]}, repeats=2)), folder=Path("out"))
+    assert [point.config.run.seed for point in swept] == [7, 9, 8, 10]
     assert points[5].describe() == "ranks=1, comm.algorithm=ring, optimizer.precision=bf16, repeat 1"
 
 
