@@ -25,6 +25,7 @@ COMMANDS = {
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "sweep": ("bigbatch.launch.sweep.command", "train every combination of ranks, batches and settings for some steps"),
+    "report": ("bigbatch.launch.report.command", "scaling efficiency and its causes; time and cost until an accuracy"),
     "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
     "data": ("bigbatch.trainer.data.command", "prepare, check and pack data sets; generate the embedded one"),
 }

@@ -28,6 +28,7 @@ from bigbatch.trainer.config_schedule import decay_epochs
 from bigbatch.trainer.config_sections import BatchConfig
 from bigbatch.trainer.divergence import GuessWatch
 from bigbatch.trainer.ema import MovingAverage, NoAverage, WeightAverage
+from bigbatch.trainer.energy import make_energy_meter
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.host import settle
 from bigbatch.trainer.loop import Parts, Plan
@@ -224,6 +225,7 @@ def make_parts(
         normalize=normalize,
         stop=StopRequest(),
         average=_make_average(config, precision),
+        energy=make_energy_meter(communicator.device),
     )
 
 

@@ -1,6 +1,7 @@
 """The training loop: it is handed ready objects and builds nothing."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +21,13 @@ from bigbatch.trainer.data.prepare_batch import PrepareBatch
 from bigbatch.trainer.divergence import require_number
 from bigbatch.trainer.division import rank_microbatches
 from bigbatch.trainer.ema import NoAverage, WeightAverage
+from bigbatch.trainer.energy import EnergyMeter, Untold
 from bigbatch.trainer.errors import DataError
 from bigbatch.trainer.input_stream import InputStream, gather_replaced
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
+from bigbatch.trainer.stragglers import straggler_share
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Parts:
     normalize: Callable[[Tensor], Tensor]
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
+    energy: EnergyMeter = field(default_factory=Untold)
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,12 @@ class Totals:
     input_wait_seconds: float = 0.0
     """Of the rank that waited longest between two reports."""
     exposed_seconds: float = 0.0
+    straggler_seconds: float = 0.0
+    """Of the exposed ones, those in which a rank waited for slower ones."""
+    lag_seconds_P: list[float] = field(default_factory=list)
+    """How long the rank that waited longest for sums waited for each rank."""
+    energy_joules: float = 0.0
+    """Over all ranks; not a number where the drivers do not tell."""
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     saved_step: int = 0
     """Of the newest checkpoint; where the run started, as long as there is none."""
@@ -142,6 +152,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
     loop = Loop(plan=plan, parts=parts, hooks=hooks, stream=stream, totals=totals)
     window = Window(parts.communicator.device)
     parts.reducer.exposed.take_seconds()  # what was waited before, to restore a checkpoint, is of no step
+    parts.energy.take_joules()
     parts.model.train()
     for step in range(plan.first_step, plan.num_steps):
         hooks.before_step(step)
@@ -263,6 +274,8 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
     """Sum the window over ranks, pass it on, and agree whether to stop. Collective; syncs with the device.
 
     The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
+    The rank that comes last to the sums waits for the wire alone; what the others wait longer is for stragglers, as far
+    as it is not for pictures.
     """
     parts, stream, totals = loop.parts, loop.stream, loop.totals
     communicator = parts.communicator
@@ -270,19 +283,27 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
     sums_3 = window.sums_3.tolist()  # waits for the device, so that the seconds below are the window's own
     own_seconds = time.perf_counter() - window.start
     counts = map(float, (parts.stop.is_set, stream.failure is not None, len(stream.replaced)))
-    waited_P = [0.0] * communicator.world_size  # shares; each rank fills in its own, so that the sum holds them all
-    waited_P[communicator.rank] = stream.take_wait_seconds() / own_seconds
-    mine = [*sums_3, own_seconds, exposed, *counts, *waited_P]
+    num_ranks, rank = communicator.world_size, communicator.rank
+    shares_2P = [0.0] * (2 * num_ranks)  # each rank fills in its own two, so that the sum holds them all
+    shares_2P[rank] = stream.take_wait_seconds() / own_seconds
+    shares_2P[num_ranks + rank] = exposed / own_seconds
+    mine = [*sums_3, own_seconds, exposed, parts.energy.take_joules(), *counts, *shares_2P]
     all_N = torch.tensor(mine, dtype=torch.float64, device=communicator.device)
-    loss, correct, samples, seconds, exposed, stops, failed, num_skipped, *waited_P = communicator.sum_(
+    loss, correct, samples, seconds, exposed, joules, stops, failed, num_skipped, *shares_2P = communicator.sum_(
         all_N, label=f"report of step {done}"
     ).tolist()
     end_if_input_failed(failed, loop)
-    mean_seconds, wait_fraction = seconds / communicator.world_size, max(waited_P)
+    waited_P, exposed_P = shares_2P[:num_ranks], shares_2P[num_ranks:]
+    mean_seconds, wait_fraction = seconds / num_ranks, max(waited_P)
+    straggler_fraction = straggler_share(waited_P, exposed_P)
     totals.steps += window.steps
     totals.step_seconds += mean_seconds
     totals.input_wait_seconds += wait_fraction * mean_seconds
-    totals.exposed_seconds += exposed / communicator.world_size
+    totals.exposed_seconds += exposed / num_ranks
+    totals.straggler_seconds += straggler_fraction * mean_seconds
+    lags_P = [(max(exposed_P) - each) * mean_seconds for each in exposed_P]
+    totals.lag_seconds_P = [a + b for a, b in zip(totals.lag_seconds_P or [0.0] * num_ranks, lags_P, strict=True)]
+    totals.energy_joules += joules
     require_number(
         loss,
         first_step=done - window.steps,
@@ -300,6 +321,9 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
         "compute_images_per_second": samples / (mean_seconds * (1 - wait_fraction)),
         "input_wait_fraction": wait_fraction,
         "exposed_communication_fraction": exposed / seconds,
+        "wire_wait_fraction": min(exposed_P),
+        "straggler_fraction": straggler_fraction,
+        "energy_joules": joules if math.isfinite(joules) else None,
     }
     loop.hooks.on_report(record)
     parts.precision.require_progress(done, is_last=done == loop.plan.num_steps)

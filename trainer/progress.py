@@ -118,6 +118,7 @@ class Bar:
 
 UNITS = {
     "seconds": "s",
+    "energy_joules": "J",
     "images_per_second": "images/s",
     "compute_images_per_second": "images/s",
     "loader_images_per_second": "images/s",

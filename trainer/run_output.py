@@ -87,7 +87,7 @@ class RunOutput:
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
         with writing(rundir.plot):
             plot_run(list(read_records(rundir.metrics)), rundir.plot, title=title)
-        for text in make_hints(totals, config, measured=measured):
+        for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.say(text)
             self.log("hint", {"step": self._plan.first_step + totals.steps, "hint": text})
         if totals.stopped_by:

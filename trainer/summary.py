@@ -1,6 +1,7 @@
 """What a run says of itself: its introduction, what came out, and hints on what would make it faster."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_precision import emulation_notice
 from bigbatch.trainer.input_report import MeasuredInput, Waited, hints, slowest_stage
 from bigbatch.trainer.loop import Parts, Plan, Totals
+from bigbatch.trainer.stragglers import straggler_hint
 
 
 def introduction(
@@ -92,6 +94,7 @@ def make_summary(
         "global_batch_size": config.batch.global_batch_size,
         "world_size": communicator.world_size,
         **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
+        "energy_joules": totals.energy_joules if math.isfinite(totals.energy_joules) else None,
         "seconds": seconds,
         "skipped_pictures": len(skipped),
         "skipped": list(skipped.values()),
@@ -119,11 +122,14 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
         "input_wait_fraction": per_second(totals.input_wait_seconds),
         "input_limit": slowest_stage(measured.rates) if measured else None,
         "exposed_communication_fraction": per_second(totals.exposed_seconds),
+        "straggler_fraction": per_second(totals.straggler_seconds),
     }
 
 
-def make_hints(totals: Totals, config: Config, *, measured: MeasuredInput | None) -> list[str]:
-    """What would make a run faster that pictures slow down; nothing where no step was done."""
+def make_hints(
+    totals: Totals, config: Config, *, measured: MeasuredInput | None, host_of: Callable[[int], str]
+) -> list[str]:
+    """What would make a run faster that pictures or slow ranks slow down; nothing where no step was done."""
     if not totals.steps:
         return []
     found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
@@ -132,7 +138,8 @@ def make_hints(totals: Totals, config: Config, *, measured: MeasuredInput | None
         compute_images_per_second=found["compute_images_per_second"],
         steps=totals.steps,
     )
-    return hints(waited, measured, was_probed=config.data.probe_seconds > 0)
+    slow = straggler_hint(found["straggler_fraction"], totals.lag_seconds_P, host_of=host_of)
+    return [*hints(waited, measured, was_probed=config.data.probe_seconds > 0), *([slow] if slow else [])]
 
 
 def device_name(device: torch.device) -> str:

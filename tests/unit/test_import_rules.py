@@ -36,6 +36,7 @@ DOORS = {
     "apex": (),
     "mlperf_logging": ("bigbatch.trainer.mlperf",),
     "scipy": ("bigbatch.trainer.mlperf",),
+    "pynvml": ("bigbatch.trainer.energy",),
     "optuna": ("bigbatch.trainer.tune.study",),
     "safetensors": ("bigbatch.trainer.weights",),
     "onnx": ("bigbatch.trainer.export_formats",),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from bigbatch.trainer import host
 from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
+from bigbatch.trainer.energy import make_energy_meter
 from bigbatch.trainer.errors import RunFolderError
 from bigbatch.trainer.input_remedies import input_settings
 from bigbatch.trainer.input_report import MeasuredInput
@@ -36,6 +39,7 @@ from bigbatch.trainer.resume import changes
 from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
+from bigbatch.trainer.stragglers import straggler_hint, straggler_share
 from bigbatch.trainer.summary import make_hints, speed
 
 TRAIN_RECORD = {
@@ -104,7 +108,9 @@ class Ranks:
         self.barrier.wait()
         return torch.stack(self.tensors).sum(0)
 
-    def report(self, rank: int, *, seconds: float, wait: float, exposed: float) -> tuple[dict[str, Any], Totals]:
+    def report(
+        self, rank: int, *, seconds: float, wait: float, exposed: float, joules: float = float("nan")
+    ) -> tuple[dict[str, Any], Totals]:
         """What a rank gets that had 40 pictures, and waited and exposed so many of its seconds."""
         communicator = SimpleNamespace(
             rank=rank,
@@ -116,6 +122,7 @@ class Ranks:
         parts: Any = SimpleNamespace(
             communicator=communicator,
             reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
+            energy=SimpleNamespace(take_joules=lambda: joules),
             stop=SimpleNamespace(is_set=False),
             schedule=lambda step: 0.1,
             precision=SimpleNamespace(figures=dict, require_progress=lambda done, is_last: None),
@@ -157,6 +164,80 @@ def test_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts
         assert totals.input_wait_seconds == pytest.approx(0.8 * 30, rel=0.01)
 
 
+def test_what_ranks_wait_for_adds_up() -> None:
+    """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for pictures."""
+    ranks, exposed = Ranks(4), (25.0, 5.0, 25.0, 25.0)
+    with ThreadPoolExecutor(4) as pool:
+        results = [
+            pool.submit(ranks.report, r, seconds=100.0, wait=3.0, exposed=e, joules=100.0 * r)
+            for r, e in enumerate(exposed)
+        ]
+    for record, totals in (result.result() for result in results):
+        assert record["exposed_communication_fraction"] == pytest.approx(0.2, rel=0.01)  # 15 of it for rank 1
+        assert record["straggler_fraction"] == pytest.approx(0.15, rel=0.01)
+        assert totals.straggler_seconds == pytest.approx(15, rel=0.01)
+        assert totals.lag_seconds_P == pytest.approx([0, 20, 0, 0], abs=0.2)
+        assert record["wire_wait_fraction"] == pytest.approx(0.05, rel=0.01)
+        assert record["energy_joules"] == totals.energy_joules == 600
+
+
+@pytest.mark.parametrize(
+    ("waited", "exposed", "share"),
+    [
+        ((0.0,), (0.0,), 0.0),
+        ((0.1, 0.1), (0.2, 0.2), 0.0),  # the wire alone
+        ((0.5, 0.0), (0.1, 0.6), 0.0),  # rank 0 waits for pictures, rank 1 for rank 0
+        ((0.0, 0.0), (0.1, 0.5), 0.2),  # rank 0 computes for longer
+        ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
+    ],
+)
+def test_shares_of_stragglers_by_hand(waited: tuple[float, ...], exposed: tuple[float, ...], share: float) -> None:
+    assert straggler_share(waited, exposed) == pytest.approx(share)
+
+
+def test_the_slowest_rank_is_named_where_it_matters() -> None:
+    def host_of(rank: int) -> str:
+        return f"n{rank}"
+
+    assert straggler_hint(0.05, [0, 9], host_of=host_of) is None
+    assert straggler_hint(0.12, [0, 9, 1], host_of=host_of) == (
+        "steps lose 12% of their time to slower ranks, most to rank 1 on n1: bigbatch launch preflight compares the "
+        "nodes"
+    )
+
+
+class FakeNvml:
+    """A driver that counts 1500 mJ at every look."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, is_there: bool = True) -> None:
+        self.is_there, self.count = is_there, 0
+
+    def nvmlInit(self) -> None:
+        if not self.is_there:
+            raise self.NVMLError
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "GPU-12-34"
+        self.count += 1
+        return 1500 * self.count
+
+
+def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    gpu = torch.device("cuda", 0)
+    for nvml, told in ((FakeNvml(), True), (FakeNvml(is_there=False), False), (None, False)):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        joules = make_energy_meter(gpu).take_joules()
+        assert (joules == 1.5) if told else math.isnan(joules)
+    assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
+
+
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
 
 
@@ -166,7 +247,7 @@ def measured_on(*ranks: dict[str, float | None]) -> MeasuredInput:
 
 
 def test_speed_of_a_summary_by_hand() -> None:
-    totals = Totals(steps=10, step_seconds=8.0, input_wait_seconds=3.0, exposed_seconds=2.0)
+    totals = Totals(steps=10, step_seconds=8.0, input_wait_seconds=3.0, exposed_seconds=2.0, straggler_seconds=1.0)
     measured = measured_on(RATES, {**RATES, "loader": 100.0, "augment": 200.0})
     assert speed(totals, measured, global_batch_size=40) == {
         "images_per_second": 400 / 8,
@@ -175,24 +256,28 @@ def test_speed_of_a_summary_by_hand() -> None:
         "input_wait_fraction": 3 / 8,
         "input_limit": "augment",
         "exposed_communication_fraction": 2 / 8,
+        "straggler_fraction": 1 / 8,
     }
     assert set(speed(Totals(), None, global_batch_size=40).values()) == {None}
+
+
+hints_of = partial(make_hints, host_of="n{}".format)
 
 
 def test_hints_of_a_run() -> None:
     config = load_config(["--config", "quickstart", "--data.probe_seconds=0"])
     size = config.batch.global_batch_size
     totals = Totals(steps=10, step_seconds=10 * size / 400, input_wait_seconds=5 * size / 400)  # 800 without waiting
-    waits, augments = make_hints(totals, config, measured=measured_on(RATES))
+    waits, augments = hints_of(totals, config, measured=measured_on(RATES))
     assert "steps wait 50% of their time for pictures" in waits
     assert "alone the input delivers 500 images/s, the model takes 800" in waits
     assert "takes 100% of a step's time" in augments
-    (unknown,) = make_hints(totals, config, measured=None)
+    (unknown,) = hints_of(totals, config, measured=None)
     assert unknown.endswith("data.probe_seconds=1 does that")
     config = load_config(["--config", "quickstart", "--data.probe_seconds=1"])
-    (unknown,) = make_hints(totals, config, measured=None)
+    (unknown,) = hints_of(totals, config, measured=None)
     assert "met a picture that cannot be used" in unknown
-    assert make_hints(Totals(), config, measured=None) == []
+    assert hints_of(Totals(), config, measured=None) == []
 
 
 def test_changes_are_shown_as_a_config_states_them() -> None:

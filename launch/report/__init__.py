@@ -1,0 +1,1 @@
+"""`bigbatch report`: scaling efficiency and its causes, time to accuracy, cost."""

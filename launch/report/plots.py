@@ -1,0 +1,123 @@
+"""The pictures of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.launch.report.accuracy import ToAccuracy
+from bigbatch.launch.report.split import PARTS, Efficiency
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's, which colour-blind readers tell apart."""
+MARKERS = "osD^vP*"
+PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
+
+
+def draw_efficiency(found: Sequence[Efficiency]) -> "Figure":
+    """Efficiency over ranks, a line for each variant."""
+    figure, axes = _figure()
+    for index, (label, points) in enumerate(by_variant(found).items()):
+        axes.plot(
+            [each.point.ranks for each in points],
+            [100 * each.efficiency for each in points],
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            linestyle="-" if index < len(COLOURS) else "--",
+            label=label,
+        )
+    ticks = sorted({each.point.ranks for each in found})
+    axes.axhline(100, color="0.6", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_ylim(0, max(105, *(104 * each.efficiency for each in found)))
+    axes.set(
+        xlabel="ranks", ylabel="scaling efficiency (%)", title="Images per second and rank, beside the fewest ranks"
+    )
+    axes.legend(fontsize=8)
+    return figure
+
+
+def draw_split(found: Sequence[Efficiency]) -> "Figure":
+    """Where the efficiency goes, a bar for each point that has a smaller one beside it."""
+    points = [each for each in found if each.point != each.base]
+    figure, axes = _figure(height=1.4 + 0.36 * len(points))
+    names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
+    right, left = [0.0] * len(points), [0.0] * len(points)
+    for part in PARTS:
+        values = [100 * each.losses[part] for each in points]
+        starts = [right[i] if value >= 0 else left[i] for i, value in enumerate(values)]
+        axes.barh(names, values, left=starts, color=PART_COLOURS[part], label=legend_of(part, points))
+        for i, value in enumerate(values):
+            if value >= 0:
+                right[i] += value
+            else:
+                left[i] += value
+    axes.invert_yaxis()
+    axes.axvline(0, color="0.3", linewidth=1)
+    axes.set(xlabel="share of the step (%): what is lost to 100% efficiency; left of 0: won", title="Where it goes")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
+    """Top-1 over hours."""
+    figure, axes = _figure()
+    for index, (label, run) in enumerate(runs):
+        axes.plot(
+            [each.hours for each in run.evaluations],
+            [100 * each.top1 for each in run.evaluations],
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            label=label,
+        )
+    axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
+    """Label -> its points."""
+    groups: dict[str, list[Efficiency]] = {}
+    for each in found:
+        groups.setdefault(label_of(each), []).append(each)
+    return groups
+
+
+def label_of(each: Efficiency) -> str:
+    """The variant's values."""
+    return ", ".join(f"{value}" for _, value in each.point.variant) or "all"
+
+
+def legend_of(part: str, points: Sequence[Efficiency]) -> str:
+    """What a part is called; computing, by both names where both occur."""
+    return " or ".join(sorted({each.name_of(part) for each in points}))
+
+
+def save(figure: "Figure", folder: Path, name: str) -> None:
+    """PNG and SVG."""
+    figure.savefig(folder / f"{name}.png", dpi=120)
+    (folder / f"{name}.svg").write_text(as_svg(figure))
+
+
+def as_svg(figure: "Figure") -> str:
+    """The element alone, without what precedes it in a file."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": "bigbatch"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _figure(height: float = 4.2) -> "tuple[Figure, Any]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return figure, axes

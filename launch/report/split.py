@@ -1,0 +1,99 @@
+"""Scaling efficiency, and what the rest is lost to. Pure.
+
+A step of S seconds is computing + waiting for the wire + waiting for pictures + waiting for stragglers. At perfect
+scaling a step with b pictures a rank would take S0 * b / b0 seconds, as at the fewest ranks; efficiency E is that over
+S. What each part takes beyond its own share of the ideal step, over S, adds up to 1 - E exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+PARTS = ("computing", "communication", "input", "stragglers")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step, and of its parts; medians over reports."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Of PARTS; they add up to seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All repeats of one point of a sweep."""
+
+    variant: tuple[tuple[str, Any], ...]
+    """Its values but for the number of ranks."""
+    ranks: int
+    nodes: int
+    global_batch_size: int
+    step: Step
+    rates: tuple[float, ...]
+    """Images per second of each report, over all repeats."""
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return self.global_batch_size / self.step.seconds
+
+    @property
+    def local_batch(self) -> float:
+        """Pictures of a rank in a step."""
+        return self.global_batch_size / self.ranks
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """A point beside the one of its variant with the fewest ranks."""
+
+    point: Measured
+    base: Measured
+    efficiency: float
+    losses: dict[str, float]
+    """Of PARTS, as shares of the step; negative where a part takes less than its share of the ideal step."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times the images per second."""
+        return self.point.rate / self.base.rate
+
+    def name_of(self, part: str) -> str:
+        """What a part's loss comes from."""
+        if part == "computing":
+            return "smaller local batch" if self.point.local_batch < self.base.local_batch else "slower computing"
+        return {"communication": "exposed communication", "input": "input", "stragglers": "stragglers"}[part]
+
+
+def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) -> Step:
+    """Of a run's train records."""
+    seconds = median(global_batch_size / record["images_per_second"] for record in records)
+    shares = {
+        "communication": median(record["wire_wait_fraction"] for record in records),
+        "input": median(record["input_wait_fraction"] for record in records),
+        "stragglers": median(record["straggler_fraction"] for record in records),
+    }
+    parts = {"computing": seconds * (1 - sum(shares.values()))}
+    return Step(seconds, parts | {name: seconds * share for name, share in shares.items()})
+
+
+def compare(points: Sequence[Measured]) -> list[Efficiency]:
+    """Each point beside the base of its variant, itself included; in order of variant and ranks."""
+    variants: dict[tuple[tuple[str, Any], ...], list[Measured]] = {}
+    for point in points:
+        variants.setdefault(point.variant, []).append(point)
+    found = []
+    for same in variants.values():
+        ordered = sorted(same, key=lambda point: point.ranks)
+        found += [efficiency_of(point, ordered[0]) for point in ordered]
+    return found
+
+
+def efficiency_of(point: Measured, base: Measured) -> Efficiency:
+    """Over the base's images per second and rank."""
+    scale = point.local_batch / base.local_batch
+    losses = {part: (point.step.parts[part] - scale * base.step.parts[part]) / point.step.seconds for part in PARTS}
+    return Efficiency(point, base, scale * base.step.seconds / point.step.seconds, losses)

@@ -1,0 +1,122 @@
+"""What a report says in words and tables, for the terminal, Markdown and the page alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.launch.report.accuracy import ToAccuracy
+from bigbatch.launch.report.collect import SweepResults
+from bigbatch.launch.report.plots import by_variant
+from bigbatch.launch.report.split import PARTS, Efficiency
+
+WORTH_NAMING = 0.005
+"""A loss of less of the step is not named in a sentence."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def findings(found: Sequence[Efficiency]) -> list[str]:
+    """The main thing about each variant, in plain words."""
+    lines = []
+    for label, points in by_variant(found).items():
+        last = points[-1]
+        if last.point == last.base:
+            lines.append(
+                f"{label}: measured on {count(last.point.ranks, 'rank')} alone, which says nothing of scaling."
+            )
+            continue
+        lost = {last.name_of(part): share for part, share in last.losses.items() if share >= WORTH_NAMING}
+        causes = sorted(lost, key=lambda name: -lost[name])
+        rest = f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in causes)}." if causes else ""
+        lines.append(
+            f"{label}: {count(last.point.ranks, 'rank')} on {count(last.point.nodes, 'node')} train "
+            f"{last.speedup:.2f} times as fast as {last.base.ranks} ({percent(last.efficiency)} efficiency).{rest}"
+        )
+    return lines
+
+
+def scaling_table(found: Sequence[Efficiency]) -> Table:
+    """A row for each point."""
+    keys = [key for key, _ in found[0].point.variant]
+    head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency")
+    rows = [
+        (
+            *(str(value) for _, value in each.point.variant),
+            *(str(each.point.ranks), str(each.point.nodes), f"{each.point.global_batch_size:,}"),
+            f"{each.point.rate:,.1f}",
+            f"{min(each.point.rates):,.1f} to {max(each.point.rates):,.1f}",
+            str(len(each.point.rates)),
+            percent(each.efficiency),
+        )
+        for each in found
+    ]
+    return Table("Speed and efficiency", head, tuple(rows))
+
+
+def split_table(found: Sequence[Efficiency]) -> Table:
+    """Where the rest goes; shares of the step, which add up to 100% minus efficiency."""
+    points = [each for each in found if each.point != each.base]
+    keys = [key for key, _ in found[0].point.variant]
+    head = (*keys, "ranks", "step", "efficiency", "local batch or computing", *PARTS[1:])
+    rows = [
+        (
+            *(str(value) for _, value in each.point.variant),
+            str(each.point.ranks),
+            f"{1000 * each.point.step.seconds:,.1f} ms",
+            percent(each.efficiency),
+            *(percent(each.losses[part]) for part in PARTS),
+        )
+        for each in points
+    ]
+    return Table("What is lost, as shares of the step", head, tuple(rows))
+
+
+def unmeasured_table(results: Sequence[SweepResults]) -> Table:
+    """Points without figures."""
+    rows = [(sweep.name, *each) for sweep in results for each in sweep.unmeasured]
+    return Table("Not measured", ("sweep", "point", "why"), tuple(rows))
+
+
+def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]]) -> Table:
+    """Time and cost of each run."""
+    head = ("run", "top-1", "target", "epoch", "hours", "cost", "energy")
+    return Table("Time to accuracy", head, tuple(_accuracy_row(folder, run) for folder, run in runs))
+
+
+def _accuracy_row(folder: Path, run: ToAccuracy) -> tuple[str, ...]:
+    shown = run.shown
+    if shown is None:
+        return (str(folder), "no evaluation", "", "", "", "", "")
+    return (
+        str(folder),
+        f"{100 * shown.top1:.2f} %",
+        f"{100 * run.target:.2f} %" + ("" if run.reached else ", not reached"),
+        f"{shown.epoch:.1f}",
+        f"{shown.hours:.3f} h",
+        f"{shown.rank_hours:.3f} {'GPU-hours' if run.is_gpu else 'hours of a rank on a CPU'}",
+        "not told by a driver" if shown.joules is None else f"{shown.joules / 3.6e6:.4f} kWh",
+    )
+
+
+def percent(share: float) -> str:
+    """0.923 -> '92.3%'."""
+    return f"{100 * share:.1f}%"
+
+
+def count(number: int, thing: str) -> str:
+    """2, 'rank' -> '2 ranks'."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def markdown(table: Table) -> str:
+    """As Markdown, with a heading."""
+    lines = [table.head, ("---",) * len(table.head), *table.rows]
+    rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join([f"## {table.title}", "", *rows])

@@ -1,0 +1,296 @@
+"""`bigbatch report`: efficiency and its causes by hand, time to accuracy, and pages that stand alone."""
+
+import html.parser
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from bigbatch.cli import main
+from bigbatch.launch.report.accuracy import to_accuracy
+from bigbatch.launch.report.split import Measured, Step, efficiency_of
+
+NAME = "<script>alert('x')</script> & \"co\""
+
+
+def train(step: int, rate: float, *, wire: float, wait: float, stragglers: float, **others: Any) -> dict[str, Any]:
+    return {
+        "kind": "train",
+        "time": 1000.0 + step,
+        "step": step,
+        "epoch": step / 10,
+        "images_per_second": rate,
+        "wire_wait_fraction": wire,
+        "input_wait_fraction": wait,
+        "straggler_fraction": stragglers,
+        "energy_joules": None,
+        **others,
+    }
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], *, batch: int = 100, target: float | None = None) -> None:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    summary = {"global_batch_size": batch, "device": "cpu", "torch": "2", "commit": "abc"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"target_top1": target}}))
+
+
+def write_point(sweep: Path, number: int, values: dict[str, Any], *, state: str = "done", **figures: Any) -> None:
+    folder = sweep / f"points/{number}"
+    folder.mkdir(parents=True)
+    facts = {"number": number, "values": values, "ranks": values["ranks"], "ranks_per_node": 1, "state": state}
+    (folder / "point.json").write_text(json.dumps({**facts, "reason": figures.pop("reason", None)}))
+    if state == "done":
+        batch, rates = figures.pop("batch"), figures.pop("rates")
+        start = {"kind": "start", "time": 1000.0, "step": 0, "job": {"world_size": values["ranks"]}}
+        reports = [
+            train(i + 1, rate, **figures) for i, rate in enumerate([1.0, *rates])
+        ]  # the first one does not count
+        write_run(folder / "run", [start, *reports], batch=batch)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """One rank takes 1 s for 100 pictures, of which 0.9 s computing and 0.1 s waiting for them."""
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"name": NAME, "config": "quickstart", "where": "local"}))
+    none = {"wire": 0.0, "wait": 0.1, "stragglers": 0.0}
+    one = {"batch": 100, "rates": [90.0, 100.0, 110.0], **none}
+    write_point(folder, 0, {"scaling": "weak", "ranks": 1}, **one)
+    write_point(folder, 1, {"scaling": "strong", "ranks": 1}, **one)
+    # 400 pictures in 1.25 s: 0.9375 computing, 0.125 wire, 0.125 input, 0.0625 stragglers
+    weak = {"wire": 0.1, "wait": 0.1, "stragglers": 0.05}
+    write_point(folder, 2, {"scaling": "weak", "ranks": 4}, batch=400, rates=[320.0], **weak)
+    # 100 pictures in 0.5 s: 0.275 computing, 0.2 wire, 0.025 input
+    strong = {"wire": 0.4, "wait": 0.05, "stragglers": 0.0}
+    write_point(folder, 3, {"scaling": "strong", "ranks": 4}, batch=100, rates=[200.0], **strong)
+    write_point(folder, 4, {"scaling": "strong", "ranks": 8}, state="failed", reason="out of memory: <b>9 GB</b>")
+    return folder
+
+
+def report(folder: Path, *options: str) -> dict[str, Any]:
+    assert main(["report", str(folder), *options]) == 0
+    return dict(json.loads((folder / "report/report.json").read_text()))
+
+
+# --- figures ---
+
+
+def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
+    (rows,) = report(sweep)["sweeps"]
+    found = {(row["values"]["scaling"], row["ranks"]): row for row in rows}
+    assert found["weak", 1]["efficiency"] == found["strong", 1]["efficiency"] == 1
+    # weak: 400 / 1.25 s = 320 images/s, 3.2 times as many on 4 ranks
+    weak = found["weak", 4]
+    assert weak["efficiency"] == pytest.approx(0.8)
+    assert weak["losses"] == pytest.approx(
+        {
+            "slower computing": (0.9375 - 0.9) / 1.25,
+            "exposed communication": 0.125 / 1.25,
+            "input": (0.125 - 0.1) / 1.25,
+            "stragglers": 0.0625 / 1.25,
+        }
+    )
+    # strong: the ideal step takes 0.25 s, of which 0.225 computing and 0.025 input; it takes 0.5
+    strong = found["strong", 4]
+    assert strong["efficiency"] == pytest.approx(0.5)
+    assert strong["losses"] == pytest.approx(
+        {
+            "smaller local batch": (0.275 - 0.225) / 0.5,
+            "exposed communication": 0.2 / 0.5,
+            "input": 0,
+            "stragglers": 0,
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_parts_add_up_exactly(seed: int) -> None:
+    def point(ranks: int, batch: int, *parts: float) -> Measured:
+        named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
+        return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,))
+
+    base = point(2, 64, 0.5 + seed, 0.1, 0.0, 0.2)
+    other = point(6, 60 * (seed + 1), 0.3, 0.05 * seed, 0.4, 0.0)
+    found = efficiency_of(other, base)
+    assert sum(found.losses.values()) == pytest.approx(1 - found.efficiency, abs=1e-12)
+    assert found.efficiency == pytest.approx((other.rate / 6) / (base.rate / 2))
+
+
+def test_repeats_are_taken_together(sweep: Path) -> None:
+    values = {"scaling": "weak", "ranks": 4}
+    write_point(sweep, 5, values, batch=400, rates=[640.0, 640.0], wire=0.0, wait=0.1, stragglers=0.0)
+    (rows,) = report(sweep)["sweeps"]
+    weak = next(row for row in rows if (row["values"]["scaling"], row["ranks"]) == ("weak", 4))
+    assert weak["images_per_second"] == {"median": 640.0, "each": [320.0, 640.0, 640.0]}
+    assert weak["efficiency"] == pytest.approx(1.6)
+
+
+def test_what_a_person_reads(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(sweep)
+    printed = capsys.readouterr().out
+    assert (
+        "weak: 4 ranks on 4 nodes train 3.20 times as fast as 1 (80.0% efficiency). Lost to exposed communication "
+        "(10.0%), stragglers (5.0%), slower computing (3.0%), input (2.0%)."
+    ) in printed
+    assert (
+        "strong: 4 ranks on 4 nodes train 2.00 times as fast as 1 (50.0% efficiency). Lost to exposed communication "
+        "(40.0%), smaller local batch (10.0%)."
+    ) in printed
+    assert "out of memory: <b>9 GB</b>" in printed
+    text = (sweep / "report/report.md").read_text()
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% |" in text
+
+
+# --- files ---
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, and what they load from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data", "action") and not (value or "").startswith("#"):
+                self.loads.append(str(value))
+
+
+def test_the_page_stands_alone(sweep: Path) -> None:
+    report(sweep)
+    text = (sweep / "report/report.html").read_text()
+    page = Page(text)
+    assert page.loads == []
+    assert "script" not in page.tags, "text of files is escaped"
+    assert "b" not in page.tags
+    assert page.tags.count("svg") == 2
+    assert "@import" not in text
+    assert "url(http" not in text
+    assert "80.0% efficiency" in text
+
+
+def test_pictures_are_pictures(sweep: Path) -> None:
+    report(sweep)
+    for name in ("efficiency", "split"):
+        with Image.open(sweep / f"report/{name}.png") as picture:
+            assert picture.size[0] > 500
+        root = xml.etree.ElementTree.parse(sweep / f"report/{name}.svg").getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_one_point_says_nothing_of_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.yaml").write_text("name: one\n")
+    write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
+    report(tmp_path)
+    assert "all: measured on 2 ranks alone, which says nothing of scaling." in capsys.readouterr().out
+    assert not (tmp_path / "report/split.png").exists()
+
+
+def test_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.yaml").write_text("name: none\n")
+    write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[], wire=0.0, wait=0.0, stragglers=0.0)
+    write_point(tmp_path, 1, {"ranks": 4}, state="missing")
+    report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "fewer than 2 reports: take more steps, or fewer between reports" in printed
+    assert "missing" in printed
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda path: None, "no such folder"),
+        (lambda path: path.mkdir(), "it holds neither a sweep (sweep.yaml) nor a run"),
+        (lambda path: write_point_of_an_old_run(path), "was written by an older bigbatch"),
+        (lambda path: (path.mkdir(), (path / "sweep.yaml").write_text("[")), "sweep.yaml is not readable"),
+    ],
+)
+def test_other_folders_are_refused(
+    make: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "x")
+    assert main(["report", str(tmp_path / "x")]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+
+
+def write_point_of_an_old_run(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text("name: old\n")
+    write_point(folder, 0, {"ranks": 1}, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
+    metrics = folder / "points/0/run/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"wire_wait_fraction": 0.0, ', ""))
+
+
+# --- runs ---
+
+HOUR = 3600.0
+
+
+def evaluation(hour: float, top1: float, step: int) -> dict[str, Any]:
+    return {"kind": "eval", "time": HOUR * hour, "step": step, "epoch": step / 10, "top1": top1}
+
+
+def start(hour: float, ranks: int, device: str = "NVIDIA H100") -> dict[str, Any]:
+    return {"kind": "start", "time": HOUR * hour, "step": 0, "job": {"world_size": ranks, "device": device}}
+
+
+def passed(hour: float, joules: float | None = None) -> dict[str, Any]:
+    return {"kind": "train", "time": HOUR * hour, "step": 1, "energy_joules": joules}
+
+
+RECORDS = [
+    *(start(10, 8), passed(11, 3.6e6), evaluation(11.5, 0.5, 10)),
+    # ended, and went on five hours later on twice the GPUs
+    *(start(16.5, 16), passed(17, 1.8e6), evaluation(17.5, 0.75, 20), evaluation(18.5, 0.7, 30)),
+]
+
+
+def test_time_to_accuracy_leaves_out_the_time_between_two_starts() -> None:
+    found = to_accuracy(RECORDS, target=0.75)
+    assert found.reached is not None
+    assert (found.reached.step, found.reached.hours) == (20, 2.5)
+    assert found.reached.rank_hours == 1.5 * 8 + 1 * 16
+    assert found.reached.joules == 5.4e6
+    assert found.is_gpu
+
+
+def test_a_target_that_was_not_reached() -> None:
+    found = to_accuracy(RECORDS, target=0.76)
+    assert found.reached is None
+    assert found.shown is found.best
+    assert found.best is not None
+    assert found.best.top1 == 0.75
+    assert to_accuracy(RECORDS, target=None).target == 0.75
+    assert to_accuracy([start(1, 1, "cpu (1 threads a rank)")], target=0.5).shown is None
+
+
+def test_energy_that_one_report_lacks_is_not_told() -> None:
+    found = to_accuracy([start(0, 1), passed(1, 5.0), passed(2), evaluation(2, 0.5, 1)], target=0.5)
+    assert found.reached is not None
+    assert found.reached.joules is None
+
+
+def test_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", RECORDS, target=0.75)
+    facts = report(tmp_path / "run")
+    assert facts["runs"][str(tmp_path / "run")]["reached"]["hours"] == 2.5
+    printed = capsys.readouterr().out
+    assert "reached 75.0% top-1 after 2.50 hours, 28.00 GPU-hours." in printed
+    assert "1.5000 kWh" in printed
+    assert main(["report", str(tmp_path / "run"), "--target", "0.8"]) == 0
+    assert "did not reach 80.0%; its best is 75.0% top-1" in capsys.readouterr().out
+    assert (tmp_path / "run/report/accuracy.png").stat().st_size > 1000

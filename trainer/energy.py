@@ -1,0 +1,53 @@
+"""What a GPU has consumed, by its driver's own counter."""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class EnergyMeter(Protocol):
+    """Counts the energy of this rank's device."""
+
+    def take_joules(self) -> float:
+        """Since the last call, or since it was made; not a number where nobody tells."""
+        ...
+
+
+class Untold:
+    """For a device whose driver does not tell, and for a CPU."""
+
+    def take_joules(self) -> float:
+        """Not a number."""
+        return float("nan")
+
+
+class GpuEnergy:
+    """NVML's counter of a GPU (Volta and later), in millijoules since the driver was loaded."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._last = self._read()
+
+    def take_joules(self) -> float:
+        """Since the last call."""
+        before, self._last = self._last, self._read()
+        return (self._last - before) / 1000
+
+    def _read(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+
+
+def make_energy_meter(device: torch.device) -> EnergyMeter:
+    """Of a GPU where nvidia-ml-py is installed and the driver counts; else one that knows nothing."""
+    if device.type != "cuda":
+        return Untold()
+    try:
+        import pynvml
+    except ImportError:
+        return Untold()
+    try:
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA may number GPUs otherwise than the driver
+        return GpuEnergy(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return Untold()
