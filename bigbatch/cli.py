@@ -24,6 +24,10 @@ COMMANDS = {
         "bigbatch.launch.command",
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
+    "preflight": (
+        "bigbatch.trainer.preflight.command",
+        "compare the nodes of a job before it; bigbatch launch preflight starts it",
+    ),
     "sweep": ("bigbatch.launch.sweep.command", "train every combination of ranks, batches and settings for some steps"),
     "report": ("bigbatch.launch.report.command", "scaling efficiency and its causes; time and cost until an accuracy"),
     "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),

@@ -5,7 +5,9 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bigbatch.comm.environ import terminal_columns
@@ -15,8 +17,17 @@ from bigbatch.launch.installed import count_gpus, find_mpirun
 from bigbatch.launch.job import JobSpec, interface_variables
 from bigbatch.launch.local import run_in_foreground
 from bigbatch.launch.options import job_options, read_job
+from bigbatch.launch.preflight import (
+    UNFIT,
+    choose_launcher,
+    preflight_command,
+    read_bad_nodes,
+    without,
+    write_hostfile,
+)
 from bigbatch.launch.run_folder import find_run_folder
 from bigbatch.launch.slurm import log_path, sbatch_script
+from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.rundir import writing
 
 EXAMPLE = "train --config imagenet/resnet50_32k"
@@ -62,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
         for number in arguments.jobs:
             print(slurm_queue.cancel(slurm_queue.find_job(number), now=arguments.now))
         return 0
+    if arguments.launcher == "preflight":
+        return _preflight(arguments, command)
     job = _read_job(arguments, command)
     if arguments.launcher == "slurm":
         return _slurm(job, arguments)
@@ -129,6 +142,19 @@ def _parser() -> argparse.ArgumentParser:
                 "--output", type=Path, metavar="FILE", help="write the script there; do not submit it"
             )
             launcher.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
+    checks = actions.add_parser(
+        "preflight",
+        parents=[options],
+        allow_abbrev=False,
+        usage="bigbatch launch preflight [OPTION ...] [-- train --config EXPERIMENT]",
+        help="compare the nodes of a job before it: versions, disks, pictures, speed, links",
+        description="Compares nodes in less than half a minute: by a job in Slurm where --nodes or anything else is "
+        "asked of it, else by mpirun on --hosts, or on this host. With a command behind --, its experiment's folders "
+        f"and pictures, too. Exit code {UNFIT} where something is wrong.",
+        epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
+    )
+    checks.add_argument("--good-hosts", type=Path, metavar="FILE", help="mpirun: write a hostfile of the fit ones")
+    checks.add_argument("--json", metavar="FILE", help="write all that was found there")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")
     cancel = actions.add_parser("cancel", help="ask a job in Slurm to save a checkpoint and stop")
@@ -138,8 +164,64 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
+    options = () if arguments.json is None else ("--json", arguments.json)
+    job = _read_job(arguments, preflight_command(command, *options))
+    if choose_launcher(job) == "slurm":
+        if arguments.good_hosts:
+            raise ConfigError("--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm")
+        return _slurm_preflight(job, dry_run=arguments.dry_run)
+    if arguments.good_hosts and not job.hosts:
+        raise ConfigError("--good-hosts needs --hosts or --hostfile, of which it writes the fit ones")
+    code, bad = _look(job, dry_run=arguments.dry_run)
+    if arguments.good_hosts and code in (0, UNFIT) and not arguments.dry_run:
+        write_hostfile(arguments.good_hosts, job.hosts, bad=bad)
+        print(f"written: {arguments.good_hosts}")
+    return code
+
+
+def _look(job: JobSpec, *, dry_run: bool) -> tuple[int, list[str]]:
+    """Run a preflight by mpirun, on all slots of all hosts; its exit code, and the hosts that are unfit."""
+    slots = sum(count for _, count in job.hosts)
+    with tempfile.TemporaryDirectory() as folder:
+        bad = Path(folder) / "bad-nodes"
+        command = (*job.command, "--bad-nodes", str(bad))
+        looking = replace(job, command=command, num_ranks=slots or job.num_ranks, preflight=None)
+        code = _foreground(looking, "mpirun", dry_run=dry_run)
+        return code, read_bad_nodes(bad)
+
+
+def _slurm_preflight(job: JobSpec, *, dry_run: bool) -> int:
+    """As a job of its own, whose log is shown at its end."""
+    if dry_run:
+        print(job_script(job, folder=None), end="")
+        return 0
+    number, sbatch = submit_job(job, wait=True)
+    log = Path(log_path(job, job_id=number))
+    print(f"job {number} looks at the nodes; its output: {log}", flush=True)
+    code = sbatch.wait()
+    print(log.read_text(errors="replace") if log.exists() else f"{log} is not there", end="")
+    return code
+
+
+def _without_unfit(job: JobSpec, *, dry_run: bool) -> tuple[int, JobSpec]:
+    """Look first, as --preflight says; an exit code where the job does not start, and the job that does."""
+    looking = replace(job, command=preflight_command(job.command))
+    code, bad = _look(looking, dry_run=dry_run)
+    if code == 0 or dry_run or job.preflight == "warn":
+        return 0, replace(job, preflight=None)
+    if job.preflight == "exclude" and code == UNFIT and bad:
+        print(f"bigbatch: starting without {', '.join(bad)}", file=sys.stderr, flush=True)
+        return 0, replace(without(job, bad), preflight=None)
+    return code, job
+
+
 def _foreground(job: JobSpec, launcher: str, *, dry_run: bool) -> int:
     is_mpirun = launcher == "mpirun"
+    if is_mpirun and job.preflight is not None:
+        code, job = _without_unfit(job, dry_run=dry_run)
+        if code:
+            return code
     argv = _mpirun(job) if is_mpirun else torchrun.torchrun_argv(job, launcher=launcher)
     stated = {} if is_mpirun else dict((*interface_variables(job.interface), *job.environment))
     if dry_run:

@@ -63,6 +63,8 @@ class JobSpec:
     """Folder for the job's output."""
     array: str | None = None
     """Numbers of an array's jobs, as Slurm writes them: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
+    preflight: str | None = None
+    """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
     stop_seconds: int | None = None
     """How long before the time limit the ranks are asked to save a checkpoint and stop."""
 

@@ -22,6 +22,7 @@ PATTERNS = {
     "interface": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}", "the name of one interface", "eth0"),
     "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
     "array": (r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?:%\d+)?", "numbers and ranges", "0-7"),
+    "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
     "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
     "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
 }

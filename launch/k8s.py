@@ -23,6 +23,7 @@ REFUSED = {
     **dict.fromkeys(("partition", "account", "qos", "reservation"), "name a queue in the manifest's schedulingPolicy"),
     "constraint": "add a nodeSelector to the manifest",
     "array": "start one job per value",
+    "preflight": "start a job of its own: -- preflight",
     "modules": "the image holds all that is needed",
     "container": "Kubernetes runs the image by itself",
     "logs": "kubectl logs shows what the launcher prints",

@@ -9,7 +9,7 @@ from bigbatch.launch.job_words import parse_environment, parse_minutes
 
 STATED = (
     *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "gpus_per_node", "cpus_per_rank"),
-    *("memory", "image", "container", "interface", "logs", "array", "stop_seconds", "node_rank"),
+    *("memory", "image", "container", "interface", "logs", "array", "stop_seconds", "node_rank", "preflight"),
 )
 """Fields that the command line states as they are."""
 
@@ -27,6 +27,11 @@ def job_options() -> argparse.ArgumentParser:
     ranks.add_argument("--node-rank", type=int, help="torchrun: which of the nodes this is, from 0")
     ranks.add_argument("--master", help="torchrun: where the nodes meet, HOST:PORT of the first one")
     ranks.add_argument("--interface", help="network interface between the nodes, such as eth0")
+    ranks.add_argument(
+        "--preflight",
+        choices=("warn", "stop", "exclude"),
+        help="look first whether the nodes are fit; if not: go on, end with 4, or do without them (slurm, mpirun)",
+    )
     ranks.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for all ranks")
     ranks.add_argument("--module", action="append", default=[], help="environment module to load first")
     request = parent.add_argument_group("what is asked of the scheduler (default: the cluster's own)")

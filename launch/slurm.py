@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from bigbatch.launch.job import INDEX, JobSpec, check_time, interface_variables, refuse
 from bigbatch.launch.job_words import format_minutes
+from bigbatch.launch.preflight import preflight_command
+from bigbatch.launch.slurm_preflight import ACTIONS, LOOK
 from bigbatch.trainer.errors import ConfigError
 
 STOP_SECONDS = 120
@@ -35,6 +37,7 @@ trap 'asked=slurm; again=1' TERM
 
 ENDING = """\
 ranks=$!
+[ -z "$asked" ] || kill -USR1 "$ranks"   # asked before they started
 tail --pid="$ranks" --follow=name --retry --lines=0 "$logs/rank-0.log" 2>/dev/null &
 shown=$!
 
@@ -75,8 +78,10 @@ def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folde
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
             f"--array 0-7 -- train --config quickstart --run.directory runs/sweep/{INDEX}"
         )
-    parts = [_head(job, folder=folder), _setup(job), STOPS, _start(job, program=program) + ENDING]
-    return "\n".join(parts)
+    parts = [_head(job, folder=folder), _setup(job), STOPS]
+    if job.preflight is not None:
+        parts.append(_preflight(job, program=program))
+    return "\n".join([*parts, _start(job, program=program) + ENDING])
 
 
 def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
@@ -146,10 +151,26 @@ def _setup(job: JobSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _preflight(job: JobSpec, *, program: Sequence[str]) -> str:
+    """Look whether the nodes are fit, and what to do where they are not."""
+    assert job.preflight is not None
+    words = _words((*program, *preflight_command(job.command)), job)
+    lines = [
+        f"srun {' '.join(_srun_options(job))} \\",
+        *(f"  {line} \\" for line in _container(job)),
+        f'  {words} --bad-nodes "$logs/bad-nodes"',
+    ]
+    return LOOK + "\n".join(lines) + "\nfit=$?\n" + ACTIONS[job.preflight]
+
+
+def _srun_options(job: JobSpec) -> list[str]:
+    cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
+    return ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={LEAVE_SECONDS}"]
+
+
 def _start(job: JobSpec, *, program: Sequence[str]) -> str:
     """srun in the background, so that this shell can heed signals meanwhile."""
-    cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
-    options = ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={LEAVE_SECONDS}"]
+    options = _srun_options(job)
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
         f"# those still there {LEAVE_SECONDS} s later are ended. One log per rank; the job's own log shows rank 0's.",

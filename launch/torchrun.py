@@ -14,6 +14,7 @@ REFUSED = {
     **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch torchrun inside the container"),
     "hosts": "torchrun starts ranks on its own host only: use mpirun, or --nodes and --node-rank on each host",
     "modules": "load modules in the shell before",
+    "preflight": "run bigbatch launch preflight before",
     "logs": "torchrun prints what all ranks print: add > FILE",
 }
 
@@ -21,6 +22,7 @@ LOCAL_REFUSED = {
     **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
     **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch local inside the container"),
     "modules": "load modules in the shell before",
+    "preflight": "run bigbatch launch preflight before",
     "logs": "it prints what all ranks print: add > FILE",
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
     **dict.fromkeys(("num_nodes", "node_rank", "master"), "it starts ranks on this host only: use torchrun, or mpirun"),

@@ -87,19 +87,18 @@ def run(options: argparse.Namespace) -> None:
     names = choose_contestants(options.contestants, available, left_out=left_out)
     shapes, pace = record_pace(job, options)
     lengths = step_lengths(options.weak, options.strong, num_nodes=job.num_nodes)
-    pace.take(min(lengths.values()))
-    values = make_values(shapes)
-    tuned = tune_model(job, names, CostlessModel(values, weight=1, pace=pace), seconds=options.tune_seconds)
-    wrong = dict.fromkeys(names, 0)
-    make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
-    contestants = [make(name, CostlessModel(values, weight=job.rank + 1, pace=pace)) for name in names]
-    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
-    take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
-    rows = []
+    values, wrong = make_values(shapes), dict.fromkeys(names, 0)
+    num_bytes = [value.nbytes for value in values.values()]
+    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}")
+    rows, tuned_for = [], {}
     for seconds in sorted(set(lengths.values())):
         pace.take(seconds)
+        tuned = tune_model(job, names, CostlessModel(values, weight=1, pace=pace), seconds=options.tune_seconds)
+        make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
+        contestants = [make(name, CostlessModel(values, weight=job.rank + 1, pace=pace)) for name in names]
+        take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
         measured = take_turns(job, contestants, repetitions=options.repetitions)
-        num_bytes = [value.nbytes for value in values.values()]
+        tuned_for[f"{seconds:g} s"] = describe_tuned(tuned)
         limit = limit_efficiency(pace, num_bytes, num_nodes=job.num_nodes, goodput=links.best_goodput(goodput))
         for mode in (mode for mode, each in lengths.items() if each == seconds):
             rows += describe(mode, measured, seconds=seconds, limit=limit)
@@ -112,10 +111,10 @@ def run(options: argparse.Namespace) -> None:
             "case": options.case,
             "conditions": facts,
             "model": options.model,
-            "num_bytes": sum(value.nbytes for value in values.values()),
+            "num_bytes": sum(num_bytes),
             "num_nodes": job.num_nodes,
             "goodput_bits_per_second": goodput,
-            "tuned": describe_tuned(tuned),
+            "tuned": tuned_for,
             "left_out": left_out,
             "num_wrong": {name: sum(each[name] for each in all_wrong) for name in names},
             "rows": rows,
@@ -148,7 +147,7 @@ def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[
 
 
 def tune_model(job: Job, names: Sequence[str], model: CostlessModel, *, seconds: float) -> dict[str, Any]:
-    """Table and plan as `bigbatch comm tune` chooses them, for the shortest of the steps. Collective."""
+    """Table and plan as `bigbatch comm tune` chooses them for this step. Collective."""
 
     def forward() -> Any:
         loss = model(start())

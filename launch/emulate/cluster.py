@@ -177,13 +177,15 @@ def join(cluster: Cluster) -> None:
         )
 
 
-def shape(cluster: Cluster, *, rate: int | None, root: Path, environ: Mapping[str, str]) -> Cluster:
-    """Give all links another rate, at once, also under a running job. Raises: EmulationError."""
+def shape(
+    cluster: Cluster, *, rate: int | None, root: Path, environ: Mapping[str, str], node: int | None = None
+) -> Cluster:
+    """Give all links, or that of one node, another rate, at once, also under a running job. Raises: EmulationError."""
     path = _require_tools(environ)
-    changed = replace(cluster, plan=replace(cluster.plan, rate=rate))
+    changed = replace(cluster, plan=replace(cluster.plan, rate=rate)) if node is None else cluster
     with reaching(cluster):
-        for node in range(cluster.plan.num_nodes):
-            for device, where in (("eth0", node), (port(node), None)):
+        for each in range(cluster.plan.num_nodes) if node is None else (node,):
+            for device, where in (("eth0", each), (port(each), None)):
                 for argv in shape_commands(device, rate):
                     _run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
         save(root / cluster.plan.name, changed)

@@ -25,7 +25,16 @@ from bigbatch.launch.emulate.launchers import (
     torchrun_starts,
     without_master,
 )
-from bigbatch.launch.emulate.plan import DEFAULT_NAME, ClusterPlan, format_rate, host, make_plan, parse_name, parse_rate
+from bigbatch.launch.emulate.plan import (
+    DEFAULT_NAME,
+    ClusterPlan,
+    format_rate,
+    host,
+    make_plan,
+    parse_name,
+    parse_node,
+    parse_rate,
+)
 from bigbatch.launch.emulate.run import run_job
 from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
 from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
@@ -55,8 +64,9 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         return _run(arguments, Job(command, arguments.python), root=root, environ=environ)
     if arguments.action == "shape":
         found = clusters.find(arguments.name, root=root)
-        clusters.shape(found, rate=parse_rate(arguments.link), root=root, environ=environ)
-        print(f"{arguments.name}: links of {arguments.link}")
+        node = parse_node(arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
+        clusters.shape(found, rate=parse_rate(arguments.link), root=root, environ=environ, node=node)
+        print(f"{arguments.name}: {'links' if node is None else f'the link of {host(node)}'} of {arguments.link}")
         return 0
     return _status(root, environ) if arguments.action == "status" else _down(arguments, root)
 
@@ -98,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     shape = actions.add_parser("shape", parents=[named], help="give its links another rate")
     shape.add_argument("--link", required=True, help="such as 1gbit, or none")
+    shape.add_argument("--node", help="that of one node alone, such as n2, as of a bad cable (default: of all)")
     actions.add_parser("status", help="list the clusters of this user")
     down = actions.add_parser("down", parents=[named], help="remove a cluster and all that runs in it")
     down.add_argument("--all", action="store_true", help="all clusters of this user")

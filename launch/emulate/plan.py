@@ -85,6 +85,14 @@ def parse_delay(text: str) -> int:
     return delay_us
 
 
+def parse_node(text: str, *, num_nodes: int) -> int:
+    """'n2' -> 2. Raises: ConfigError for a node that there is not."""
+    names = [host(node) for node in range(num_nodes)]
+    if text not in names:
+        raise ConfigError(f"--node {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
+    return names.index(text)
+
+
 def host(node: int) -> str:
     """Host name of a node."""
     return f"n{node}"

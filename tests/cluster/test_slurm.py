@@ -34,6 +34,10 @@ from tests.laws.jobs import (
     train_command,
 )
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its scripts import each other by name
+
+from preflight import slowed
+
 PATIENCE_SECONDS = 240
 PYTHON = shlex.quote(sys.executable)
 BIGBATCH = (sys.executable, "-m", "bigbatch", "launch")
@@ -312,6 +316,22 @@ def test_a_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
     facts = job_facts(job)
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "130:0"), log.read_text()
     assert 2 <= newest_step(tmp_path / "run") < STEPS, log.read_text()
+
+
+def test_a_job_changes_a_slow_node_for_another(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+    with slowed("n1"):
+        job, log = launch(
+            *(*TWO_NODES, "--preflight", "exclude"),
+            command=train_command(shapes, tmp_path / "run", LONG | {"run.epochs": 1, "schedule.warmup_epochs": 0}),
+            cwd=tmp_path,
+        )
+        wait_until(lambda: log.exists() and "back into the queue, to run without n1" in log.read_text(), log=log)
+    finish(job)
+    facts, text = job_facts(job), log.read_text()
+    assert (facts["JobState"], facts["ExcNodeList"], facts["NodeList"]) == ("COMPLETED", "n1", "n[0,2]"), text
+    assert "n1: multiplies matrices at" in text
+    assert "nodes: 2, all fit" in text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 2
 
 
 def test_a_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Path, tmp_path: Path) -> None:

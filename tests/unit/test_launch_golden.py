@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, ...]] = {
         *("--interface", "ib0", "--logs", "/scratch/logs", "--stop-seconds", "300"),
         *("--", "train", "--config", "imagenet/resnet50_32k", "--run.directory", "runs/a b"),
     ),
+    "slurm-preflight-warn.sbatch": ("slurm", "--nodes", "2", "--preflight", "warn", *TRAIN),
+    "slurm-preflight-exclude.sbatch": ("slurm", "--nodes", "2", "--preflight", "exclude", *TRAIN),
     "slurm-array.sbatch": (
         *("slurm", "--array", "0-7%2", *TRAIN, "--run.seed", "{index}", "--run.directory", "runs/seeds/{index}"),
     ),

@@ -44,6 +44,7 @@ SAMPLES: dict[str, Any] = {
     "logs": "other/logs",
     "array": "0-3",
     "stop_seconds": 33,
+    "preflight": "exclude",
 }
 """A value for each field that a user may state."""
 
@@ -62,7 +63,8 @@ WRITERS = {
 }
 BASES = {"k8s": JobSpec(TRAIN, 8, image="bb"), "slurm": JobSpec(TRAIN, 8, image="bb.sqsh")}
 BY_COMMAND = {(launcher, field) for launcher in ("local", "torchrun") for field in ("environment", "interface")}
-"""What the command puts into the environment of torchrun; tests/golden/torchrun-nodes.txt has it."""
+BY_COMMAND |= {("mpirun", "preflight")}
+"""What the command puts into the environment of torchrun (tests/golden/torchrun-nodes.txt has it), or does before."""
 
 
 def test_every_field_has_a_sample() -> None:

@@ -1,0 +1,35 @@
+"""What a job's script does before it trains, where --preflight asks for it: bash."""
+
+from bigbatch.launch.preflight import UNFIT
+
+LOOK = f"""\
+# Are the nodes fit? It ends with {UNFIT} where they are not, and writes the names of unfit ones.
+rm -f "$logs/bad-nodes"
+"""
+
+STOP = """\
+if [ "$fit" -ne 0 ]; then
+  echo "bigbatch: $(date '+%F %T') ended before the start, as preflight ended with $fit"
+  exit "$fit"
+fi
+"""
+
+EXCLUDE = """\
+# Unfit nodes join those that the job does not use. It goes back into the queue, held until Slurm takes that;
+# Slurm ends this shell by SIGTERM, which it outlives for some seconds.
+bad=$(paste -sd, "$logs/bad-nodes" 2>/dev/null)
+if [ -n "$bad" ]; then
+  echo "bigbatch: $(date '+%F %T') back into the queue, to run without $bad"
+  known=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
+  scontrol requeuehold "$SLURM_JOB_ID" || exit "$fit"
+  for second in $(seq 25); do
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known:+$known,}$bad" 2>/dev/null \\
+      && scontrol release "$SLURM_JOB_ID" && exit "$fit"
+    sleep 1
+  done
+  echo "bigbatch: Slurm does not take that; mend it by scontrol update and scontrol release"
+  exit "$fit"
+fi
+"""
+
+ACTIONS = {"warn": "", "stop": STOP, "exclude": EXCLUDE + STOP}

@@ -1,0 +1,110 @@
+"""Preflight across emulated nodes: healthy ones pass, a slow node, a slow link and a silent node are named in time."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.plan import make_plan
+from bigbatch.launch.emulate.state import Cluster, state_root
+from tests.cluster.conftest import Emulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its scripts import each other by name
+
+from preflight import slowed
+
+MOST_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def four(runtime_folder: Path) -> Iterator[Cluster]:
+    """Four nodes with one rank at 1 Gbit/s."""
+    root = state_root(os.environ)
+    plan = make_plan(name="four", nodes=4, ranks_per_node="1", link="1gbit", delay="0")
+    yield clusters.up(plan, root=root, environ=os.environ)
+    clusters.down("four", root=root)
+
+
+def look(emulate: Emulate, tmp_path: Path, *, launcher: str = "mpirun") -> tuple[int, dict[str, Any], str]:
+    """Exit code, what it found, and what it printed."""
+    facts = tmp_path / "facts.json"
+    done = emulate("run", "--name", "four", "--launcher", launcher, "--", "preflight", "--json", str(facts))
+    assert facts.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(facts.read_text()), done.stdout
+
+
+def blamed(found: dict[str, Any]) -> list[str]:
+    return sorted({host for finding in found["findings"] for host in finding["hosts"]})
+
+
+@pytest.mark.parametrize(("fault", "text"), [(nullcontext, None), (lambda: slowed("n2"), "n2: multiplies matrices at")])
+def test_a_node_at_half_speed_is_named_and_equal_ones_are_not(
+    fault: Callable[[], AbstractContextManager[None]], text: str | None, four: Cluster, emulate: Emulate, tmp_path: Path
+) -> None:
+    with fault():
+        code, found, printed = look(emulate, tmp_path)
+    assert found["seconds"] < MOST_SECONDS
+    assert [node["host"] for node in found["nodes"]] == ["n0", "n1", "n2", "n3"]
+    assert (code, blamed(found)) == ((4, ["n2"]) if text else (0, [])), found["findings"]
+    assert f"bigbatch: {text}" in printed if text else "nodes: 4, all fit" in printed
+
+
+def test_a_link_at_a_tenth_is_named(four: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+    assert emulate("shape", "--name", "four", "--node", "n3", "--link", "100mbit").returncode == 0
+    try:
+        code, found, printed = look(emulate, tmp_path)
+    finally:
+        assert emulate("shape", "--name", "four", "--node", "n3", "--link", "1gbit").returncode == 0
+    assert (code, blamed(found)) == (4, ["n3"]), found["findings"]
+    assert "n3: its link carries 0." in printed
+    assert emulate("shape", "--name", "four", "--node", "n4", "--link", "1gbit").stderr == (
+        "bigbatch: --node 'n4': there is no such node; there are n0 to n3\n"
+    )
+
+
+def test_nodes_that_do_not_reach_each_other_are_named(four: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+    """n1 has no way to n3, though both reach the node where the ranks meet."""
+    route = ["ip", "route", "add", "blackhole", "10.77.0.4/32"]
+    with clusters.reaching(four):
+        clusters._run_inside(four, route, node=1, environ=os.environ)
+    try:
+        code, found, _ = look(emulate, tmp_path, launcher="plain")  # mpirun's own daemons would give up before
+    finally:
+        with clusters.reaching(four):
+            clusters._run_inside(four, [*route[:2], "del", *route[3:]], node=1, environ=os.environ)
+    assert code == 4
+    texts = [finding["text"] for finding in found["findings"]]
+    assert "n1 cannot connect to n3: a firewall or a route between them" in texts
+    assert found["seconds"] < MOST_SECONDS
+
+
+def test_an_unknown_interface_is_one_line(four: Cluster, emulate: Emulate) -> None:
+    done = emulate("run", "--name", "four", "--", "preflight", "--interface", "ib7")
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
+    assert lines
+    for line in lines:
+        assert line.startswith("bigbatch: comm.interface 'ib7': n")
+        assert line.endswith(" has no such network interface; it has lo, eth0")
+
+
+SILENT = """
+import os, sys, time
+if os.environ["RANK"] == "2":
+    time.sleep(600)
+from bigbatch.cli import main
+sys.exit(main(["preflight"]))
+"""
+
+
+def test_a_silent_node_is_named_in_time(four: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(SILENT)
+    done = emulate("run", "--name", "four", "--launcher", "plain", "--python", "--", str(tmp_path / "silent.py"))
+    assert done.returncode != 0
+    assert "no answer from rank 2" in done.stderr, done.stderr

@@ -1,0 +1,347 @@
+"""Preflight: verdicts on hand-made nodes, who meets whom, and what launchers make of it."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.cli import main
+from bigbatch.launch import preflight as launch_preflight
+from bigbatch.launch.job import JobSpec
+from bigbatch.launch.preflight import choose_launcher, preflight_command, read_bad_nodes, without
+from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.preflight import command, facts, links
+from bigbatch.trainer.preflight.rates import measure_rates
+from bigbatch.trainer.preflight.verdict import Node, bits, judge, odd_ones, remarks
+
+GBIT = 1e9 / 8
+
+
+def node(name: str, **changes: Any) -> Node:
+    base = Node(
+        host=name,
+        versions={"torch": "2.14.1", "bigbatch": "0.1.0 abc"},
+        devices="8 x H100",
+        address="10.0.0.1",
+        free_gb={"/dev/shm": 60.0, "runs": 500.0},
+        pictures={"classes": 1000, "training": 1_281_167, "validation": 50_000},
+        multiply_gflops=700_000.0,
+        copy_gb_per_second=1500.0,
+    )
+    return replace(base, **changes)
+
+
+def cluster(count: int = 4, *, rate: Callable[[int, int], float] = lambda a, b: 100 * GBIT, **odd: Any) -> list[Node]:
+    """n0, n1 ... with links; changes of n1 are odd."""
+    nodes = [
+        node(f"n{i}", link_bytes_per_second={f"n{j}": rate(i, j) for j in range(count) if j != i}) for i in range(count)
+    ]
+    nodes[1] = replace(nodes[1], **odd)
+    return nodes
+
+
+def texts(nodes: list[Node]) -> list[str]:
+    return [finding.text for finding in judge(nodes)]
+
+
+def blamed(nodes: list[Node]) -> list[str]:
+    return sorted({host for finding in judge(nodes) for host in finding.hosts})
+
+
+# --- verdicts ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_equal_nodes_are_fit(count: int) -> None:
+    assert judge([node(f"n{i}") for i in range(count)]) == []
+
+
+def test_noise_is_no_finding() -> None:
+    nodes = [
+        node(
+            f"n{i}", multiply_gflops=700e3 * share, copy_gb_per_second=1500 * share, link_bytes_per_second={"x": share}
+        )
+        for i, share in enumerate((1.0, 0.85, 1.1, 0.95))
+    ]
+    assert judge(nodes) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"multiply_gflops": 350_000.0}, "n1: multiplies matrices at 350,000.0 GFLOP/s, the median node at 700,000.0"),
+        ({"copy_gb_per_second": 750.0}, "n1: copies memory at 750.0 GB/s, the median node at 1,500.0"),
+    ],
+)
+def test_a_node_slowed_by_half_is_named(count: int, odd: dict[str, float], told: str) -> None:
+    nodes = cluster(count, **odd)
+    (text,) = texts(nodes)
+    assert text.startswith(told)
+    assert blamed(nodes) == ["n1"]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 16])
+def test_a_link_at_a_tenth_is_named_and_not_its_partners(count: int) -> None:
+    nodes = cluster(count, rate=lambda a, b: (10 if 1 in (a, b) else 100) * GBIT)
+    (text,) = texts(nodes)
+    assert text.startswith("n1: its link carries 10.00 Gbit/s, the median node's 100.00 Gbit/s")
+    assert blamed(nodes) == ["n1"]
+
+
+def test_one_slow_path_between_two_good_nodes_is_a_pair() -> None:
+    nodes = cluster(rate=lambda a, b: (10 if {a, b} == {1, 3} else 100) * GBIT)
+    assert texts(nodes) == ["n1 to n3: 10.00 Gbit/s, the median node's link 100.00 Gbit/s"]
+    assert blamed(nodes) == []
+
+
+def test_two_nodes_have_no_link_to_compare_with() -> None:
+    assert judge(cluster(2, rate=lambda a, b: GBIT)) == []
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"versions": {"torch": "2.10.0", "bigbatch": "0.1.0 abc"}}, "n1: torch 2.10.0, elsewhere 2.14.1"),
+        ({"versions": {"torch": "2.14.1", "bigbatch": "0.1.0 def+"}}, "n1: bigbatch 0.1.0 def+, elsewhere 0.1.0 abc"),
+        ({"versions": {"torch": "2.14.1", "bigbatch": "0.1.0 abc", "driver": "5"}}, "n1: driver 5, elsewhere none"),
+        ({"devices": "7 x H100"}, "n1: devices 7 x H100, elsewhere 8 x H100"),
+        ({"free_gb": {"runs": 0.2}}, "n1: runs has 0.2 GB left, below 1: free some"),
+        ({"free_gb": {"/dev/shm": 0.064}}, "n1: /dev/shm has 0.064 GB left, below 0.5: free some, or start the"),
+        ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),
+        ({"pictures": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
+        ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
+    ],
+)
+def test_an_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
+    nodes = cluster(**odd)
+    (text,) = texts(nodes)
+    assert text.startswith(told)
+    assert blamed(nodes) == ["n1"]
+
+
+def test_data_that_nobody_sees_are_no_nodes_fault() -> None:
+    nodes = [node(f"n{i}", complaint="data/train: no such folder", pictures={}) for i in range(3)]
+    assert texts(nodes) == ["data/train: no such folder"]
+    assert blamed(nodes) == []
+
+
+def test_a_node_that_nobody_reaches_is_named_once() -> None:
+    nodes = [replace(each, unreachable=("n1",)) for each in cluster()]
+    nodes[1] = replace(nodes[1], unreachable=())
+    (text,) = texts(nodes)
+    assert text.startswith("n1: 3 of 3 nodes cannot connect to 10.0.0.1, and it cannot connect to 0")
+    assert blamed(nodes) == ["n1"]
+
+
+def test_a_node_that_reaches_nobody_is_named_once() -> None:
+    (text,) = texts(cluster(unreachable=("n0", "n2", "n3")))
+    assert "n1: 0 of 3 nodes cannot connect" in text
+    assert "it cannot connect to 3" in text
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_pair_that_does_not_meet_is_named(count: int) -> None:
+    assert texts(cluster(count, unreachable=("n0",))) == ["n1 cannot connect to n0: a firewall or a route between them"]
+
+
+def test_who_is_odd_of_two_camps() -> None:
+    assert odd_ones({"a": 1, "b": 2}) == [("b", "1")]
+    assert odd_ones({"a": 1, "b": 2, "c": 2}) == [("a", "2")]
+    assert odd_ones({"a": {}, "b": {}}) == []
+
+
+def test_remarks_on_a_data_set_that_is_not_all_of_imagenet() -> None:
+    assert remarks(cluster()) == []
+    short = {"classes": 1000, "training": 2_561_034, "validation": 50_000}
+    assert remarks([node("n0", pictures=short)]) == [
+        "1,000 classes, but 2,561,034 training and 50,000 validation pictures: ImageNet has 1,281,167 and 50,000"
+    ]
+    assert remarks([node("n0", pictures={"classes": 10, "training": 5, "validation": 1})]) == []
+    assert bits(1.25e9) == "10.00 Gbit/s"
+
+
+# --- measuring ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 13])
+def test_every_pair_meets_once_and_nobody_twice_in_a_round(count: int) -> None:
+    rounds = links.rounds_of_pairs(count)
+    pairs = [pair for each in rounds for pair in each]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    for each in rounds:
+        places = [place for pair in each for place in pair]
+        assert len(places) == len(set(places))
+    assert len(rounds) == (count - 1 if count % 2 == 0 else count)
+
+
+def test_ports_that_do_not_answer() -> None:
+    with links.listen("127.0.0.1") as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and not listening
+        there, not_there = server.getsockname(), closed.getsockname()
+        assert server.getsockname()[0] == "127.0.0.1"
+        assert links.unreachable([there, not_there, there]) == [1]
+
+
+def test_rates_are_of_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two matrices of side n take 2 n^3 operations; the clock says 0.5 s for each repeat."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("bigbatch.trainer.preflight.rates.time.perf_counter", lambda: next(ticks) * 0.5)
+    monkeypatch.setattr("bigbatch.trainer.preflight.rates.CPU_SIDE", 32)
+    monkeypatch.setattr("bigbatch.trainer.preflight.rates.COPY_BYTES", {"cpu": 1000})
+    found = measure_rates(torch.device("cpu"), seconds=1.0)
+    assert found.multiply_gflops == pytest.approx(2 * 32**3 / 0.5 / 1e9)
+    assert found.copy_gb_per_second == pytest.approx(1000 / 0.5 / 1e9)
+
+
+def test_pictures_are_counted_or_the_trouble_is_told(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "shapes", train_per_class=3, val_per_class=2)
+    config = load_config(["--config", "quickstart", f"--data.root={tmp_path / 'shapes'}"])
+    assert facts.count_pictures(config) == ({"classes": 10, "training": 30, "validation": 20}, None)
+    none = load_config(["--config", "quickstart", f"--data.root={tmp_path / 'none'}"])
+    counts, complaint = facts.count_pictures(none)
+    assert counts == {}
+    assert complaint is not None
+    assert "no such folder" in complaint
+    words = ["--config", "quickstart", "--data.loader=synthetic", "--data.num_synthetic_samples=512"]
+    assert facts.count_pictures(load_config(words)) == ({}, None)
+
+
+def test_disk_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}/a/b/c", "--data.stage=null"])
+    free = facts.free_disk(config)
+    assert set(free) == {"/dev/shm", f"{tmp_path}/a/b/c"}
+    assert all(value > 0 for value in free.values())
+
+
+def test_the_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "NVIDIA H100 80GB HBM3, 570.86.15, 1980 MHz, 1980 MHz, 31"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + ":/bin:/usr/bin")
+    gpus = facts.query_gpus()
+    assert gpus == (line, line)
+    assert facts.versions(torch.device("cpu"), gpus)["driver"] == "570.86.15"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert facts.query_gpus() == ()
+
+
+# --- launchers ---
+
+TRAIN = ("train", "--config", "quickstart")
+
+
+def test_the_command_checks_the_experiment_of_train() -> None:
+    assert preflight_command(TRAIN) == ("preflight", "--config", "quickstart")
+    assert preflight_command((), "--json", "x") == ("preflight", "--json", "x")
+    assert preflight_command(("comm", "bench")) == ("preflight",)
+
+
+def test_who_starts_it() -> None:
+    assert choose_launcher(JobSpec(TRAIN, 2)) == "mpirun"
+    assert choose_launcher(JobSpec(TRAIN, 2, hosts=(("n0", 2),))) == "mpirun"
+    for asked in ({"num_nodes": 2}, {"partition": "gpu"}, {"minutes": 5}):
+        assert choose_launcher(JobSpec(TRAIN, 2, **asked)) == "slurm"  # type: ignore[arg-type]
+
+
+def test_a_job_without_its_unfit_hosts() -> None:
+    job = JobSpec(TRAIN, 4, hosts=(("n0.cluster", 2), ("n1.cluster", 2), ("n2.cluster", 2)))
+    assert without(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))
+    with pytest.raises(ConfigError, match="without n0, n1 there are 2 slots for 4 ranks: name more --hosts"):
+        without(job, ["n0", "n1"])
+    with pytest.raises(ConfigError, match="without n0, n1, n2 there are 0 slots"):
+        without(replace(job, num_ranks=1), ["n0", "n1", "n2"])
+
+
+MPIRUN = """#!/bin/sh
+printf '%s\\n' "$*" >> "$CALLS"
+while [ $# -gt 0 ]; do
+  [ "$1" != --bad-nodes ] || printf "$BAD" > "$2"
+  [ "$1" != preflight ] || code=$CODE
+  shift
+done
+exit ${code:-0}
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mpirun").write_text(MPIRUN)
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setattr("bigbatch.launch.command.find_mpirun", lambda: str(tmp_path / "mpirun"))
+    for name, value in (("CALLS", str(tmp_path / "calls")), ("BAD", ""), ("CODE", "0")):
+        monkeypatch.setenv(name, value)
+    return tmp_path / "calls"
+
+
+HOSTS = ("--hosts", "n0:2,n1:2,n2:2", "--ranks", "4")
+
+
+@pytest.mark.parametrize(
+    ("choice", "code", "bad", "result", "hosts"),
+    [
+        ("warn", 0, "", 0, "n0:2,n1:2,n2:2"),
+        ("stop", 0, "", 0, "n0:2,n1:2,n2:2"),
+        ("exclude", 0, "", 0, "n0:2,n1:2,n2:2"),
+        ("warn", 4, "n1\\n", 0, "n0:2,n1:2,n2:2"),
+        ("exclude", 4, "n1\\n", 0, "n0:2,n2:2"),
+        ("stop", 4, "n1\\n", 4, None),
+        ("exclude", 4, "", 4, None),  # a pair, or the data: no host is to blame
+        ("exclude", 1, "", 1, None),  # a rank did not come
+        ("exclude", 4, "n1\\nn2\\n", 1, None),  # too few are left
+    ],
+)
+def test_mpirun_looks_first(
+    choice: str, code: int, bad: str, result: int, hosts: str | None, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODE", str(code))
+    monkeypatch.setenv("BAD", bad)
+    assert main(["launch", "mpirun", *HOSTS, "--preflight", choice, "--", *TRAIN]) == result
+    looked, *started = calls.read_text().splitlines()
+    assert "-n 6 " in looked, "all slots are looked at"
+    assert " preflight --config quickstart --bad-nodes " in looked
+    if hosts is None:
+        assert started == []
+    else:
+        assert f"--host {hosts} " in started[0]
+        assert "-n 4 " in started[0]
+        assert started[0].endswith("-m bigbatch train --config quickstart")
+
+
+def test_a_hostfile_of_the_fit(calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CODE", "4")
+    monkeypatch.setenv("BAD", "n1\\n")
+    good = tmp_path / "good"
+    assert main(["launch", "preflight", *HOSTS, "--good-hosts", str(good), "--json", "x.json"]) == 4
+    assert good.read_text() == "n0 slots=2\nn2 slots=2\n"
+    assert " preflight --json x.json --bad-nodes " in calls.read_text()
+    assert main(["launch", "preflight", "--good-hosts", str(good)]) == 1
+    assert main(["launch", "preflight", "--nodes", "2", "--good-hosts", str(good)]) == 1
+
+
+def test_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "mpirun", *HOSTS, "--preflight", "stop", "--dry-run", "--", *TRAIN]) == 0
+    looked, started = capsys.readouterr().out.splitlines()
+    assert " preflight --config quickstart" in looked
+    assert started.endswith(" train --config quickstart")
+    assert main(["launch", "preflight", "--nodes", "4", "--dry-run", "--", *TRAIN]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=4" in script
+    assert "-m bigbatch preflight --config quickstart &" in script
+    assert not calls.exists()
+
+
+def test_other_launchers_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "torchrun", "--preflight", "stop", "--", *TRAIN]) == 1
+    assert "--preflight: bigbatch launch torchrun cannot do that" in capsys.readouterr().err
+
+
+def test_both_sides_mean_the_same_code() -> None:
+    assert launch_preflight.UNFIT == command.UNFIT
+    assert read_bad_nodes(Path("/no/such/file")) == []

@@ -1,0 +1,119 @@
+"""What one rank says of its node before anything is measured."""
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bigbatch import __version__
+from bigbatch.comm.conditions import source_commit
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.errors import DataError
+
+GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
+ASK_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a rank and its host. Disk, data and GPUs are looked at by the first rank of a host alone."""
+
+    rank: int
+    host: str
+    is_leader: bool
+    address: str
+    """At which the other nodes reach this one."""
+    port: int
+    machine: str
+    """Nodes of one machine, as emulated ones are, share its cores."""
+    versions: dict[str, str]
+    """What must be the same everywhere."""
+    gpus: tuple[str, ...]
+    """GPU_QUERY of each, as the driver writes it."""
+    device: str
+    free_gb: dict[str, float]
+    """Of each folder that a run writes to."""
+    pictures: dict[str, int]
+    """Classes, and pictures of each split."""
+    complaint: str | None
+    """Why pictures cannot be counted."""
+
+
+def gather_facts(
+    config: Config | None, *, rank: int, host: str, is_leader: bool, address: str, port: int, device: torch.device
+) -> Facts:
+    """Takes a second or two where there are many pictures."""
+    gpus = query_gpus() if is_leader else ()
+    pictures, complaint = count_pictures(config) if config and is_leader else ({}, None)
+    return Facts(
+        rank=rank,
+        host=host,
+        is_leader=is_leader,
+        address=address,
+        port=port,
+        machine=machine_id(),
+        versions=versions(device, gpus),
+        gpus=gpus,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        free_gb=free_disk(config) if is_leader else {},
+        pictures=pictures,
+        complaint=complaint,
+    )
+
+
+def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
+    """Of the software."""
+    found = {
+        "bigbatch": f"{__version__} {source_commit() or ''}".strip(),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device.type == "cuda":
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if gpus:
+        found["driver"] = gpus[0].split(",")[1].strip()
+    return found
+
+
+def query_gpus() -> tuple[str, ...]:
+    """As nvidia-smi lists them; none without it."""
+    argv = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.count(",") == GPU_QUERY.count(","))
+
+
+def free_disk(config: Config | None) -> dict[str, float]:
+    """GB that are free where a run writes."""
+    folders = ["/dev/shm"]
+    if config:
+        folders += [config.run.directory, *([config.data.stage] if config.data.stage else [])]
+    found = {}
+    for folder in folders:
+        there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+        found[folder] = round(shutil.disk_usage(there).free / 1e9, 3)
+    return found
+
+
+def count_pictures(config: Config) -> tuple[dict[str, int], str | None]:
+    """Classes and pictures as this node sees them, or what is wrong."""
+    if config.data.loader == "synthetic":
+        return {}, None
+    try:
+        train, val = (open_split(Path(config.data.root), split) for split in ("train", "val"))
+    except DataError as error:
+        return {}, str(error)
+    return {"classes": len(train.classes), "training": len(train), "validation": len(val)}, None
+
+
+def machine_id() -> str:
+    """The same for all who share a kernel."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else f"{platform.node()}-{os.getppid()}"

@@ -1,0 +1,95 @@
+"""Which nodes reach each other, and how fast."""
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.communicator import Communicator
+
+CONNECT_SECONDS = 3.0
+CONNECT_THREADS = 64
+MOST_ROUNDS = 15
+"""Of pairs. With more nodes than these each meets some of the others, which is enough to know its own link."""
+PROBE_BYTES = 256 << 10
+MOST_BYTES = 256 << 20
+AIM_SECONDS = 0.15
+REPEATS = 3
+
+
+def listen(address: str) -> socket.socket:
+    """A port of one address to which others can connect; the kernel answers, so nothing is read or accepted."""
+    server = socket.create_server((address, 0), backlog=1024)
+    server.setblocking(False)
+    return server
+
+
+def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
+    """Which of these (address, port) cannot be connected to, by their place in the list."""
+
+    def fails(where: tuple[str, int]) -> bool:
+        try:
+            with socket.create_connection(where, timeout=CONNECT_SECONDS) as stream:
+                # gone at once, by a reset: no port lingers for the job's own connections to meet
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        except OSError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(CONNECT_THREADS) as pool:
+        return [index for index, is_bad in enumerate(pool.map(fails, nodes)) if is_bad]
+
+
+def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
+    """A tournament of count nodes: every pair meets once, each node at most once in a round (the circle method)."""
+    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        met = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def measure_pairs(communicator: Communicator, leaders: Sequence[int]) -> dict[int, float]:
+    """Bytes per second each way between this leader and those it meets, while others meet, too; by leader's place.
+
+    Called by leaders alone.
+    """
+    own = leaders.index(communicator.rank)
+    rates = {}
+    for pairs in rounds_of_pairs(len(leaders))[:MOST_ROUNDS]:
+        for pair in pairs:
+            if own in pair:
+                other = pair[0] if own == pair[1] else pair[1]
+                rates[other] = _measure_pair(communicator, leaders[other])
+    return rates
+
+
+def _measure_pair(communicator: Communicator, other: int) -> float:
+    probe = min(_exchange(communicator, other, num_bytes=PROBE_BYTES) for _ in range(2))
+    size = torch.zeros(1, dtype=torch.float64, device=communicator.device)
+    if communicator.rank < other:
+        size.fill_(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * AIM_SECONDS / probe)))
+        communicator.backend.start_send(size, to=other).wait()
+    else:
+        communicator.backend.start_receive(size, source=other).wait()
+    num_bytes = int(size.item())
+    return num_bytes / median(_exchange(communicator, other, num_bytes=num_bytes) for _ in range(REPEATS))
+
+
+def _exchange(communicator: Communicator, other: int, *, num_bytes: int) -> float:
+    """Seconds to send so many bytes and receive as many."""
+    send_N: Tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=communicator.device)
+    receive_N = torch.empty_like(send_N)
+    start = time.perf_counter()
+    communicator.backend.start_exchange(send=send_N, to=other, receive=receive_N, source=other).wait()
+    if communicator.device.type == "cuda":
+        torch.cuda.synchronize(communicator.device)
+    return time.perf_counter() - start

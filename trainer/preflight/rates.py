@@ -1,0 +1,55 @@
+"""How fast a rank multiplies matrices and copies memory."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+CPU_SIDE, GPU_SIDE = 768, 8192
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+LEAST_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Medians over repeats."""
+
+    multiply_gflops: float
+    """10^9 floating-point operations per second: fp32 on a CPU, bf16 on a GPU."""
+    copy_gb_per_second: float
+    """10^9 bytes per second, each read and written once, counted once."""
+
+
+def measure_rates(device: torch.device, *, seconds: float) -> Rates:
+    """Half of the time for each, on the device and the threads of this rank."""
+    side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a_NN, b_NN, out_NN = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
+    multiply = _median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
+    num_bytes = COPY_BYTES[device.type]
+    source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target_N = torch.empty_like(source_N)
+    copy = _median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
+    return Rates(2 * side**3 / multiply / 1e9, num_bytes / copy / 1e9)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
+    """Of one repeat, after one to warm up. A median, so that neither a hiccup nor a lucky moment counts."""
+    work()
+    _wait_for(device)
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < LEAST_REPEATS or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        _wait_for(device)
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
