@@ -150,7 +150,7 @@ CASES = (
         )
         for model, weak in (("resnet50", 3), ("alexnet_bn", 6))
         for link in ("1gbit", "400mbit")
-        for nodes in (1, 2, 4)
+        for nodes in (2, 4)
     ),
     *(
         Case(f"exchange-{name}-200mbit", "exchange.py", SHORT, ranks, "200mbit", seconds=150, is_long=True)
