@@ -12,6 +12,9 @@ from bigbatch.cli import main
 from bigbatch.comm.command import _parser as bench_parser
 from bigbatch.comm.command import make_sweep
 from bigbatch.launch.command import _parser as launch_parser
+from bigbatch.launch.report.command import _parser as report_parser
+from bigbatch.launch.sweep.plan import read_sweep
+from bigbatch.launch.sweep.points import make_points
 from bigbatch.trainer.config_batch import accumulation_steps
 from bigbatch.trainer.config_file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.data.command import _parser as data_parser
@@ -32,6 +35,7 @@ RUN_ELSEWHERE = {  # command: (file that runs it, as)
     "make train": (".ci/run", "make train"),
     "make test": (".ci/run", "make test"),
     "make cluster": (".ci/run", "make cluster"),
+    "make .venv/ready": (".ci/run", "tier environment make .venv/ready"),
     ".ci/run": (".ci/run", "#!/usr/bin/env bash"),
     "tests/container/run": (".ci/run", "tier container tests/container/run"),
     "docker build -t bigbatch .": ("tests/container/run", "buildah bud"),
@@ -137,7 +141,13 @@ BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bi
 def test_every_fence_has_a_known_language() -> None:
     for page in PAGES:
         opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
-        assert set(opening) <= {"console", "sh", "python"}, page
+        assert set(opening) <= {"console", "sh", "python", "yaml"}, page
+
+
+@pytest.mark.parametrize("text", [text for page in PAGES for text in blocks(page, "yaml")])
+def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(text)
+    assert make_points(read_sweep(tmp_path / "sweep.yaml"), folder=tmp_path)
 
 
 def test_every_command_is_run_by_someone() -> None:
@@ -185,6 +195,11 @@ def test_bigbatch_commands(
     elif words[:2] in (["launch", "status"], ["launch", "cancel"]):  # test_launch_queue.py runs them
         assert launch_parser().parse_args(words[1:]).jobs
         return
+    elif words[:2] == ["launch", "preflight"]:  # test_preflight.py and tests/cluster run it
+        assert main([*words[:2], "--dry-run", *words[2:]]) == 0
+        if "--" not in words:
+            return
+        words = words[words.index("--") + 1 :]
     elif words[:2] in (["launch", "slurm"], ["launch", "k8s"]):  # tests/golden has what they print
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
@@ -194,7 +209,7 @@ def test_bigbatch_commands(
     elif words[0] == "launch":
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
-        launched = shlex.split(capsys.readouterr().out)
+        launched = shlex.split(capsys.readouterr().out.splitlines()[-1])
         if "-n" in launched:
             num_ranks = int(launched[launched.index("-n") + 1])
         words = words[split + 1 :]
@@ -210,6 +225,12 @@ def test_bigbatch_commands(
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
     elif words[:2] == ["tune", "search"]:  # tests/unit/test_tune_search_command.py runs it
         make_experiment(parse_search(words[2:]))
+    elif words[0] == "sweep":  # tests/unit/test_sweep.py runs it
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "configs").symlink_to(ROOT / "configs")
+        assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
+    elif words[0] == "report":  # tests/unit/test_scaling_report.py runs it
+        assert report_parser().parse_args(words[1:]).folders
     elif "--help" in words:
         with pytest.raises(SystemExit, match="0"):
             main(words)
