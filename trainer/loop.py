@@ -98,8 +98,10 @@ class Totals:
     input_wait_seconds: float = 0.0
     """Of the rank that waited longest between two reports."""
     exposed_seconds: float = 0.0
+    first_report_seconds: float = 0.0
+    """Of step_seconds, those of the first report: what happens once in a run happens there."""
     straggler_seconds: float = 0.0
-    """Of the exposed ones, those in which a rank waited for slower ones."""
+    """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
     """How long the rank that waited longest for sums waited for each rank."""
     energy_joules: float = 0.0
@@ -300,10 +302,13 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
     totals.step_seconds += mean_seconds
     totals.input_wait_seconds += wait_fraction * mean_seconds
     totals.exposed_seconds += exposed / num_ranks
-    totals.straggler_seconds += straggler_fraction * mean_seconds
-    lags_P = [(max(exposed_P) - each) * mean_seconds for each in exposed_P]
-    totals.lag_seconds_P = [a + b for a, b in zip(totals.lag_seconds_P or [0.0] * num_ranks, lags_P, strict=True)]
     totals.energy_joules += joules
+    if not totals.first_report_seconds:
+        totals.first_report_seconds, totals.lag_seconds_P = mean_seconds, [0.0] * num_ranks
+    else:
+        totals.straggler_seconds += straggler_fraction * mean_seconds
+        lags_P = [(max(exposed_P) - each) * mean_seconds for each in exposed_P]
+        totals.lag_seconds_P = [a + b for a, b in zip(totals.lag_seconds_P, lags_P, strict=True)]
     require_number(
         loss,
         first_step=done - window.steps,

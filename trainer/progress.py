@@ -119,6 +119,7 @@ class Bar:
 UNITS = {
     "seconds": "s",
     "energy_joules": "J",
+    "gpu_hours": "GPU-hours",
     "images_per_second": "images/s",
     "compute_images_per_second": "images/s",
     "loader_images_per_second": "images/s",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ def make_summary(
         "world_size": communicator.world_size,
         **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
         "energy_joules": totals.energy_joules if math.isfinite(totals.energy_joules) else None,
+        "gpu_hours": communicator.world_size * seconds / 3600 if communicator.device.type == "cuda" else None,
         "seconds": seconds,
         "skipped_pictures": len(skipped),
         "skipped": list(skipped.values()),
@@ -105,6 +107,7 @@ def make_summary(
         "device": device_name(communicator.device),
         "torch": torch.__version__,
         "commit": source_commit() or "unknown",
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
     }
 
 
@@ -114,7 +117,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
     def per_second(amount: float, *, without: float = 0.0) -> float | None:
         return amount / (totals.step_seconds - without) if totals.steps else None
 
-    images = totals.steps * global_batch_size
+    images, later = totals.steps * global_batch_size, totals.step_seconds - totals.first_report_seconds
     return {
         "images_per_second": per_second(images),
         "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
@@ -122,7 +125,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
         "input_wait_fraction": per_second(totals.input_wait_seconds),
         "input_limit": slowest_stage(measured.rates) if measured else None,
         "exposed_communication_fraction": per_second(totals.exposed_seconds),
-        "straggler_fraction": per_second(totals.straggler_seconds),
+        "straggler_fraction": totals.straggler_seconds / later if later else per_second(0.0),
     }
 
 

@@ -1,7 +1,7 @@
 """What sweeps and runs have left in their folders."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.rundir import RunDir, read_records
 
+CONDITIONS = ("device", "torch", "commit", "backend", "precision", "date")
+SAME = ("device", "torch", "commit")
+"""Where points differ in these, it is no scaling that shows."""
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
 
@@ -51,86 +54,128 @@ def read_folder(path: Path) -> SweepResults | RunResults:
 
 
 def read_sweep_results(folder: SweepFolder) -> SweepResults:
-    """Repeats of a point are taken together. Raises: ConfigError for a damaged folder."""
-    try:
-        sweep = yaml.safe_load(folder.sweep.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{folder.sweep} is not readable") from error
-    groups: dict[str, list[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]]] = {}
+    """Repeats of a point are taken together; a point whose files are damaged has no figures. Raises: ConfigError."""
+    sweep = read_yaml(folder.sweep)
+    groups: dict[str, list[_PointRun]] = {}
     unmeasured: list[tuple[str, str]] = []
-    conditions: dict[str, Any] = {}
     for number in folder.numbers():
-        state = read_state(folder, number)
-        shown = describe(state["values"])
-        if state["state"] != DONE:
-            unmeasured.append((shown, state["reason"] or state["state"]))
-            continue
-        run = folder.run(number)
-        records = train_records(run)
-        if not records:
-            unmeasured.append(
-                (shown, f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
-            )
-            continue
-        summary = read_json(run.summary)
-        conditions = conditions or conditions_of(summary)
-        groups.setdefault(json.dumps(state["values"]), []).append((state, records, summary))
+        shown = f"point {number}"
+        try:
+            state = read_state(folder, number)
+            shown = describe(state["values"])
+            if state["state"] != DONE:
+                unmeasured.append((shown, state["reason"] or state["state"]))
+                continue
+            run = folder.run(number)
+            records, summary = train_records(run), read_json(run.summary)
+            found = _PointRun(state, records, summary, summary["global_batch_size"])
+            _measure([found])  # what is damaged shows here
+        except ConfigError as error:
+            unmeasured.append((shown, str(error)))
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            unmeasured.append((shown, f"its files are damaged: {type(error).__name__} {error}"))
+        else:
+            groups.setdefault(json.dumps(state["values"]), []).append(found)
     measured = tuple(_measure(repeats) for repeats in groups.values())
+    conditions = common_conditions([each.summary for repeats in groups.values() for each in repeats])
     conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if key in sweep}
     return SweepResults(str(sweep.get("name")), folder.path, measured, tuple(unmeasured), conditions)
 
 
-def _measure(repeats: Sequence[tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]]) -> Measured:
-    state, _, summary = repeats[0]
-    batch = summary["global_batch_size"]
-    records = [record for _, own, _ in repeats for record in own]
-    variant = tuple((key, _hashable(value)) for key, value in state["values"].items() if key != "ranks")
-    step: Step = median_step(records, global_batch_size=batch)
+@dataclass(frozen=True)
+class _PointRun:
+    state: dict[str, Any]
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]
+    global_batch_size: int
+
+
+def _measure(repeats: Sequence[_PointRun]) -> Measured:
+    first = repeats[0]
+    records = [record for each in repeats for record in each.records]
+    values = first.state["values"].items()
+    step: Step = median_step(records, global_batch_size=first.global_batch_size)
     return Measured(
-        variant,
-        ranks=state["ranks"],
-        nodes=state["ranks"] // state["ranks_per_node"],
-        global_batch_size=batch,
+        tuple((key, _hashable(value)) for key, value in values if key != "ranks"),
+        ranks=first.state["ranks"],
+        nodes=first.state["ranks"] // first.state["ranks_per_node"],
+        global_batch_size=first.global_batch_size,
         step=step,
         rates=tuple(record["images_per_second"] for record in records),
     )
 
 
+def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the figures depend on; where points differ, all values, as they then say little about each other."""
+    found = {}
+    for key in CONDITIONS:
+        values = list(dict.fromkeys(str(summary[key]) for summary in summaries if key in summary))
+        if values:
+            found[key] = values[0] if len(values) == 1 else f"DIFFER: {'; '.join(values)}"
+    if dates := sorted(str(summary["date"]) for summary in summaries if "date" in summary):
+        found["date"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return found
+
+
+def differences(conditions: dict[str, Any]) -> list[str]:
+    """Sentences on conditions under which figures do not compare."""
+    return [
+        f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
+        for key in SAME
+        if str(conditions.get(key, "")).startswith("DIFFER: ")
+    ]
+
+
 def read_run_results(run: RunDir) -> RunResults:
     """Of `bigbatch train`. Raises: ConfigError for a damaged folder."""
-    try:
-        config = yaml.safe_load(run.config.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{run.config} is not readable") from error
+    config = read_yaml(run.config)
     summary = read_json(run.summary) if run.summary.is_file() else {}
-    return RunResults(run.path, config, tuple(read_records(run.metrics)), conditions_of(summary))
+    return RunResults(run.path, config, tuple(whole_records(run)), common_conditions([summary]))
+
+
+def whole_records(run: RunDir) -> list[dict[str, Any]]:
+    """Those of metrics.jsonl that are records. Raises: ConfigError."""
+    try:
+        found = [record for record in read_records(run.metrics) if isinstance(record, dict) and "kind" in record]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{run.metrics} is not readable: {error}") from error
+    return found
 
 
 def train_records(run: RunDir) -> list[dict[str, Any]]:
     """Reports of the newest start, but for its first."""
     records: list[dict[str, Any]] = []
-    for record in read_records(run.metrics):
+    for record in whole_records(run):
         if record["kind"] == "start":
             records = []
         elif record["kind"] == "train":
             records.append(record)
     found = records[WARM_UP_REPORTS:]
-    if found and "wire_wait_fraction" not in found[0]:
+    if not found:
+        raise ConfigError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
+    if "wire_wait_fraction" not in found[0]:
         raise ConfigError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
     return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises: ConfigError."""
+    return _mapping(path, json.loads)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises: ConfigError."""
+    return _mapping(path, yaml.safe_load)
+
+
+def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable: {error}") from error
-
-
-def conditions_of(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a figure depends on."""
-    return {key: summary[key] for key in ("device", "torch", "commit", "backend", "precision") if key in summary}
+        found = parse(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not readable: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no keys and values")
+    return found
 
 
 def describe(values: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bigbatch.launch.report import plots
 from bigbatch.launch.report.accuracy import ToAccuracy, to_accuracy
-from bigbatch.launch.report.collect import RunResults, SweepResults, read_folder
+from bigbatch.launch.report.collect import RunResults, SweepResults, differences, read_folder
 from bigbatch.launch.report.page import make_page
 from bigbatch.launch.report.split import Efficiency, compare
 from bigbatch.launch.report.tables import (
@@ -23,16 +23,20 @@ from bigbatch.launch.report.tables import (
     findings,
     markdown,
     percent,
+    plain_cell,
     scaling_table,
     split_table,
     unmeasured_table,
 )
+from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.rundir import RunDir, writing
 
 
 def main(argv: Sequence[str]) -> int:
     """Print and write the report; 0."""
     arguments = _parser().parse_args(argv)
+    if arguments.target is not None and not 0 < arguments.target <= 1:
+        raise ConfigError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
     results = [read_folder(Path(folder)) for folder in arguments.folders]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
@@ -83,7 +87,9 @@ class Report:
     @property
     def findings(self) -> list[str]:
         """Sentences."""
-        lines = [line for found in self.efficiencies for line in findings(found)]
+        lines = [f"{sweep.name}: no point of it has figures yet." for sweep in self.sweeps if not sweep.measured]
+        lines += [line for found in self.efficiencies for line in findings(found)]
+        lines += [line for sweep in self.sweeps for line in differences(sweep.conditions)]
         return lines + [_finding(results, run) for results, run in self.runs]
 
     @property
@@ -133,7 +139,9 @@ class Report:
             tables=self.tables,
             conditions=self.conditions,
         )
-        text = "\n\n".join([f"# {title}", *self.findings, *map(markdown, self.tables)])
+        conditions = Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in self.conditions.items()))
+        lines = [f"# {title}", *map(plain_cell, self.findings), *map(markdown, (*self.tables, conditions))]
+        text = "\n\n".join(lines)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for name, figure in figures.items():
@@ -161,7 +169,8 @@ class Report:
             for found in self.efficiencies
         ]
         runs = {str(results.folder): dataclasses.asdict(run) for results, run in self.runs}
-        return {"sweeps": sweeps, "runs": runs, "conditions": self.conditions}
+        unmeasured = [list(each) for sweep in self.sweeps for each in sweep.unmeasured]
+        return {"sweeps": sweeps, "unmeasured": unmeasured, "runs": runs, "conditions": self.conditions}
 
 
 def _finding(results: RunResults, run: ToAccuracy) -> str:

@@ -12,8 +12,9 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .finding { font-size: 1.1rem; background: #f2f6fa; border-left: 4px solid #0072B2; padding: .5rem 1rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
-th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th { border-bottom: 2px solid #888; }
+th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid #ddd; }
+td { white-space: nowrap; }
+th { border-bottom: 2px solid #888; vertical-align: bottom; }
 svg { max-width: 100%; height: auto; }
 .note { color: #666; font-size: .85rem; }
 """

@@ -20,14 +20,14 @@ PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), str
 def draw_efficiency(found: Sequence[Efficiency]) -> "Figure":
     """Efficiency over ranks, a line for each variant."""
     figure, axes = _figure()
-    for index, (label, points) in enumerate(by_variant(found).items()):
+    for index, points in enumerate(by_variant(found).values()):
         axes.plot(
             [each.point.ranks for each in points],
             [100 * each.efficiency for each in points],
             marker=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
             linestyle="-" if index < len(COLOURS) else "--",
-            label=label,
+            label=label_of(points[0]),
         )
     ticks = sorted({each.point.ranks for each in found})
     axes.axhline(100, color="0.6", linewidth=1)
@@ -72,7 +72,7 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
             [100 * each.top1 for each in run.evaluations],
             marker=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
-            label=label,
+            label=label.replace("$", r"\$"),
         )
     axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
     axes.legend(fontsize=8)
@@ -83,12 +83,17 @@ def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
     """Label -> its points."""
     groups: dict[str, list[Efficiency]] = {}
     for each in found:
-        groups.setdefault(label_of(each), []).append(each)
+        groups.setdefault(variant_name(each), []).append(each)
     return groups
 
 
 def label_of(each: Efficiency) -> str:
-    """The variant's values."""
+    """The same for matplotlib."""
+    return variant_name(each).replace("$", r"\$")  # else matplotlib's mathematics
+
+
+def variant_name(each: Efficiency) -> str:
+    """The values of a variant."""
     return ", ".join(f"{value}" for _, value in each.point.variant) or "all"
 
 

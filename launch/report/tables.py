@@ -1,5 +1,6 @@
 """What a report says in words and tables, for the terminal, Markdown and the page alike."""
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,5 +119,10 @@ def count(number: int, thing: str) -> str:
 def markdown(table: Table) -> str:
     """As Markdown, with a heading."""
     lines = [table.head, ("---",) * len(table.head), *table.rows]
-    rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)
     return "\n".join([f"## {table.title}", "", *rows])
+
+
+def plain_cell(text: str) -> str:
+    """Of a Markdown table: in one line, and no markup of its own."""
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

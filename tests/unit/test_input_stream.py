@@ -224,7 +224,7 @@ class OtherRank:
 
     def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
         if label.startswith("report"):
-            tensor_N[6] += self.failed  # behind loss, correct, samples, two times and the stops
+            tensor_N[7] += self.failed  # behind loss, correct, samples, two times, the energy and the stops
         return tensor_N
 
 

@@ -27,7 +27,7 @@ def node(name: str, **changes: Any) -> Node:
     base = Node(
         host=name,
         versions={"torch": "2.14.1", "bigbatch": "0.1.0 abc"},
-        devices="8 x H100",
+        device="NVIDIA H100",
         address="10.0.0.1",
         free_gb={"/dev/shm": 60.0, "runs": 500.0},
         pictures={"classes": 1000, "training": 1_281_167, "validation": 50_000},
@@ -111,7 +111,7 @@ def test_two_nodes_have_no_link_to_compare_with() -> None:
         ({"versions": {"torch": "2.10.0", "bigbatch": "0.1.0 abc"}}, "n1: torch 2.10.0, elsewhere 2.14.1"),
         ({"versions": {"torch": "2.14.1", "bigbatch": "0.1.0 def+"}}, "n1: bigbatch 0.1.0 def+, elsewhere 0.1.0 abc"),
         ({"versions": {"torch": "2.14.1", "bigbatch": "0.1.0 abc", "driver": "5"}}, "n1: driver 5, elsewhere none"),
-        ({"devices": "7 x H100"}, "n1: devices 7 x H100, elsewhere 8 x H100"),
+        ({"device": "NVIDIA A100"}, "n1: device NVIDIA A100, elsewhere NVIDIA H100"),
         ({"free_gb": {"runs": 0.2}}, "n1: runs has 0.2 GB left, below 1: free some"),
         ({"free_gb": {"/dev/shm": 0.064}}, "n1: /dev/shm has 0.064 GB left, below 0.5: free some, or start the"),
         ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),

@@ -109,7 +109,14 @@ class Ranks:
         return torch.stack(self.tensors).sum(0)
 
     def report(
-        self, rank: int, *, seconds: float, wait: float, exposed: float, joules: float = float("nan")
+        self,
+        rank: int,
+        *,
+        seconds: float,
+        wait: float,
+        exposed: float,
+        joules: float = float("nan"),
+        before: Totals | None = None,
     ) -> tuple[dict[str, Any], Totals]:
         """What a rank gets that had 40 pictures, and waited and exposed so many of its seconds."""
         communicator = SimpleNamespace(
@@ -127,7 +134,7 @@ class Ranks:
             schedule=lambda step: 0.1,
             precision=SimpleNamespace(figures=dict, require_progress=lambda done, is_last: None),
         )
-        stream, window, totals, records = InputStream(iter(())), Window(communicator.device), Totals(), []
+        stream, window, totals, records = InputStream(iter(())), Window(communicator.device), before or Totals(), []
         hooks = Hooks(on_report=records.append, evaluate=lambda done: {}, save=lambda done, top1: None)
         window.sums_3 += torch.tensor([80.0, 10.0, 40.0], dtype=torch.float64)
         window.steps, window.start, stream.wait_seconds = 5, time.perf_counter() - seconds, wait
@@ -164,12 +171,28 @@ def test_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts
         assert totals.input_wait_seconds == pytest.approx(0.8 * 30, rel=0.01)
 
 
+def after_the_first() -> Totals:
+    """Of a run of four ranks that has reported once."""
+    return Totals(first_report_seconds=40.0, lag_seconds_P=[0.0] * 4)
+
+
+def test_the_first_report_names_no_straggler() -> None:
+    """What happens once in a run happens there, and no rank is to blame."""
+    ranks = Ranks(2)
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(ranks.report, r, seconds=100.0, wait=0.0, exposed=50.0 * r) for r in range(2)]
+    for record, totals in (result.result() for result in results):
+        assert record["straggler_fraction"] == pytest.approx(0.25, rel=0.01)
+        assert (totals.straggler_seconds, totals.lag_seconds_P) == (0.0, [0.0, 0.0])
+        assert totals.first_report_seconds == pytest.approx(100, rel=0.01)
+
+
 def test_what_ranks_wait_for_adds_up() -> None:
     """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for pictures."""
     ranks, exposed = Ranks(4), (25.0, 5.0, 25.0, 25.0)
     with ThreadPoolExecutor(4) as pool:
         results = [
-            pool.submit(ranks.report, r, seconds=100.0, wait=3.0, exposed=e, joules=100.0 * r)
+            pool.submit(ranks.report, r, seconds=100.0, wait=3.0, exposed=e, joules=100.0 * r, before=after_the_first())
             for r, e in enumerate(exposed)
         ]
     for record, totals in (result.result() for result in results):
@@ -248,6 +271,7 @@ def measured_on(*ranks: dict[str, float | None]) -> MeasuredInput:
 
 def test_speed_of_a_summary_by_hand() -> None:
     totals = Totals(steps=10, step_seconds=8.0, input_wait_seconds=3.0, exposed_seconds=2.0, straggler_seconds=1.0)
+    totals.first_report_seconds = 3.0
     measured = measured_on(RATES, {**RATES, "loader": 100.0, "augment": 200.0})
     assert speed(totals, measured, global_batch_size=40) == {
         "images_per_second": 400 / 8,
@@ -256,7 +280,7 @@ def test_speed_of_a_summary_by_hand() -> None:
         "input_wait_fraction": 3 / 8,
         "input_limit": "augment",
         "exposed_communication_fraction": 2 / 8,
-        "straggler_fraction": 1 / 8,
+        "straggler_fraction": 1 / 5,
     }
     assert set(speed(Totals(), None, global_batch_size=40).values()) == {None}
 

@@ -213,8 +213,9 @@ def test_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.Capture
     [
         (lambda path: None, "no such folder"),
         (lambda path: path.mkdir(), "it holds neither a sweep (sweep.yaml) nor a run"),
-        (lambda path: write_point_of_an_old_run(path), "was written by an older bigbatch"),
-        (lambda path: (path.mkdir(), (path / "sweep.yaml").write_text("[")), "sweep.yaml is not readable"),
+        (lambda path: write_sweep(path, "["), "sweep.yaml is not readable"),
+        (lambda path: write_sweep(path, "[]"), "sweep.yaml holds no keys and values"),
+        (lambda path: write_sweep(path, ""), "sweep.yaml holds no keys and values"),
     ],
 )
 def test_other_folders_are_refused(
@@ -227,12 +228,66 @@ def test_other_folders_are_refused(
     assert error.count("\n") == 1
 
 
-def write_point_of_an_old_run(folder: Path) -> None:
+def write_sweep(folder: Path, text: str) -> None:
     folder.mkdir()
-    (folder / "sweep.yaml").write_text("name: old\n")
-    write_point(folder, 0, {"ranks": 1}, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
-    metrics = folder / "points/0/run/metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"wire_wait_fraction": 0.0, ', ""))
+    (folder / "sweep.yaml").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("run/summary.json", "[]", "summary.json holds no keys and values"),
+        ("run/summary.json", "{}", "its files are damaged: KeyError 'global_batch_size'"),
+        ("run/summary.json", "{", "summary.json is not readable"),
+        ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
+        ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
+        ("run/metrics.jsonl", json.dumps(train(1, 0.0, wire=0, wait=0, stragglers=0)) * 1 + "\n", "fewer than 2"),
+        ("point.json", "{}", "its files are damaged: KeyError 'values'"),
+        ("point.json", "[]", "its files are damaged"),
+        ("point.json", '{"values": 3, "state": "done"}', "its files are damaged"),
+        ("point.json", "{", "is not readable"),
+    ],
+)
+def test_a_damaged_point_is_told_and_the_others_are_reported(file: str, text: str, why: str, sweep: Path) -> None:
+    (sweep / "points/3" / file).write_text(text)
+    facts = report(sweep)
+    assert {(row["values"]["scaling"], row["ranks"]) for row in facts["sweeps"][0]} == {
+        *(("weak", 1), ("weak", 4), ("strong", 1))
+    }
+    assert any(why in told for _, told in facts["unmeasured"]), facts["unmeasured"]
+
+
+def test_a_rate_of_nothing_is_damage(sweep: Path) -> None:
+    lines = [json.dumps(train(step, 0.0, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
+    (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert any("ZeroDivisionError" in told for _, told in report(sweep)["unmeasured"])
+
+
+def test_points_that_do_not_compare_are_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sweep / "points/2/run/summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "cpu (1 threads a rank)"}))
+    report(sweep)
+    told = "The points do not compare in device: cpu; cpu (1 threads a rank)."
+    assert told in capsys.readouterr().out
+    assert told in (sweep / "report/report.html").read_text()
+
+
+def test_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("name: odd\n")
+    for number, ranks in enumerate((1, 2)):
+        values = {"run.directory": "x$a$b$\\frac{$ | <b>\n# top", "ranks": ranks}
+        write_point(tmp_path, number, values, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
+    report(tmp_path)
+    text = (tmp_path / "report/report.md").read_text()
+    assert "<b>" not in text
+    assert "\n# top" not in text
+    assert "\\| &lt;b&gt; # top" in text
+
+
+@pytest.mark.parametrize("target", ["75.9", "0", "-1", "nan"])
+def test_a_target_is_a_share(target: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(sweep), f"--target={target}"]) == 1
+    assert "must be a share of right answers, such as 0.759" in capsys.readouterr().err
 
 
 # --- runs ---

@@ -1,10 +1,10 @@
 """`bigbatch preflight`: what each rank does, and what the first one says."""
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from bigbatch.comm.control import Control
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.preflight.facts import Facts, gather_facts
+from bigbatch.trainer.preflight.facts import gather_facts, machine_id
 from bigbatch.trainer.preflight.links import listen, measure_pairs, unreachable
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
 from bigbatch.trainer.preflight.verdict import Finding, Node, bits, judge, remarks
@@ -28,7 +28,9 @@ from bigbatch.trainer.rundir import writing
 UNFIT = 4
 """Exit code where something is wrong with a node, or between nodes."""
 MEET_SECONDS = 12.0
-"""How long a rank is waited for."""
+"""How long a rank is waited for at first."""
+WORK_SECONDS = 30.0
+"""The same afterwards, while ranks measure."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,13 +40,14 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(words, prog="bigbatch preflight") if words else None
     interface = arguments.interface or (config.comm.interface if config else None)
     env = read_process_env()
-    address, control = meet(env, config, interface=interface)
+    address, control = meet(env, interface=interface)
     nodes = examine(config, env, control, address=address, interface=interface, seconds=arguments.seconds)
-    findings = judge(nodes)
+    findings = judge(nodes) if env.rank == 0 else []
     if env.rank == 0:
         _tell(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
-    control.gather_text("", what="end of the preflight")  # a rank that left with 4 before would end rank 0, too
-    return UNFIT if findings else 0
+    # nobody leaves before rank 0 has told: a launcher that sees 4 ends the others
+    verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
+    return UNFIT if verdicts[0] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +68,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def meet(env: ProcessEnv, config: Config | None, *, interface: str | None) -> tuple[str, Control]:
+@dataclass(frozen=True)
+class Place:
+    """Where a node is reached. All ranks know all of these, so they are short."""
+
+    rank: int
+    """Of the first rank there."""
+    host: str
+    address: str
+    port: int
+    machine: str
+    """Nodes of one machine, as emulated ones are, share its cores."""
+
+
+def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
     """This host's address, and the line to the others. Raises: CommError for ranks that do not come."""
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
@@ -81,92 +97,76 @@ def examine(
     interface: str | None,
     seconds: float,
 ) -> list[Node]:
-    """What all nodes say and can do. Collective. Raises: CommError for ranks that do not come."""
+    """What all nodes say and can do; none but on rank 0. Collective. Raises: CommError for ranks that do not come."""
     device = choose_device(env, backend=config.comm.backend if config else "auto")
     is_leader = env.local_rank == 0
+    facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
     with listen(address) as server:
-        facts = gather_facts(
-            config,
-            rank=env.rank,
-            host=env.host,
-            is_leader=is_leader,
-            address=address,
-            port=server.getsockname()[1],
-            device=device,
-        )
-        everyone = [Facts(**each) for each in _share(control, dataclasses.asdict(facts), what="facts of every node")]
-        leaders = [each for each in everyone if each.is_leader]
-        missed = unreachable([(each.address, each.port) for each in leaders]) if is_leader else []
-        reached = _share(control, [leaders[index].host for index in missed], what="reaching every node")
-    rates = _take_turns(control, everyone, env, device=device, seconds=seconds)
-    pairs: dict[int, dict[str, float]] = {}
-    if not any(reached):  # a transport would wait for those that cannot be reached
-        pairs = _measure_links(control, leaders, env, device=device, interface=interface)
-    return [_node(each, everyone, rates, pairs.get(each.rank, {}), reached[each.rank]) for each in leaders]
-
-
-def _share(control: Control, mine: Any, *, what: str) -> list[Any]:
-    return [json.loads(text) for text in control.gather_text(json.dumps(mine), what=what)]
+        mine = Place(env.rank, env.host, address, server.getsockname()[1], machine_id()) if is_leader else None
+        texts = control.gather_text(json.dumps(mine and asdict(mine)), what="meeting of every node")
+        places = [Place(**each) for each in map(json.loads, texts) if each]
+        control.timeout_seconds = WORK_SECONDS
+        missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
+        texts = control.gather_text(json.dumps([places[index].host for index in missed]), what="reaching every node")
+    reached = {place.host: json.loads(texts[place.rank]) for place in places}
+    rates = _take_turns(control, places, env, device=device, seconds=seconds)
+    links: dict[str, float] = {}
+    if not any(reached.values()):  # a transport would wait for those that cannot be reached
+        links = _measure_links(places, env, device=device, interface=interface)
+    said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
+    everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
+    return [_node(place, everyone, reached) for place in places] if everyone else []
 
 
 def _take_turns(
-    control: Control, everyone: Sequence[Facts], env: ProcessEnv, *, device: torch.device, seconds: float
-) -> list[Rates]:
-    """Rates of every rank. Nodes of one machine share its cores, so they take turns; real ones measure all at once."""
-    hosts: dict[str, list[str]] = {}
-    for each in everyone:
-        same = hosts.setdefault(each.machine, [])
-        if each.host not in same:
-            same.append(each.host)
-    turns = max(len(same) for same in hosts.values())
-    mine = None
-    for turn in range(turns):
-        if env.host in [same[turn] for same in hosts.values() if turn < len(same)]:
-            mine = measure_rates(device, seconds=seconds / turns)
+    control: Control, places: Sequence[Place], env: ProcessEnv, *, device: torch.device, seconds: float
+) -> Rates:
+    """Of this rank. Nodes of one machine share its cores, so they take turns; real ones measure all at once."""
+    machines: dict[str, list[str]] = {}
+    for place in places:
+        machines.setdefault(place.machine, []).append(place.host)
+    num_turns = max(map(len, machines.values()))
+    found = None
+    for turn in range(num_turns):
+        if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
+            found = measure_rates(device, seconds=seconds / num_turns)
         control.gather_text("", what="measuring of rates")
-    assert mine is not None
-    return [Rates(**each) for each in _share(control, dataclasses.asdict(mine), what="rates of every rank")]
+    assert found is not None
+    return found
 
 
 def _measure_links(
-    control: Control,
-    leaders: Sequence[Facts],
-    env: ProcessEnv,
-    *,
-    device: torch.device,
-    interface: str | None,
-) -> dict[int, dict[str, float]]:
-    """Of each leader, bytes per second to the hosts it met."""
-    backend = "nccl" if device.type == "cuda" else "tcp"
+    places: Sequence[Place], env: ProcessEnv, *, device: torch.device, interface: str | None
+) -> dict[str, float]:
+    """Bytes per second to the hosts that this rank met, if it is the first of its host. Collective."""
     communicator = connect(
-        backend=backend, algorithm="ring", interface=interface, timeout_seconds=MEET_SECONDS, env=env, device=device
+        backend="nccl" if device.type == "cuda" else "tcp",
+        algorithm="ring",
+        interface=interface,
+        timeout_seconds=WORK_SECONDS,
+        env=env,
+        device=device,
     )
-    ranks = [each.rank for each in leaders]
-    mine = measure_pairs(communicator, ranks) if env.rank in ranks else {}
-    named = {leaders[place].host: rate for place, rate in mine.items()}
-    found = _share(control, named, what="measuring of links")
+    ranks = [place.rank for place in places]
+    rates = measure_pairs(communicator, ranks) if env.rank in ranks else {}
     communicator.close()
-    return {rank: found[rank] for rank in ranks}
+    return {places[index].host: rate for index, rate in rates.items()}
 
 
-def _node(
-    leader: Facts, everyone: Sequence[Facts], rates: Sequence[Rates], links: dict[str, float], missed: Sequence[str]
-) -> Node:
-    own = [each.rank for each in everyone if each.host == leader.host]
-    devices = [everyone[rank].device for rank in own]
+def _node(place: Place, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
+    """Out of what its ranks said."""
+    own = [each for each in everyone if each["facts"]["host"] == place.host]
+    leader = everyone[place.rank]
     return Node(
-        host=leader.host,
-        versions=leader.versions,
-        devices=", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-        address=leader.address,
-        free_gb=leader.free_gb,
-        pictures=leader.pictures,
-        complaint=leader.complaint,
-        gpus=leader.gpus,
-        multiply_gflops=min(rates[rank].multiply_gflops for rank in own),
-        copy_gb_per_second=min(rates[rank].copy_gb_per_second for rank in own),
-        link_bytes_per_second=links,
-        unreachable=missed,
+        host=place.host,
+        device=", ".join(dict.fromkeys(each["facts"]["device"] for each in own)),
+        num_ranks=len(own),
+        address=place.address,
+        multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own),
+        copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own),
+        link_bytes_per_second=leader["links"],
+        unreachable=reached[place.host],
+        **leader["facts"]["node"],
     )
 
 
@@ -191,8 +191,8 @@ def _tell(
             arguments.bad_nodes.write_text("".join(f"{host}\n" for host in bad))
     if arguments.json:
         facts = {
-            "nodes": [dataclasses.asdict(node) for node in nodes],
-            "findings": [dataclasses.asdict(finding) for finding in findings],
+            "nodes": [asdict(node) for node in nodes],
+            "findings": [asdict(finding) for finding in findings],
             "seconds": seconds,
         }
         with writing(arguments.json):
@@ -207,7 +207,7 @@ def _table(nodes: Sequence[Node]) -> Table:
         folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
         table.add_row(
             Text(node.host),
-            Text(node.devices),
+            Text(f"{node.num_ranks} x {node.device}"),
             f"{node.multiply_gflops:,.1f} GFLOP/s",
             f"{node.copy_gb_per_second:.1f} GB/s",
             bits(node.best_link) if node.best_link else "none measured",

@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,26 +17,28 @@ from bigbatch.trainer.data.shards import open_split
 from bigbatch.trainer.errors import DataError
 
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
-ASK_SECONDS = 10
+ASK_SECONDS = 8
+COUNT_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a rank and its host. Disk, data and GPUs are looked at by the first rank of a host alone."""
+    """Of a rank; of its host too, where it is the first one there."""
 
     rank: int
     host: str
-    is_leader: bool
-    address: str
-    """At which the other nodes reach this one."""
-    port: int
-    machine: str
-    """Nodes of one machine, as emulated ones are, share its cores."""
+    device: str
+    node: "NodeFacts | None"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Of a host."""
+
     versions: dict[str, str]
     """What must be the same everywhere."""
     gpus: tuple[str, ...]
     """GPU_QUERY of each, as the driver writes it."""
-    device: str
     free_gb: dict[str, float]
     """Of each folder that a run writes to."""
     pictures: dict[str, int]
@@ -44,26 +47,15 @@ class Facts:
     """Why pictures cannot be counted."""
 
 
-def gather_facts(
-    config: Config | None, *, rank: int, host: str, is_leader: bool, address: str, port: int, device: torch.device
-) -> Facts:
+def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool, device: torch.device) -> Facts:
     """Takes a second or two where there are many pictures."""
-    gpus = query_gpus() if is_leader else ()
-    pictures, complaint = count_pictures(config) if config and is_leader else ({}, None)
-    return Facts(
-        rank=rank,
-        host=host,
-        is_leader=is_leader,
-        address=address,
-        port=port,
-        machine=machine_id(),
-        versions=versions(device, gpus),
-        gpus=gpus,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        free_gb=free_disk(config) if is_leader else {},
-        pictures=pictures,
-        complaint=complaint,
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if not is_leader:
+        return Facts(rank, host, name, None)
+    gpus = query_gpus()
+    pictures, complaint = count_in_time(config) if config else ({}, None)
+    node = NodeFacts(versions(device, gpus), gpus, free_disk(config), pictures, complaint)
+    return Facts(rank, host, name, node)
 
 
 def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
@@ -100,6 +92,16 @@ def free_disk(config: Config | None) -> dict[str, float]:
         there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
         found[folder] = round(shutil.disk_usage(there).free / 1e9, 3)
     return found
+
+
+def count_in_time(config: Config) -> tuple[dict[str, int], str | None]:
+    """count_pictures, for at most COUNT_SECONDS: storage that hangs must not hold the others."""
+    found: list[tuple[dict[str, int], str | None]] = []
+    counting = threading.Thread(target=lambda: found.append(count_pictures(config)), daemon=True)
+    counting.start()
+    counting.join(COUNT_SECONDS)
+    late = f"{config.data.root} was not read within {COUNT_SECONDS:g} s: slow storage; bigbatch data pack helps"
+    return found[0] if found else ({}, late)
 
 
 def count_pictures(config: Config) -> tuple[dict[str, int], str | None]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from bigbatch.comm.communicator import Communicator
 
 CONNECT_SECONDS = 3.0
-CONNECT_THREADS = 64
-MOST_ROUNDS = 15
-"""Of pairs. With more nodes than these each meets some of the others, which is enough to know its own link."""
+CONNECT_THREADS = 256
+MOST_ROUNDS = {"cpu": 15, "cuda": 5}
+"""Of pairs. With more nodes than these each meets some of the others, which is enough to know its own link; NCCL takes
+its time to connect two ranks."""
 PROBE_BYTES = 256 << 10
 MOST_BYTES = 256 << 20
 AIM_SECONDS = 0.15
@@ -64,7 +65,7 @@ def measure_pairs(communicator: Communicator, leaders: Sequence[int]) -> dict[in
     """
     own = leaders.index(communicator.rank)
     rates = {}
-    for pairs in rounds_of_pairs(len(leaders))[:MOST_ROUNDS]:
+    for pairs in rounds_of_pairs(len(leaders))[: MOST_ROUNDS[communicator.device.type]]:
         for pair in pairs:
             if own in pair:
                 other = pair[0] if own == pair[1] else pair[1]

@@ -20,7 +20,9 @@ class Node:
 
     host: str
     versions: Mapping[str, str]
-    devices: str
+    device: str
+    """What its ranks compute on."""
+    num_ranks: int = 1
     address: str = ""
     free_gb: Mapping[str, float] = field(default_factory=dict)
     pictures: Mapping[str, int] = field(default_factory=dict)
@@ -109,7 +111,7 @@ def _reachability(nodes: Sequence[Node]) -> list[Finding]:
 def _differences(nodes: Sequence[Node]) -> list[Finding]:
     names = dict.fromkeys(name for node in nodes for name in node.versions)
     each: dict[str, dict[str, str]] = {name: {n.host: n.versions.get(name, "none") for n in nodes} for name in names}
-    each["devices"] = {node.host: node.devices for node in nodes}
+    each["device"] = {node.host: node.device for node in nodes}
     found = []
     for name, values in each.items():
         found += [
