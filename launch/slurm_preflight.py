@@ -15,15 +15,15 @@ fi
 """
 
 EXCLUDE = """\
-# Unfit nodes join those that the job does not use. It goes back into the queue, held until Slurm takes that;
-# Slurm ends this shell by SIGTERM, which it outlives for some seconds.
+# Unfit nodes join those that the job does not use. It goes back into the queue, held until Slurm takes that.
+# Slurm sends SIGTERM to all that runs here, which this shell outlives for some seconds, and what it calls may not.
 bad=$(paste -sd, "$logs/bad-nodes" 2>/dev/null)
 if [ -n "$bad" ]; then
   echo "bigbatch: $(date '+%F %T') back into the queue, to run without $bad"
   known=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
   scontrol requeuehold "$SLURM_JOB_ID" || exit "$fit"
-  for second in $(seq 25); do
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known:+$known,}$bad" 2>/dev/null \\
+  for second in {1..25}; do
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${known:+$known,}$bad" \\
       && scontrol release "$SLURM_JOB_ID" && exit "$fit"
     sleep 1
   done

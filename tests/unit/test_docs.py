@@ -64,6 +64,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
         "comm/reducer_overhead.py --device cpu --repetitions 2 --out out.json"
     ),
     ".venv/bin/python benchmarks/comm/run.py --out benchmarks/results": "comm/run.py --list --out .",
+    ".venv/bin/python benchmarks/comm/run.py --only scaling --out benchmarks/results": (
+        "comm/run.py --only scaling --list --out ."
+    ),
     ".venv/bin/python benchmarks/comm/plot.py benchmarks/results --out docs/comm.png": (
         f"comm/plot.py {ROOT}/benchmarks/results --out comm.png"
     ),
