@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median_high
 from typing import Any
 
-SLOW_SHARE = 0.75
-"""Of the median node's rate, below which one is slow. Medians of equal nodes differed by up to 10% where measured."""
+SLOW_SHARE = 0.7
+"""Of the median node's rate, below which one is slow: well above half, and below what noise does to equal nodes."""
 SLOW_LINK_SHARE = 0.6
 LEAST_FREE_GB = 1.0
 LEAST_SHM_GB = 0.5
