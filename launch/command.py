@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     options = () if arguments.json is None else ("--json", arguments.json)
-    job = _read_job(arguments, preflight_command(command, *options))
+    job = replace(_read_job(arguments, preflight_command(command, *options)), preflight=None)
     if choose_launcher(job) == "slurm":
         if arguments.good_hosts:
             raise ConfigError("--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm")

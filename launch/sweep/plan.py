@@ -22,6 +22,22 @@ OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "dry
 """Options of bigbatch launch that a sweep sets itself."""
 
 
+class _Loader(StrictLoader):
+    """Takes 0:20:00 for text, as YAML 1.2 does, and not for 1,200; and 1e-3 for a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
+    for first, resolvers in StrictLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A sweep's file, as it is; each field is a key of it."""
@@ -81,7 +97,7 @@ def launch_options(where: str) -> tuple[str, ...]:
 def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
     """A complete YAML file; where replaces its own. Raises: ConfigError, one line that names the file."""
     try:
-        content: Any = yaml.load(path.read_text(), StrictLoader)
+        content: Any = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error

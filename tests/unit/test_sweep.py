@@ -102,6 +102,17 @@ def test_a_sweep_reads_back(file: Path) -> None:
     assert read_sweep(file) == sweep
 
 
+def test_times_and_numbers_are_what_they_look_like(file: Path) -> None:
+    """YAML 1.1 reads 0:20:00 as 1,200, which Slurm would take for minutes, and 1e-3 as text."""
+    text = file.read_text().replace("where: local", "where: slurm").replace("launch: {}", "launch: {time: 0:20:00}")
+    file.write_text(text.replace("timeout_minutes: 5", "timeout_minutes: 1e-3"))
+    sweep = read_sweep(file)
+    assert sweep.launch == {"time": "0:20:00"}
+    assert sweep.timeout_minutes == 0.001
+    file.write_text(dump_sweep(sweep))
+    assert read_sweep(file) == sweep
+
+
 # --- what is refused ---
 
 
@@ -299,13 +310,13 @@ def test_a_point_that_takes_too_long_is_ended(file: Path, fake: SweepFolder, mon
 
 
 def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
-    """Through the real command, since signals go to processes."""
+    """Through the real command, since signals go to processes; the point itself plays the person."""
+    point = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     script = (
-        "import sys, threading, os, signal, time\n"
+        "import sys\n"
         "from bigbatch.launch.sweep import running\n"
         "from bigbatch.cli import main\n"
-        "running.point_command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(60)']\n"
-        "threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        f"running.point_command = lambda *_: [sys.executable, '-c', {point!r}]\n"
         f"sys.exit(main(['sweep', {str(file)!r}, '--folder', {str(fake.path)!r}]))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
