@@ -44,7 +44,7 @@ def draw_efficiency(found: Sequence[Efficiency]) -> "Figure":
 def draw_split(found: Sequence[Efficiency]) -> "Figure":
     """Where the efficiency goes, a bar for each point that has a smaller one beside it."""
     points = [each for each in found if each.point != each.base]
-    figure, axes = _figure(height=1.4 + 0.36 * len(points))
+    figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
     for part in PARTS:
@@ -59,7 +59,7 @@ def draw_split(found: Sequence[Efficiency]) -> "Figure":
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set(xlabel="share of the step (%): what is lost to 100% efficiency; left of 0: won", title="Where it goes")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(PARTS), fontsize=8)
     return figure
 
 
