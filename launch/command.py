@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,12 +182,13 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
 def _look(job: JobSpec, *, dry_run: bool) -> tuple[int, list[str]]:
     """Run a preflight by mpirun, on all slots of all hosts; its exit code, and the hosts that are unfit."""
     slots = sum(count for _, count in job.hosts)
-    with tempfile.TemporaryDirectory() as folder:
-        bad = Path(folder) / "bad-nodes"
-        command = (*job.command, "--bad-nodes", str(bad))
-        looking = replace(job, command=command, num_ranks=slots or job.num_ranks, preflight=None)
-        code = _foreground(looking, "mpirun", dry_run=dry_run)
-        return code, read_bad_nodes(bad)
+    bad = Path.cwd() / f".preflight-{os.getpid()}"  # the first of the hosts writes it, and sees this folder as a run's
+    command = (*job.command, "--bad-nodes", str(bad))
+    looking = replace(job, command=command, num_ranks=slots or job.num_ranks, preflight=None)
+    try:
+        return _foreground(looking, "mpirun", dry_run=dry_run), read_bad_nodes(bad)
+    finally:
+        bad.unlink(missing_ok=True)
 
 
 def _slurm_preflight(job: JobSpec, *, dry_run: bool) -> int:

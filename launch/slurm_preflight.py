@@ -18,7 +18,7 @@ EXCLUDE = """\
 # Unfit nodes join those that the job does not use. It goes back into the queue, held until Slurm takes that.
 # Slurm sends SIGTERM to all that runs here, which this shell outlives for some seconds, and what it calls may not.
 bad=$(paste -sd, "$logs/bad-nodes" 2>/dev/null)
-if [ -n "$bad" ]; then
+if [ -n "$bad" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; then
   echo "bigbatch: $(date '+%F %T') back into the queue, to run without $bad"
   known=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
   scontrol requeuehold "$SLURM_JOB_ID" || exit "$fit"

@@ -34,7 +34,11 @@ class GpuEnergy:
         return (self._last - before) / 1000
 
     def _read(self) -> float:
-        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        """In millijoules; a driver that stops to answer ends no training."""
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        except self._nvml.NVMLError:
+            return float("nan")
 
 
 def make_energy_meter(device: torch.device) -> EnergyMeter:

@@ -103,7 +103,7 @@ class Totals:
     straggler_seconds: float = 0.0
     """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
-    """How long the rank that waited longest for sums waited for each rank."""
+    """How much longer than each rank the one waited, for sums and pictures, that waited longest."""
     energy_joules: float = 0.0
     """Over all ranks; not a number where the drivers do not tell."""
     last_evaluation: dict[str, Any] = field(default_factory=dict)
@@ -307,7 +307,8 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
         totals.first_report_seconds, totals.lag_seconds_P = mean_seconds, [0.0] * num_ranks
     else:
         totals.straggler_seconds += straggler_fraction * mean_seconds
-        lags_P = [(max(exposed_P) - each) * mean_seconds for each in exposed_P]
+        idle_P = [waited + exposed for waited, exposed in zip(waited_P, exposed_P, strict=True)]
+        lags_P = [(max(idle_P) - each) * mean_seconds for each in idle_P]
         totals.lag_seconds_P = [a + b for a, b in zip(totals.lag_seconds_P, lags_P, strict=True)]
     require_number(
         loss,

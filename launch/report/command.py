@@ -40,11 +40,7 @@ def main(argv: Sequence[str]) -> int:
     results = [read_folder(Path(folder)) for folder in arguments.folders]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
-        [
-            (each, to_accuracy(each.records, target=_target(each, arguments.target)))
-            for each in results
-            if isinstance(each, RunResults)
-        ],
+        [(each, _to_accuracy(each, stated=arguments.target)) for each in results if isinstance(each, RunResults)],
     )
     folder = Path(arguments.output or Path(arguments.folders[0]) / "report")
     report.print()
@@ -59,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Scaling efficiency of sweeps, and what the rest is lost to: smaller local batches, exposed "
         "communication, input, stragglers. Of runs: time, GPU-hours and energy until an accuracy.",
         epilog="example: bigbatch report runs/sweeps/scaling",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("folders", nargs="+", metavar="FOLDER", help="of a sweep, or a run")
@@ -67,9 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _target(run: RunResults, stated: float | None) -> float | None:
-    own = run.config.get("run", {}).get("target_top1")
-    return stated if stated is not None else own
+def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
+    """By the stated target, or the run's own. Raises: ConfigError for a damaged folder."""
+    try:
+        own = (run.config.get("run") or {}).get("target_top1")
+        return to_accuracy(run.records, target=stated if stated is not None else own)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{run.folder}: its files are damaged: {type(error).__name__} {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,9 +88,10 @@ def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
         if not match:
             raise ConfigError(f"--points {text!r} must be numbers and ranges, such as 0,3-5")
-        numbers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if unknown := numbers - {point.number for point in points}:
-        raise ConfigError(f"--points {text}: there is no point {min(unknown)}; there are 0 to {len(points) - 1}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < len(points):
+            raise ConfigError(f"--points {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
+        numbers |= set(range(first, last + 1))
     return [point for point in points if point.number in numbers]
 
 

@@ -53,7 +53,7 @@ class SweepFolder:
     def numbers(self) -> list[int]:
         """Of all points that there are."""
         folders = (self.path / "points").glob("*/point.json")
-        return sorted(int(path.parent.name) for path in folders if path.parent.name.isdigit())
+        return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
 
 def prepare(folder: SweepFolder, sweep: Sweep, points: list[Point]) -> None:
@@ -94,6 +94,7 @@ def _require_same(folder: SweepFolder, sweep: Sweep) -> None:
         old = yaml.safe_load(folder.sweep.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder.sweep} is not readable: name another --folder") from error
+    old = old if isinstance(old, dict) else {}
     new = yaml.safe_load(dump_sweep(sweep))
     for key, value in new.items():
         if old.get(key) != value:
@@ -106,10 +107,9 @@ def _require_same(folder: SweepFolder, sweep: Sweep) -> None:
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
     """Of one point. Raises: ConfigError where the file is damaged."""
     try:
-        state = json.loads(folder.state(number).read_text())
-    except (OSError, ValueError) as error:
+        return dict(json.loads(folder.state(number).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
-    return dict(state)
 
 
 def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
     """Of a point's finished run."""
     try:
         return dict(json.loads(folder.run(number).summary.read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

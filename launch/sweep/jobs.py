@@ -1,5 +1,6 @@
 """The command that runs one point, and the arrays that run many under Slurm."""
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ def array_words(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> l
     numbers = ",".join(str(point.number) for point in points)
     size = ["--nodes", str(points[0].nodes), "--ranks-per-node", str(points[0].ranks_per_node)]
     own = ["--array", numbers, "--name", sweep.name, "--logs", str(folder.path / "logs")]
+    if "time" not in sweep.launch:
+        own += ["--time", str(math.ceil(sweep.timeout_minutes))]
     train = ["--", "train", "--config", str(folder.path / "points" / INDEX / "config.yaml")]
     return ["slurm", *size, *own, *launch_words(sweep.launch), *train]
 

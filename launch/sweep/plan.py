@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from bigbatch.launch.job_words import NAME
+from bigbatch.launch import mpirun, slurm, torchrun
+from bigbatch.launch.job_words import NAME, option
 from bigbatch.launch.options import job_options
 from bigbatch.trainer.config import all_keys
 from bigbatch.trainer.config_file import PACKAGED, StrictLoader
@@ -61,7 +62,7 @@ class Sweep:
     repeats: int
     """Runs of each combination, with seeds of their own."""
     timeout_minutes: float
-    """A point that takes longer is ended and has failed."""
+    """A point that takes longer is ended and has failed; under Slurm the job's limit, at which it is requeued."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError."""
@@ -73,12 +74,18 @@ class Sweep:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"{key}: {value} must be a number from 1 on")
-        if self.timeout_minutes <= 0:
-            raise ConfigError(f"timeout_minutes: {self.timeout_minutes} must be above 0")
+        if not 0 < self.timeout_minutes < 1e6:
+            raise ConfigError(f"timeout_minutes: {self.timeout_minutes} must be above 0, and below a million")
         _check_keys(self.options, legal=all_keys(), where="options")
         _check_keys(self.grid, legal=("ranks", "scaling", *all_keys()), where="grid")
         _check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
         _check_grid(self.grid)
+        _check_launch(self.launch)
+        own = {"run.directory", *(("run.epochs", "data.num_synthetic_samples") if self.steps is not None else ())}
+        if "weak" in self.grid.get("scaling", []) and "batch.global_batch_size" in self.grid:
+            raise ConfigError("grid: batch.global_batch_size follows from the ranks in weak scaling: sweep it apart")
+        if taken := [key for key in (*self.options, *self.grid) if key in own]:
+            raise ConfigError(f"{taken[0]}: the sweep sets it itself, by its folder and steps: leave it out")
 
     @property
     def folder(self) -> Path:
@@ -91,7 +98,9 @@ def launch_options(where: str) -> tuple[str, ...]:
     if where == "emulated":
         return EMULATED_OPTIONS
     known = (action.dest for action in job_options()._actions)
-    return tuple(name for name in known if name not in OURS)
+    refused = {"mpirun": mpirun.REFUSED, "local": torchrun.LOCAL_REFUSED, "slurm": slurm.REFUSED}[where]
+    fields = {option(field)[2:].replace("-", "_") for field in refused}
+    return tuple(name for name in known if name not in OURS and name not in fields)
 
 
 def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
@@ -139,6 +148,13 @@ def _check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) ->
         if key not in legal:
             near = difflib.get_close_matches(str(key), legal, n=1, cutoff=0.0)
             raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {near[0]}")
+
+
+def _check_launch(launch: dict[str, Any]) -> None:
+    for name, value in launch.items():
+        each = value if isinstance(value, list) else [value]
+        if value is False or not all(isinstance(one, str | int | float) for one in each):
+            raise ConfigError(f"launch, {name}: {value!r} must be text, a number, true or a list of text")
 
 
 def _check_grid(grid: dict[str, list[Any]]) -> None:

@@ -82,6 +82,10 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
     if ranks % per_node:
         raise ConfigError(f"{ranks} ranks do not fill nodes of {per_node}; take a multiple, or other ranks_per_node")
     stated = {**sweep.options, **{key: value for key, value in values.items() if key not in SPECIAL}}
+    for key in ("batch.microbatch_size", "batch.global_batch_size", "batch.bn_span", "run.seed"):
+        least = 0 if key == "run.seed" else 1
+        if key in stated and (type(stated[key]) is not int or stated[key] < least):
+            raise ConfigError(f"{key}={as_yaml(stated[key])} must be a whole number from {least} on")
     microbatch = stated.get("batch.microbatch_size", base.batch.microbatch_size)
     is_weak = values.get("scaling") == "weak"
     total = microbatch * ranks if is_weak else stated.get("batch.global_batch_size", base.batch.global_batch_size)

@@ -126,6 +126,13 @@ def test_an_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
     assert blamed(nodes) == ["n1"]
 
 
+@pytest.mark.parametrize("shared", [{"free_gb": {"runs": 0.2}}, {"address": "127.0.1.1"}])
+def test_what_all_nodes_have_is_no_nodes_fault(shared: dict[str, Any]) -> None:
+    nodes = [node(f"n{i}", **shared) for i in range(3)]
+    assert len(judge(nodes)) == 3
+    assert blamed(nodes) == []
+
+
 def test_data_that_nobody_sees_are_no_nodes_fault() -> None:
     nodes = [node(f"n{i}", complaint="data/train: no such folder", pictures={}) for i in range(3)]
     assert texts(nodes) == ["data/train: no such folder"]
@@ -182,11 +189,17 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(count: int) -> None:
 
 
 def test_ports_that_do_not_answer() -> None:
-    with links.listen("127.0.0.1") as server, socket.socket() as closed:
+    with links.listening("127.0.0.1") as port, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, and not listening
-        there, not_there = server.getsockname(), closed.getsockname()
-        assert server.getsockname()[0] == "127.0.0.1"
-        assert links.unreachable([there, not_there, there]) == [1]
+        there = ("127.0.0.1", port)
+        assert links.unreachable([there, closed.getsockname(), there]) == [1]
+
+
+def test_a_short_queue_of_the_kernel_is_no_unreachable_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda where, backlog: create(where, backlog=4))
+    with links.listening("127.0.0.1") as port:
+        assert links.unreachable([("127.0.0.1", port)] * 60) == []
 
 
 def test_rates_are_of_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,8 @@ class FakeNvml:
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
         assert handle == "GPU-12-34"
         self.count += 1
+        if self.count > 2:
+            raise self.NVMLError
         return 1500 * self.count
 
 
@@ -256,8 +258,10 @@ def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> No
     gpu = torch.device("cuda", 0)
     for nvml, told in ((FakeNvml(), True), (FakeNvml(is_there=False), False), (None, False)):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        joules = make_energy_meter(gpu).take_joules()
+        meter = make_energy_meter(gpu)
+        joules = meter.take_joules()
         assert (joules == 1.5) if told else math.isnan(joules)
+        assert math.isnan(meter.take_joules()), "a driver that stops to answer ends no training"
     assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
 
 

@@ -136,7 +136,7 @@ def test_times_and_numbers_are_what_they_look_like(file: Path) -> None:
         ({"grid": {"ranks": [1], "run.seed": []}}, "grid: run.seed has no values"),
         ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
         ({"grid": {"ranks": 4}}, "grid: {'ranks': 4} must be keys with lists of values"),
-        ({"launch": {"partition": "x", "array": "0-3"}}, "launch, of local: unknown key array"),
+        ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
     ],
 )
@@ -182,13 +182,46 @@ def test_all_impossible_points_are_told_before_anything_starts(file: Path, capsy
     assert not (file.parent / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("batch.microbatch_size", 0), ("batch.microbatch_size", "64"), ("batch.bn_span", 0)),
+        *(("batch.global_batch_size", None), ("run.seed", None), ("run.seed", True)),
+    ],
+)
+def test_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file, grid={"ranks": [1], key: [value]})
+    assert main(["sweep", str(file), "--dry-run"]) == 1
+    assert f"{key}=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"options": SWEEP["options"] | {"run.directory": "x"}}, "run.directory"),
+        ({"options": SWEEP["options"] | {"run.epochs": 3}}, "run.epochs"),
+        ({"grid": SWEEP["grid"] | {"batch.global_batch_size": [96, 192]}}, "batch.global_batch_size"),
+        ({"where": "emulated", "launch": {"link": None}}, "link: None must be text, a number, true or a list"),
+        ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, "env: {'A': 'b'} must be text"),
+        ({"where": "mpirun", "launch": {"partition": "gpu"}}, "launch, of mpirun: unknown key partition"),
+        ({"timeout_minutes": 10**9}, "timeout_minutes: 1000000000 must be above 0, and below a million"),
+    ],
+)
+def test_what_would_be_ignored_or_misread_is_refused(
+    changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(file, **changes)
+    assert main(["sweep", str(file), "--dry-run"]) == 1
+    assert complaint in capsys.readouterr().err
+
+
 def test_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(file, options={})
     assert main(["sweep", str(file)]) == 1
     assert "steps: 10 are of generated tensors: set data.loader: synthetic in options" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("points", ["9", "1-9", "x", "-1", "1-", "²"])
+@pytest.mark.parametrize("points", ["9", "1-9", "3-1", "0-99999999999", "x", "-1", "1-", "²"])
 def test_points_that_are_not_there(points: str, file: Path) -> None:
     assert main(["sweep", str(file), f"--points={points}", "--dry-run"]) == 1
 
@@ -221,6 +254,7 @@ def test_one_array_for_each_number_of_ranks(file: Path) -> None:
     }
     assert array_words(sweep, found[4], folder) == [
         *("slurm", "--nodes", "2", "--ranks-per-node", "2", "--array", "2,5", "--name", "small", "--logs", "f/logs"),
+        *("--time", "5"),
         *("--partition=gpu", "--env=A=1", "--env=B=2", "--", "train", "--config", "f/points/{index}/config.yaml"),
     ]
 

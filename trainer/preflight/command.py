@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +21,9 @@ from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
-from bigbatch.trainer.preflight.links import listen, measure_pairs, unreachable
+from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
 from bigbatch.trainer.preflight.verdict import Finding, Node, bits, judge, remarks
-from bigbatch.trainer.rundir import writing
 
 UNFIT = 4
 """Exit code where something is wrong with a node, or between nodes."""
@@ -101,12 +101,12 @@ def examine(
     """What all nodes say and can do; none but on rank 0. Collective. Raises: CommError for ranks that do not come."""
     device = choose_device(env, backend=config.comm.backend if config else "auto")
     is_leader = env.local_rank == 0
-    facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
-    with listen(address) as server:
-        mine = Place(env.rank, env.host, address, server.getsockname()[1], machine_id()) if is_leader else None
+    with listening(address) as port:
+        mine = Place(env.rank, env.host, address, port, machine_id()) if is_leader else None
         texts = control.gather_text(json.dumps(mine and asdict(mine)), what="meeting of every node")
         places = [Place(**each) for each in map(json.loads, texts) if each]
-        control.timeout_seconds = WORK_SECONDS
+        control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
+        facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
         texts = control.gather_text(json.dumps([places[index].host for index in missed]), what="reaching every node")
     reached = {place.host: json.loads(texts[place.rank]) for place in places}
@@ -190,16 +190,22 @@ def _tell(
     outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
     print(f"preflight: nodes: {len(nodes)}, {outcome}; {seconds:.1f} s", flush=True)
     if arguments.bad_nodes:
-        with writing(arguments.bad_nodes):
-            arguments.bad_nodes.write_text("".join(f"{host}\n" for host in bad))
+        _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
     if arguments.json:
         facts = {
             "nodes": [asdict(node) for node in nodes],
             "findings": [asdict(finding) for finding in findings],
             "seconds": seconds,
         }
-        with writing(arguments.json):
-            arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
+        _write(arguments.json, json.dumps(facts, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """What was found counts more than that it could be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        print(f"bigbatch: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _table(nodes: Sequence[Node]) -> Table:

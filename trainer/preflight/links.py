@@ -2,9 +2,11 @@
 
 import socket
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from statistics import median
 
 import torch
@@ -23,11 +25,26 @@ AIM_SECONDS = 0.15
 REPEATS = 3
 
 
-def listen(address: str) -> socket.socket:
-    """A port of one address to which others can connect; the kernel answers, so nothing is read or accepted."""
-    server = socket.create_server((address, 0), backlog=1024)
-    server.setblocking(False)
-    return server
+@contextmanager
+def listening(address: str) -> Iterator[int]:
+    """A port of one address to which others can connect, until the end; nothing is read."""
+    with socket.create_server((address, 0), backlog=1024) as server:
+        server.settimeout(0.1)
+        end = threading.Event()
+        thread = threading.Thread(target=_let_in, args=(server, end), daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            end.set()
+            thread.join()
+
+
+def _let_in(server: socket.socket, end: threading.Event) -> None:
+    """What is not taken from the kernel's queue would fill it: it may be as short as 128."""
+    while not end.is_set():
+        with suppress(OSError):
+            server.accept()[0].close()
 
 
 def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:

@@ -27,7 +27,8 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     """Half of the time for each, on the device and the threads of this rank."""
     side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a_NN, b_NN, out_NN = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
+    # random numbers, since a GPU draws little power, and heats up little, on constant ones
+    a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
     multiply = _median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
     num_bytes = COPY_BYTES[device.type]
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)

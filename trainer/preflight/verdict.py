@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_high
 from typing import Any
 
@@ -53,14 +53,21 @@ class Finding:
 def judge(nodes: Sequence[Node]) -> list[Finding]:
     """All that is wrong; nothing where all nodes are fit."""
     return [
-        *_addresses(nodes),
+        *_shared(_addresses(nodes), nodes),
         *_reachability(nodes),
         *_differences(nodes),
-        *_disks(nodes),
+        *_shared(_disks(nodes), nodes),
         *_data(nodes),
         *_slow_nodes(nodes),
         *_slow_links(nodes),
     ]
+
+
+def _shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
+    """What all nodes have is no node's fault: another one would have it, too."""
+    if {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
+        return [replace(finding, hosts=()) for finding in found]
+    return found
 
 
 def remarks(nodes: Sequence[Node]) -> list[str]:
