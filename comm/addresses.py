@@ -61,13 +61,15 @@ def interface_address(interface: str) -> str:
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
         raise CommError(
-            f"comm.interface {interface!r}: {socket.gethostname()} has no such network interface; "
-            f"it has {', '.join(names)}"
+            f"interface {interface!r}: {socket.gethostname()} has no such network interface; it has "
+            f"{', '.join(names)}: name one of them by --interface, or comm.interface"
         )
     request = struct.pack("256s", interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
         except OSError as error:
-            raise CommError(f"comm.interface {interface!r} has no IPv4 address ({error.strerror})") from error
+            raise CommError(
+                f"interface {interface!r} of {socket.gethostname()} has no IPv4 address ({error.strerror})"
+            ) from error
     return socket.inet_ntoa(answer[20:24])

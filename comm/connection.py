@@ -60,8 +60,9 @@ def connect(
     pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
     bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table; group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
-    interface names the network interface of hosts that have several. After warn_seconds (10, or timeout_seconds where
-    that is shorter) in one sum late ranks are named; after timeout_seconds the wait ends in an error.
+    interface names the network interface of hosts that have several; one that the launcher has named goes before it.
+    After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
+    timeout_seconds the wait ends in an error.
     Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
     Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
     for an unknown or impossible choice.
@@ -72,6 +73,7 @@ def connect(
     wire = make_wire(wire_dtype, predivide)
     warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
     _require_own_interface(backend, interface)
+    interface = env.interface or interface
     device = device or choose_device(env, backend=backend)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"

@@ -243,20 +243,36 @@ def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
         )
     except (OSError, RuntimeError) as error:
         raise CommError(
-            f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; check that "
-            "rank 0 runs, and that MASTER_ADDR and MASTER_PORT are an address and free port of its host"
+            f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; "
+            f"{_remedy(env, address)}"
         ) from error
+
+
+def _remedy(env: ProcessEnv, address: str) -> str:
+    if env.rank != 0 and not env.is_one_host and _leads_back(address):
+        return f"{address} leads {env.host} to itself: give it {address}'s own address in /etc/hosts, or by MASTER_ADDR"
+    again = ", or submit the job again: its number chooses another port" if env.launcher == "srun" else ""
+    words = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are an address and free port of its host"
+    return words + again
+
+
+def _leads_back(address: str) -> bool:
+    """A name that leads to this host's loopback interface, as Debian and Ubuntu set up the host's own."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:  # no name at all
+        return False
+    return address not in (found, "localhost") and ip_address(found).is_loopback
 
 
 def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
     """A socket that listens on this address alone, not on every interface.
 
-    Except on a host of several whose name leads to its own loopback interface, as Debian and Ubuntu set it up:
-    the other hosts know it by another address.
+    Except on a host of several whose name leads to its own loopback interface: the other hosts know it by another
+    address.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    is_name = address not in (where[0], "localhost")
-    if is_name and not is_one_host and ip_address(where[0]).is_loopback:
+    if not is_one_host and _leads_back(address):
         where = ("", port)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -35,9 +35,14 @@ RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
 
+INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
+"""Set by `bigbatch launch --interface` for the ranks: the network interface between the nodes."""
+
 FIRST_SLURM_PORT = 20000
 NUM_SLURM_PORTS = 12000
 """Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""
+SLURM_STEP_PORTS = 1009
+"""How far apart two steps of a job meet: jobs with neighbouring numbers may share a node, and their steps, too."""
 
 
 class LaunchError(UserError, ValueError):
@@ -63,6 +68,8 @@ class ProcessEnv:
     """Width of the terminal that shows this job; None where there is none."""
     plays_host: bool = False
     """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
+    interface: str | None = None
+    """Network interface between the nodes, as `bigbatch launch --interface` names it; it goes before a config's."""
 
     @property
     def is_one_host(self) -> bool:
@@ -78,9 +85,11 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     variables = os.environ if environ is None else environ
     launcher = _launcher(variables)
     host, plays_host = _host(variables, launcher), bool(variables.get("BIGBATCH_HOST"))
-    columns = terminal_columns(variables)
+    columns, interface = terminal_columns(variables), variables.get(INTERFACE_VARIABLE) or None
     if launcher is None:
-        return ProcessEnv("none", 0, 1, 0, 1, host, None, terminal_columns=columns, plays_host=plays_host)
+        return ProcessEnv(
+            *("none", 0, 1, 0, 1, host, None), terminal_columns=columns, plays_host=plays_host, interface=interface
+        )
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (_number(variables, name, launcher) for name in names[:3])
     local_size = _slurm_local_size(variables) if launcher == "srun" else _number(variables, names[3], launcher)
@@ -100,6 +109,7 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         attempt=_number(variables, RESTART_VARIABLE, launcher) if RESTART_VARIABLE in variables else 0,
         terminal_columns=columns,
         plays_host=plays_host,
+        interface=interface,
     )
 
 
@@ -182,8 +192,8 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
         return variables["MASTER_ADDR"], _number(variables, "MASTER_PORT", launcher)
     if launcher != "srun":
         return None
-    job = _number(variables, "SLURM_JOB_ID", launcher) + _number(variables, "SLURM_STEP_ID", launcher)
-    port = FIRST_SLURM_PORT + job % NUM_SLURM_PORTS
+    job, step = _number(variables, "SLURM_JOB_ID", launcher), _number(variables, "SLURM_STEP_ID", launcher)
+    port = FIRST_SLURM_PORT + (job + SLURM_STEP_PORTS * step) % NUM_SLURM_PORTS
     return "127.0.0.1" if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
 
 

@@ -8,6 +8,7 @@ from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.control import Control
 from bigbatch.comm.environ import LAUNCHER_VARIABLES, ProcessEnv
 from bigbatch.comm.node_memory import process_space
+from bigbatch.comm.release import UNTOLD, release, require_same_release
 
 MOST_NAMED_RANKS = 8
 _REMEDY = (
@@ -37,12 +38,16 @@ class Place:
 def meet(env: ProcessEnv, control: Control) -> list[Place]:
     """Where every rank runs, in rank order. Collective.
 
-    Raises: CommError where two processes are the same rank, or the ranks of a host contradict each other.
+    Raises: CommError where ranks run different code, two processes are the same rank, or the ranks of a host contradict
+    each other.
     """
     mine = Place(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host)
     _claim_rank(env, control)
-    texts = control.gather_text(json.dumps(asdict(mine)), what="meeting of all ranks")
-    places = [Place(**json.loads(text)) for text in texts]
+    texts = control.gather_text(json.dumps({"release": release(), **asdict(mine)}), what="meeting of all ranks")
+    told = [json.loads(text) for text in texts]
+    # before anything else is read: another bigbatch may say it otherwise
+    require_same_release([each.pop("release", UNTOLD) for each in told], hosts=[each["host"] for each in told])
+    places = [Place(**each) for each in told]
     require_consistent(places)
     return places
 

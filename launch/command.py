@@ -5,14 +5,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bigbatch.comm.environ import terminal_columns
 from bigbatch.launch import k8s, mpirun, slurm_queue, torchrun
 from bigbatch.launch.emulate import command as emulate
-from bigbatch.launch.installed import count_gpus, find_mpirun
+from bigbatch.launch.installed import count_gpus, find_mpirun, require_interface
 from bigbatch.launch.job import JobSpec, interface_variables
 from bigbatch.launch.local import run_in_foreground
 from bigbatch.launch.options import job_options, read_job
@@ -69,9 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.launcher == "status":
         return _status(arguments.jobs)
     if arguments.launcher == "cancel":
-        for number in arguments.jobs:
-            print(slurm_queue.cancel(slurm_queue.find_job(number), now=arguments.now))
-        return 0
+        return _cancel(arguments.jobs, now=arguments.now)
     if arguments.launcher == "preflight":
         return _preflight(arguments, command)
     job = _read_job(arguments, command)
@@ -228,6 +226,8 @@ def _foreground(job: JobSpec, launcher: str, *, dry_run: bool) -> int:
         variables = [f"{name}={value}" for name, value in stated.items()]
         print(shlex.join([*(["env", *variables] if variables else []), *argv]))
         return 0
+    if is_mpirun and job.interface is not None:
+        require_interface(job.interface)
     asks_to_stop = mpirun.ASKS_TO_STOP if is_mpirun else torchrun.ASKS_TO_STOP
     return run_in_foreground(argv, environ={**os.environ, **stated}, asks_to_stop=asks_to_stop)
 
@@ -267,10 +267,35 @@ def _k8s(job: JobSpec, *, dry_run: bool) -> int:
     return 0
 
 
+def _cancel(numbers: Sequence[str], *, now: bool) -> int:
+    def cancel(number: str) -> None:
+        jobs = slurm_queue.find_jobs(number)
+        for job in [job for job in jobs if not job.has_ended] or jobs:  # of an array, some may have ended
+            print(slurm_queue.cancel(job, now=now))
+
+    _for_each(numbers, cancel)
+    return 0
+
+
+def _for_each(numbers: Sequence[str], act: Callable[[str], None]) -> None:
+    """One that Slurm refuses does not hold up the others. Raises: SlurmError, at the end."""
+    refused: dict[str, None] = {}
+    for number in numbers:
+        try:
+            act(number)
+        except slurm_queue.SlurmError as error:
+            refused[str(error)] = None
+    if refused:
+        raise slurm_queue.SlurmError("; ".join(refused))
+
+
 def _status(numbers: Sequence[str]) -> int:
+    def show(number: str) -> None:
+        for job in slurm_queue.find_jobs(number):
+            print(slurm_queue.describe(job))
+
     found = numbers or slurm_queue.jobs_of_user()
-    for number in found:
-        print(slurm_queue.describe(slurm_queue.find_job(number)))
+    _for_each(found, show)
     if not found:
         print("no job of yours waits or runs")
     return 0

@@ -1,9 +1,12 @@
-"""What is installed here: programs that pip brings, and GPUs."""
+"""What is installed here: programs that pip brings, GPUs, and network interfaces."""
 
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from bigbatch.trainer.errors import ConfigError
 
 
 def find_mpirun() -> str:
@@ -19,3 +22,12 @@ def count_gpus() -> int:
     except OSError:
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+def require_interface(name: str) -> None:
+    """mpirun uses it here, too, and its own complaint names neither interface nor host. Raises: ConfigError."""
+    names = [found for _, found in socket.if_nameindex()]
+    if name not in names:
+        raise ConfigError(
+            f"--interface {name!r}: {socket.gethostname()} has no such network interface; it has {', '.join(names)}"
+        )

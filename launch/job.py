@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from bigbatch.comm.environ import INTERFACE_VARIABLE
 from bigbatch.launch.job_words import check_words, option
 from bigbatch.trainer.errors import ConfigError
 
@@ -93,8 +94,9 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
-    """What tells gloo and NCCL which network interface to use."""
-    return () if name is None else (("GLOO_SOCKET_IFNAME", name), ("NCCL_SOCKET_IFNAME", name))
+    """What tells bigbatch, gloo and NCCL which network interface to use."""
+    names = (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return () if name is None else tuple((variable, name) for variable in names)
 
 
 def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
@@ -124,10 +126,11 @@ def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
     words = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not words:
-        raise ConfigError(f"--hostfile {path} names no host; write lines such as: n0 slots=8")
+        raise ConfigError(f"--hostfile {str(path)!r} names no host; write lines such as: n0 slots=8")
     return tuple(host for word in words for host in parse_hosts(word))
 
 

@@ -63,8 +63,8 @@ def read_job(
     arguments: argparse.Namespace, command: Sequence[str], *, num_cores: int, default_ranks: int = 1
 ) -> JobSpec:
     """What the options state. Raises: ConfigError."""
-    hosts = parse_hosts(arguments.hosts) if arguments.hosts else ()
-    if arguments.hostfile:
+    hosts = () if arguments.hosts is None else parse_hosts(arguments.hosts)
+    if arguments.hostfile is not None:
         hosts += read_hostfile(arguments.hostfile)
     return make_job(
         tuple(command),

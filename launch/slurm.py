@@ -11,8 +11,9 @@ from bigbatch.launch.slurm_preflight import ACTIONS, LOOK
 from bigbatch.trainer.errors import ConfigError
 
 STOP_SECONDS = 120
-LEAVE_SECONDS = 60
-"""How long the ranks have to notice that one of them has ended."""
+LEAVE_SECONDS = 90
+"""How long the ranks have to notice that one of them has ended, and to say so: more than the recipes'
+comm.timeout_seconds, or Slurm would end them first, with a code of its own."""
 
 REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from bigbatch.trainer.errors import ConfigError
 
 NONE = ("", "(null)", "None", "N/A", "Unknown")
 """How Slurm writes nothing."""
+
+
+NO_TASK = str(2**32 - 2)
+"""What is left of an array's jobs that were cancelled before they started."""
+
+LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
+"""States of a job that has not ended."""
 
 
 class SlurmError(ConfigError):
@@ -31,14 +39,21 @@ class QueuedJob:
 
     @property
     def number(self) -> str:
-        """As a user names it: 12, or 12_3 in an array."""
-        task = self.facts.get("ArrayTaskId")
-        return f"{self.facts['ArrayJobId']}_{task}" if task else self.facts["JobId"]
+        """As a user names it: 12, or 12_3 in an array, or 12_[4-7] for those of an array that have not started."""
+        task = self.facts.get("ArrayTaskId", "").partition("%")[0]
+        if task in ("", NO_TASK):
+            return self.facts["JobId"]
+        return f"{self.facts['ArrayJobId']}_{task if task.isdecimal() else f'[{task}]'}"
 
     @property
     def state(self) -> str:
         """Such as PENDING, RUNNING, REQUEUED, COMPLETED."""
         return self.facts["JobState"]
+
+    @property
+    def has_ended(self) -> bool:
+        """It neither waits nor runs, nor will."""
+        return self.state not in LIVING
 
     @property
     def is_ours(self) -> bool:
@@ -71,7 +86,7 @@ def submit(script: str, *, wait: bool = False, environ: Mapping[str, str]) -> tu
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    with process.stdin as stdin:
+    with suppress(BrokenPipeError), process.stdin as stdin:  # it has ended before it read all, and says why
         stdin.write(script.encode(errors="surrogateescape"))
     number = process.stdout.readline().decode().strip().partition(";")[0]
     if not number:
@@ -86,28 +101,34 @@ def jobs_of_user() -> list[str]:
     return run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
 
 
-def find_job(number: str) -> QueuedJob:
-    """Raises: SlurmError for one that Slurm does not know, or not any more."""
+def find_jobs(number: str) -> list[QueuedJob]:
+    """The one of that number, or all of an array. Raises: SlurmError for one that Slurm does not know, or forgot."""
     if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
         raise ConfigError(f"{number!r} is no job of Slurm's; bigbatch launch slurm prints its number, such as 1234")
     try:
-        shown = run_slurm(["scontrol", "show", "job", "--oneliner", number]).splitlines()[0]
+        shown = run_slurm(["scontrol", "show", "job", "--oneliner", number])
     except SlurmError as error:
         raise SlurmError(
             f"job {number}: {error}; Slurm forgets a job minutes after its end, its log remains"
         ) from error
-    facts = parse_facts(shown)
+    records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
+    return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
+
+
+def _script_of(number: str) -> str:
     try:
-        script = run_slurm(["scontrol", "write", "batch_script", facts["JobId"], "-"])
+        return run_slurm(["scontrol", "write", "batch_script", number, "-"])
     except SlurmError:  # of another user, or not a batch job
-        script = ""
-    return QueuedJob(facts, script)
+        return ""
 
 
 def parse_facts(line: str) -> dict[str, str]:
-    """'JobId=7 JobName=a b Reason=None' -> a dict; values may hold blanks."""
+    """'JobId=7 JobName=a b Reason=None' -> a dict; values may hold blanks, and folders at the end a name and =."""
     words = re.split(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=", line.strip())
-    return dict(zip(words[1::2], words[2::2], strict=True))
+    facts: dict[str, str] = {}
+    for name, value in zip(words[1::2], words[2::2], strict=True):
+        facts.setdefault(name, value)
+    return facts
 
 
 def describe(job: QueuedJob) -> str:
@@ -120,8 +141,8 @@ def describe(job: QueuedJob) -> str:
         "elapsed": f"{facts.get('RunTime', '?')} of {facts.get('TimeLimit', '?')}",
         "nodes": facts.get("NodeList"),
         "restarts": facts.get("Restarts"),
-        "exit code": _exit_code(facts.get("ExitCode", "")) if _has_ended(job.state) else None,
-        "log": facts.get("StdOut"),
+        "exit code": _exit_code(facts.get("ExitCode", "")) if job.has_ended else None,
+        "log": None if job.number.endswith("]") else facts.get("StdOut"),  # those to come have none yet
         "last report": last_report(job.run_folder) if job.run_folder else None,
     }
     return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value)])
@@ -132,7 +153,7 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
 
     Raises: SlurmError for a job that has ended or cannot be asked.
     """
-    if _has_ended(job.state):
+    if job.has_ended:
         raise SlurmError(f"job {job.number} has ended already: {job.state}")
     if now or job.state != "RUNNING":
         run_slurm(["scancel", job.number])
@@ -161,10 +182,6 @@ def _not_installed(program: str) -> SlurmError:
     return SlurmError(
         f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script anywhere"
     )
-
-
-def _has_ended(state: str) -> bool:
-    return state not in ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
 
 
 def _exit_code(text: str) -> str | None:

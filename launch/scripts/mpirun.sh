@@ -6,11 +6,13 @@
 HOSTS=${HOSTS:-localhost:2}
 INTERFACE=${INTERFACE:-}   # between the hosts, such as eth0; empty: mpirun and bigbatch choose
 
+command -v mpirun >/dev/null || { echo "mpirun is not installed here: pip install 'bigbatch[mpi]'" >&2; exit 1; }
+
 options=(--host "$HOSTS" --map-by slot)
 options+=(--bind-to none)   # else each rank would decode and compute on one core
 if [ -n "$INTERFACE" ]; then
   options+=(--prtemca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
-  options+=(-x "GLOO_SOCKET_IFNAME=$INTERFACE" -x "NCCL_SOCKET_IFNAME=$INTERFACE")
+  for name in BIGBATCH_INTERFACE GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do options+=(-x "$name=$INTERFACE"); done
 fi
 [ "$(id -u)" -eq 0 ] && options+=(--allow-run-as-root)
 

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # i
 
 from preflight import slowed
 
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240
 PYTHON = shlex.quote(sys.executable)
 BIGBATCH = (sys.executable, "-m", "bigbatch", "launch")
@@ -317,6 +318,39 @@ def test_a_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
     facts = job_facts(job)
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "130:0"), log.read_text()
     assert 2 <= newest_step(tmp_path / "run") < STEPS, log.read_text()
+
+
+def test_different_code_on_two_nodes_is_named(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+    """By every rank, before any training."""
+    copy = tmp_path / "other"
+    shutil.copytree(ROOT / "bigbatch", copy / "bigbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "bigbatch/trainer/loop.py").open("a") as file:
+        file.write("# another\n")
+    command = shlex.join([sys.executable, "-m", "bigbatch", *train_command(shapes, tmp_path / "run", LONG)])
+    rank = f"[ $SLURM_NODEID = 0 ] || export PYTHONPATH={shlex.quote(str(copy))}; exec {command}"
+    said = output_of(f"srun bash -c {shlex.quote(rank)}", "--nodes=2", "--ntasks-per-node=1", cwd=tmp_path)
+    named = re.findall(
+        r"^bigbatch: the ranks run different code: n1: (bigbatch .*); n0: (bigbatch .*): install", said, re.M
+    )
+    assert len(named) == 2, said
+    assert len({*named[0]}) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_status_and_cancel_of_an_array_are_of_all_its_jobs(slurm: Cluster, tmp_path: Path) -> None:
+    """More than the nodes can run at once."""
+    script = '# run folder: null\ntrap "exit 130" USR2\necho listens\nsleep 600 & wait'
+    job = submit(script, "--array=0-9", "--ntasks=2", "--nodes=1", "--output=said-%a", cwd=tmp_path)
+    said = [tmp_path / f"said-{number}" for number in range(4)]
+    wait_until(lambda: all(log.exists() and log.read_text() for log in said), log=said[0])
+    shown = login(*BIGBATCH, "status", job, cwd=tmp_path).stdout
+    assert shown.count("RUNNING") == 4
+    assert f"job {job}_[4-9] (sbatch): PENDING" in shown
+    done = login(*BIGBATCH, "cancel", job, cwd=tmp_path)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 5), done.stderr
+    finish(job)
+    shown = login(*BIGBATCH, "status", job, cwd=tmp_path).stdout
+    assert shown.count("130 (stopped by request") == 4, shown
 
 
 def test_a_job_changes_a_slow_node_for_another(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:

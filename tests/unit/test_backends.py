@@ -95,7 +95,7 @@ def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
-    with pytest.raises(CommError, match=r"comm.interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
+    with pytest.raises(CommError, match=r"^interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
         TcpBackend(TWO, half_a_job(), interface="ib7")
 
 

@@ -109,6 +109,23 @@ def test_ranks_tell_each_other_where_they_run(monkeypatch: pytest.MonkeyPatch) -
     assert Place(**json.loads(json.dumps(asdict(places(("a", "1", 0, 2))[0])))).node == "a 1"
 
 
+def test_different_code_on_two_nodes_is_named_before_anything_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another bigbatch may describe its place by other words, or say nothing of its release."""
+    met = Control(ALONE, timeout_seconds=5)
+    other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
+    monkeypatch.setattr(met, "gather_text", lambda text, *, what: [text, other])
+    expected = (
+        r"^the ranks run different code: n1: bigbatch 0\.2\.0 \(sources 1234abcd\), torch 2\.14\.1; "
+        r"here: bigbatch \S+ \(sources [0-9a-f]{8}\), torch \S+: install the same on all nodes"
+    )
+    with pytest.raises(CommError, match=expected):
+        meet(TWO, met)
+    untold = Control(ALONE, timeout_seconds=5)
+    monkeypatch.setattr(untold, "gather_text", lambda text, *, what: [text, json.dumps({"host": "n1", "rank": 1})])
+    with pytest.raises(CommError, match="n1: an older bigbatch; here: bigbatch"):
+        meet(TWO, untold)
+
+
 @pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "rank")])
 def test_the_second_process_of_a_rank_is_refused(launcher: str, variable: str) -> None:
     met = Control(ALONE, timeout_seconds=5)
@@ -170,6 +187,23 @@ def test_an_interface_that_would_have_no_effect_is_refused(backend: str) -> None
     expected = f"interface 'eth0' has no effect on backend '{backend}', whose MPI library chooses its own: leave it out"
     with pytest.raises(ValueError, match=expected):
         connect(backend=backend, interface="eth0", env=ALONE, device=CPU)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo", "mpi"])
+def test_the_launchers_interface_goes_before_the_configs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And MPI may have it, which the launcher has told by itself."""
+    asked = []
+
+    def refuse(*_: object, interface: str | None, **__: object) -> None:
+        asked.append(interface)
+        raise CommError("enough")
+
+    monkeypatch.setattr(connection, "Control", refuse)
+    stated = None if backend == "mpi" else "eth0"
+    for env in (replace(TWO, interface="ib0"), TWO):
+        with pytest.raises(CommError, match="enough"):
+            connect(backend=backend, interface=stated, env=env, device=CPU)
+    assert asked == ["ib0", stated]
 
 
 class NativeBackend(SingleBackend):

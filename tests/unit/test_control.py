@@ -164,6 +164,19 @@ def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(CommError, match=f"rank 0 on here: no rendezvous at 127.0.0.1:{port}: .*in use; check"):
             rendezvous(rank_of_two(port=port), SECONDS)
+        with pytest.raises(CommError, match=r"submit the job again: its number chooses another port$"):
+            rendezvous(replace(rank_of_two(port=port), launcher="srun"), SECONDS)
+
+
+def test_a_meeting_point_that_leads_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One /etc/hosts for all nodes, in which the first one's name is its own loopback address."""
+    address = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: address)
+    env = ProcessEnv("srun", 1, 2, 0, 1, "n1", ("n0", 1))
+    with pytest.raises(
+        CommError, match=r"rank 1 on n1: no rendezvous at n0:1: .*; n0 leads n1 to itself: give it n0's"
+    ):
+        rendezvous(env, timedelta(seconds=0.2))
 
 
 def test_no_meeting_point_is_named() -> None:

@@ -155,8 +155,9 @@ def test_what_is_no_host_list_is_refused(text: str) -> None:
         (OPENMPI, None),
         (MPICH, None),
         ({**OPENMPI, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
-        (SRUN, ("n01", 20000 + 125)),
-        ({**SRUN, "SLURM_JOB_ID": "12000"}, ("n01", 20002)),
+        (SRUN, ("n01", 20000 + 123 + 2 * 1009)),
+        ({**SRUN, "SLURM_JOB_ID": "12000", "SLURM_STEP_ID": "0"}, ("n01", 20000)),
+        ({**SRUN, "SLURM_STEP_ID": "4294967290"}, ("n01", 20000 + 3733)),  # an interactive step
         ({**SRUN, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
     ],
 )
@@ -168,8 +169,17 @@ def test_a_slurm_job_on_one_host_meets_on_the_loopback_interface() -> None:
     one_host = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
     env = read_process_env({**SRUN, **one_host, "SLURM_PROCID": "3"})
     assert env.is_one_host
-    assert env.master == ("127.0.0.1", 20125)
+    assert env.master == ("127.0.0.1", 22141)
     assert not read_process_env(SRUN).is_one_host
+
+
+def test_steps_of_neighbouring_jobs_never_meet_at_one_port() -> None:
+    """They may share a node, with several steps each: a thousand jobs of eleven steps."""
+    numbers = [(job, step) for job in range(500_000, 501_000) for step in range(11)]
+    masters = {
+        read_process_env({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master for job, step in numbers
+    }
+    assert len(masters) == len(numbers)
 
 
 def test_slurm_ports_stay_below_those_that_linux_hands_out() -> None:
@@ -260,6 +270,13 @@ def test_the_libraries_are_told_the_interface(
     prefer_interface(interface, is_one_host=is_one_host)
     assert os.environ.get("GLOO_SOCKET_IFNAME") in gloo
     assert os.environ.get("NCCL_SOCKET_IFNAME") in nccl
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN, SRUN])
+def test_the_launcher_may_name_the_interface(variables: dict[str, str]) -> None:
+    assert read_process_env({**variables, "BIGBATCH_INTERFACE": "ib0"}).interface == "ib0"
+    assert read_process_env({**variables, "BIGBATCH_INTERFACE": ""}).interface is None
+    assert read_process_env(variables).interface is None
 
 
 @pytest.mark.usefixtures("no_interface")

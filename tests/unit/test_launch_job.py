@@ -147,6 +147,23 @@ def test_what_is_no_hostfile_is_refused(tmp_path: Path, text: str) -> None:
         read_hostfile(tmp_path / "hostfile")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_hostfile(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"'[^\n]*a\\nb' cannot be read"):
+        read_hostfile(tmp_path / "a\nb")
+
+
+def test_an_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["mpirun", "--ranks", "2", "--interface", "ib7"]
+    with pytest.raises(ConfigError, match=r"^--interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
+        main([*words, *("--", *TRAIN)])
+    assert main([*words, "--dry-run", *("--", *TRAIN)]) == 0  # may be meant for another machine
+    assert "ib7" in capfd.readouterr().out
+
+
+def test_no_host_is_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the shell's variable for it is empty."""
+    with pytest.raises(ConfigError, match="--hosts '': '' is not of the form HOST:RANKS"):
+        main(["mpirun", "--hosts", "", "--dry-run", *("--", *TRAIN)])
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("text", ["n0", "n0:", "n0:0", "n0:65536", "-n:1", "n 0:1", ":1", "n0:1\n"])
@@ -205,7 +222,8 @@ def test_variables_reach_the_ranks_of_local(capfd: pytest.CaptureFixture[str]) -
     """torchrun starts `bigbatch --version`-like commands too; their environment is what counts."""
     main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", "train"])
     words = capfd.readouterr().out.split()
-    assert words[:4] == ["env", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "BIGBATCH_HOST=played"]
+    interface = ["BIGBATCH_INTERFACE=lo", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
+    assert words[:5] == ["env", *interface, "BIGBATCH_HOST=played"]
 
 
 @pytest.mark.parametrize("name", ["A", "a.b", "a_b", "-a", "a" * 60, "a b", "a;b"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.launch.command import main
-from bigbatch.launch.slurm_queue import find_job, parse_facts
+from bigbatch.launch.slurm_queue import find_jobs, parse_facts
 from bigbatch.trainer.errors import ConfigError
 
 SHOWN = (
@@ -186,7 +186,7 @@ def test_a_job_that_has_ended_is_not_cancelled(cluster: Cluster) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_what_is_no_number_of_a_job_is_refused(number: str) -> None:
     with pytest.raises(ConfigError, match="is no job of Slurm's"):
-        find_job(number)
+        find_jobs(number)
 
 
 def test_a_job_that_slurm_has_forgotten(cluster: Cluster) -> None:
@@ -194,7 +194,65 @@ def test_a_job_that_slurm_has_forgotten(cluster: Cluster) -> None:
         "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n"
     )
     with pytest.raises(ConfigError, match=r"job 9: .*Invalid job id specified; Slurm forgets a job minutes after"):
-        find_job("9")
+        find_jobs("9")
+
+
+@pytest.fixture
+def array(cluster: Cluster) -> Cluster:
+    """Of whose jobs one has ended, one runs, and four wait, at most two at a time."""
+    states = {"0": "COMPLETED", "1": "RUNNING", "2-5%2": "PENDING"}
+    shown = SHOWN.replace("ArrayTaskId=3", "ArrayTaskId={task}")
+    lines = [shown.format(state=state, code="0:0", folder="/x\ny", task=task) for task, state in states.items()]
+    (cluster.folder / "shown").write_text("\n".join(lines) + "\n")
+    return cluster
+
+
+@pytest.mark.usefixtures("array")
+def test_status_of_an_array_is_of_all_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["status", "7"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("job")] == [
+        "job 7_0 (a b): COMPLETED",
+        "job 7_1 (a b): RUNNING",
+        "job 7_[2-5] (a b): PENDING",
+    ]
+    assert sum(line.startswith("  log") for line in lines) == 2, "those to come have none"
+
+
+@pytest.mark.parametrize(("words", "calls"), [([], ["--batch --signal=USR2 7_1"]), (["--now"], ["7_1"])])
+def test_cancel_of_an_array_is_of_all_its_jobs(array: Cluster, words: list[str], calls: list[str]) -> None:
+    main(["cancel", "7", *words])
+    assert array.calls("scancel") == [*calls, "7_[2-5]"]
+
+
+def test_what_is_left_of_a_cancelled_array_has_its_number(cluster: Cluster) -> None:
+    shown = SHOWN.replace("JobId=12 ArrayJobId=7 ArrayTaskId=3", "JobId=7 ArrayJobId=7 ArrayTaskId=4294967294")
+    (cluster.folder / "shown").write_text(shown.format(state="CANCELLED", code="0:0", folder="/a"))
+    assert find_jobs("7")[0].number == "7"
+
+
+@pytest.mark.parametrize("action", ["status", "cancel"])
+def test_a_job_that_is_gone_does_not_hold_up_the_others(
+    action: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = '#!/bin/sh\n[ "$1$4" = show9 ] && { echo unknown >&2; exit 1; }\n'
+    (cluster.folder / "scontrol").write_text(gone + SCONTROL.format(folder=cluster.folder))
+    with pytest.raises(
+        ConfigError, match=r"^job 9: unknown; Slurm forgets a job minutes after its end, its log remains$"
+    ):
+        main([action, "9", "12", "9"])
+    assert "job 7_3" in capsys.readouterr().out
+
+
+def test_a_folder_that_looks_like_a_fact_is_none(cluster: Cluster) -> None:
+    (cluster.folder / "shown").write_text(SHOWN.format(state="RUNNING", code="0:0", folder="/a JobState=FAILED"))
+    assert find_jobs("12")[0].state == "RUNNING"
+
+
+def test_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
+    (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match="sbatch refused the job: no configuration"):
+        main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])
 
 
 def test_values_with_blanks_and_equals_signs_are_read_whole() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_stubs import JOB, Stubs
 
-from bigbatch.launch.job import JobSpec
+from bigbatch.launch.job import JobSpec, interface_variables
 from bigbatch.launch.job_words import PATTERNS
 from bigbatch.launch.run_folder import find_run_folder
 from bigbatch.launch.slurm import directives, log_path, sbatch_script
@@ -56,7 +56,7 @@ def test_the_ranks_get_the_values_of_variables_whatever_they_hold(stubs: Stubs) 
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=pairs, interface="ib0")))
     given = stubs.variables()
     assert [given[name] for name, _ in pairs] == NASTY
-    assert given["GLOO_SOCKET_IFNAME"] == given["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0"] * 3
     assert not (stubs.folder / "x").exists()
 
 
@@ -269,6 +269,15 @@ def test_the_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
     assert words[:2] == ["--host", "n0:8,n1:8"]
     assert words[-5:] == ["bigbatch", *TRAIN, "a b"]
     assert [words[i + 1] for i, word in enumerate(words) if word.endswith("_if_include")] == ["eth0", "eth0"]
+    assert {word.partition("=")[0] for word in words if word.endswith("=eth0")} == {
+        name for name, _ in interface_variables("eth0")
+    }
+
+
+def test_the_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
+    command = ["/bin/bash", str(ROOT / "launch/scripts/mpirun.sh"), *TRAIN]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "mpirun is not installed here: pip install 'bigbatch[mpi]'\n")
 
 
 def test_logs_have_names_that_slurm_fills_in() -> None:

@@ -1,5 +1,6 @@
 """Preflight: verdicts on hand-made nodes, who meets whom, and what launchers make of it."""
 
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from bigbatch.cli import main
+from bigbatch.comm.backends.base import CommError
 from bigbatch.launch import preflight as launch_preflight
 from bigbatch.launch.job import JobSpec
 from bigbatch.launch.preflight import choose_launcher, preflight_command, read_bad_nodes, without
@@ -240,9 +242,19 @@ def test_the_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", str(tmp_path) + ":/bin:/usr/bin")
     gpus = facts.query_gpus()
     assert gpus == (line, line)
-    assert facts.versions(torch.device("cpu"), gpus)["driver"] == "570.86.15"
+    versions = facts.versions(torch.device("cpu"), gpus)
+    assert versions["driver"] == "570.86.15"
+    assert re.fullmatch(r"\d+\.\d+\.\d+( [0-9a-f]{12}\+?)? \(sources [0-9a-f]{8}\)", versions["bigbatch"])
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     assert facts.query_gpus() == ()
+
+
+def test_the_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that nobody asked for; the command's own word goes before it."""
+    monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
+    for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
+        with pytest.raises(CommError, match=f"^interface '{name}': "):
+            command.main(words)
 
 
 # --- launchers ---

@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
     began = time.monotonic()
     arguments, words = _parser().parse_known_args(argv)
     config = load_config(words, prog="bigbatch preflight") if words else None
-    interface = arguments.interface or (config.comm.interface if config else None)
     env = read_process_env()
+    interface = arguments.interface or env.interface or (config.comm.interface if config else None)
     address, control = meet(env, interface=interface)
     nodes = examine(config, env, control, address=address, interface=interface, seconds=arguments.seconds)
     findings = judge(nodes) if env.rank == 0 else []
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--interface", help="network interface between the nodes (default: the experiment's comm.interface)")
+    add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
     add("--bad-nodes", type=Path, metavar="FILE", help="write the names of unfit nodes there, one a line")
     add("--json", type=Path, metavar="FILE", help="write all that was found there")
     add("--seconds", type=float, default=2.0, help="for computing rates (default: %(default)s)")

@@ -12,6 +12,7 @@ import torch
 
 from bigbatch import __version__
 from bigbatch.comm.conditions import source_commit
+from bigbatch.comm.release import sources_digest
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.data.shards import open_split
 from bigbatch.trainer.errors import DataError
@@ -61,7 +62,7 @@ def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool
 def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
     """Of the software."""
     found = {
-        "bigbatch": f"{__version__} {source_commit() or ''}".strip(),
+        "bigbatch": " ".join(filter(None, (__version__, source_commit(), f"(sources {sources_digest()})"))),
         "Python": platform.python_version(),
         "torch": torch.__version__,
     }
