@@ -171,6 +171,10 @@ class Control:
             f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
         )
 
+    def has_met(self, rank: int) -> bool:
+        """A rank has come to the rendezvous, whatever it does now."""
+        return bool(self.store.check([f"bigbatch/host/{rank}"]))
+
     def host_of(self, rank: int) -> str:
         """Where a rank runs."""
         key = f"bigbatch/host/{rank}"

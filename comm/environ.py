@@ -197,6 +197,15 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
     return "127.0.0.1" if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
 
 
+def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Nodes of this step of Slurm's, whether their ranks have come or not; none under other launchers.
+
+    Raises: LaunchError where the variable is no host list.
+    """
+    text = (os.environ if environ is None else environ).get("SLURM_STEP_NODELIST")
+    return expand_hostlist(text) if text else []
+
+
 def expand_hostlist(text: str) -> list[str]:
     """Slurm's compact host list, written out: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
 

@@ -208,7 +208,7 @@ def _without_unfit(job: JobSpec, *, dry_run: bool) -> tuple[int, JobSpec]:
     code, bad = _look(looking, dry_run=dry_run)
     if code == 0 or dry_run or job.preflight == "warn":
         return 0, replace(job, preflight=None)
-    if job.preflight == "exclude" and code == UNFIT and bad:
+    if job.preflight == "exclude" and bad:
         print(f"bigbatch: starting without {', '.join(bad)}", file=sys.stderr, flush=True)
         return 0, replace(without(job, bad), preflight=None)
     return code, job

@@ -67,7 +67,7 @@ class JobSpec:
     preflight: str | None = None
     """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
     stop_seconds: int | None = None
-    """How long before the time limit the ranks are asked to save a checkpoint and stop."""
+    """How long before the time limit the ranks are asked to save a checkpoint and stop; 0: the limit ends the job."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -176,7 +176,7 @@ def make_job(
 
 def check_time(job: JobSpec, *, stop_seconds: int) -> None:
     """The ranks must have started, and trained a little, when they are asked to stop. Raises: ConfigError."""
-    if job.minutes is not None and job.minutes * 60 <= stop_seconds + SIGNAL_EARLY_SECONDS:
+    if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + SIGNAL_EARLY_SECONDS:
         raise ConfigError(
             f"--time of {job.minutes} min leaves no time to train: the ranks are asked to stop {stop_seconds} s before "
             f"it, and up to {SIGNAL_EARLY_SECONDS} s earlier; lengthen it or lower --stop-seconds"

@@ -94,7 +94,11 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
         "image": job.image,
         "command": [_literal(word) for word in (*words, "--", *job.command)],
     }
-    return {"terminationGracePeriodSeconds": job.stop_seconds or 120, **_pod(job), "containers": [container]}
+    return {"terminationGracePeriodSeconds": _grace_seconds(job), **_pod(job), "containers": [container]}
+
+
+def _grace_seconds(job: JobSpec) -> int:
+    return 120 if job.stop_seconds is None else job.stop_seconds
 
 
 def _worker(job: JobSpec) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def _worker(job: JobSpec) -> dict[str, Any]:
         "resources": {"limits": limits},
     }
     return {
-        "terminationGracePeriodSeconds": (job.stop_seconds or 120) + 30,
+        "terminationGracePeriodSeconds": _grace_seconds(job) + 30,
         **_pod(job),
         "containers": [container],
         "volumes": volumes,

@@ -47,7 +47,9 @@ def job_options() -> argparse.ArgumentParser:
     request.add_argument("--memory", help="of each node, such as 200G")
     request.add_argument("--array", help="jobs that differ in {index} in COMMAND: 0-7, or 0-99%%4 for 4 at a time")
     request.add_argument(
-        "--stop-seconds", type=int, help="checkpoint and requeue so long before the time limit (default: 120)"
+        "--stop-seconds",
+        type=int,
+        help="checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
     )
     request.add_argument("--logs", help="folder for output (default: logs)")
     container = parent.add_argument_group("container")

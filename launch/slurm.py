@@ -73,7 +73,7 @@ def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folde
     Raises: ConfigError for what Slurm cannot do, and for an array whose jobs would share their files.
     """
     refuse(job, launcher="slurm", refused=REFUSED)
-    check_time(job, stop_seconds=job.stop_seconds or STOP_SECONDS)
+    check_time(job, stop_seconds=_stop_seconds(job))
     if (job.array is not None) != any(INDEX in word for word in job.command):
         raise ConfigError(
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
@@ -111,9 +111,13 @@ def directives(job: JobSpec) -> list[str]:
         "array": job.array,
         "output": log_path(job),
         "open-mode": "append",
-        "signal": f"B:USR1@{job.stop_seconds or STOP_SECONDS}",
+        "signal": f"B:USR1@{_stop_seconds(job)}",  # 0: when the job is preempted alone
     }
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue"]
+
+
+def _stop_seconds(job: JobSpec) -> int:
+    return STOP_SECONDS if job.stop_seconds is None else job.stop_seconds
 
 
 def _head(job: JobSpec, *, folder: str | None) -> str:

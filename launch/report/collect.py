@@ -16,6 +16,7 @@ from bigbatch.trainer.rundir import RunDir, read_records
 CONDITIONS = ("device", "torch", "commit", "backend", "precision", "date")
 SAME = ("device", "torch", "commit")
 """Where points differ in these, it is no scaling that shows."""
+Variant = tuple[tuple[str, Any], ...]
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
 
@@ -57,26 +58,31 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
     """Repeats of a point are taken together; a point whose files are damaged has no figures. Raises: ConfigError."""
     sweep = read_yaml(folder.sweep)
     groups: dict[str, list[_PointRun]] = {}
+    fewest: dict[Variant, int] = {}
     unmeasured: list[tuple[str, str]] = []
     for number in folder.numbers():
         shown = f"point {number}"
         try:
             state = read_state(folder, number)
             shown = describe(state["values"])
+            variant = _variant(state["values"])
+            fewest[variant] = min(state["ranks"], fewest.get(variant, state["ranks"]))
             if state["state"] != DONE:
                 unmeasured.append((shown, state["reason"] or state["state"]))
                 continue
             run = folder.run(number)
             records, summary = train_records(run), read_json(run.summary)
             found = _PointRun(state, records, summary, summary["global_batch_size"])
-            _measure([found])  # what is damaged shows here
+            _measure([found], fewest_ranks=1)  # what is damaged shows here
         except ConfigError as error:
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             unmeasured.append((shown, f"its files are damaged: {type(error).__name__} {error}"))
         else:
             groups.setdefault(json.dumps(state["values"]), []).append(found)
-    measured = tuple(_measure(repeats) for repeats in groups.values())
+    measured = tuple(
+        _measure(repeats, fewest_ranks=fewest[_variant(repeats[0].state["values"])]) for repeats in groups.values()
+    )
     conditions = common_conditions([each.summary for repeats in groups.values() for each in repeats])
     conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if key in sweep}
     return SweepResults(str(sweep.get("name")), folder.path, measured, tuple(unmeasured), conditions)
@@ -90,18 +96,23 @@ class _PointRun:
     global_batch_size: int
 
 
-def _measure(repeats: Sequence[_PointRun]) -> Measured:
+def _variant(values: dict[str, Any]) -> Variant:
+    """All but the number of ranks."""
+    return tuple((key, _hashable(value)) for key, value in values.items() if key != "ranks")
+
+
+def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> Measured:
     first = repeats[0]
     records = [record for each in repeats for record in each.records]
-    values = first.state["values"].items()
     step: Step = median_step(records, global_batch_size=first.global_batch_size)
     return Measured(
-        tuple((key, _hashable(value)) for key, value in values if key != "ranks"),
+        _variant(first.state["values"]),
         ranks=first.state["ranks"],
         nodes=first.state["ranks"] // first.state["ranks_per_node"],
         global_batch_size=first.global_batch_size,
         step=step,
         rates=tuple(record["images_per_second"] for record in records),
+        fewest_ranks=fewest_ranks,
     )
 
 

@@ -17,8 +17,8 @@ MARKERS = "osD^vP*"
 PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
 
 
-def draw_efficiency(found: Sequence[Efficiency]) -> "Figure":
-    """Efficiency over ranks, a line for each variant."""
+def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
+    """Efficiency over ranks, a line for each variant; name: of the sweep, where there are several."""
     figure, axes = _figure()
     for index, points in enumerate(by_variant(found).values()):
         axes.plot(
@@ -34,14 +34,13 @@ def draw_efficiency(found: Sequence[Efficiency]) -> "Figure":
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(0, max(105, *(104 * each.efficiency for each in found)))
-    axes.set(
-        xlabel="ranks", ylabel="scaling efficiency (%)", title="Images per second and rank, beside the fewest ranks"
-    )
+    title = "Images per second and rank, beside the fewest ranks"
+    axes.set(xlabel="ranks", ylabel="scaling efficiency (%)", title=_title(title, name))
     axes.legend(fontsize=8)
     return figure
 
 
-def draw_split(found: Sequence[Efficiency]) -> "Figure":
+def draw_split(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
     """Where the efficiency goes, a bar for each point that has a smaller one beside it."""
     points = [each for each in found if each.point != each.base]
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
@@ -58,7 +57,8 @@ def draw_split(found: Sequence[Efficiency]) -> "Figure":
                 left[i] += value
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=1)
-    axes.set(xlabel="share of the step (%): what is lost to 100% efficiency; left of 0: won", title="Where it goes")
+    label = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
+    axes.set(xlabel=label, title=_title("Where it goes", name))
     figure.legend(loc="outside lower center", ncols=len(PARTS), fontsize=8)
     return figure
 
@@ -72,7 +72,7 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
             [100 * each.top1 for each in run.evaluations],
             marker=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
-            label=label.replace("$", r"\$"),
+            label=_plain(label),
         )
     axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
     axes.legend(fontsize=8)
@@ -89,7 +89,15 @@ def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
 
 def label_of(each: Efficiency) -> str:
     """The same for matplotlib."""
-    return variant_name(each).replace("$", r"\$")  # else matplotlib's mathematics
+    return _plain(variant_name(each))
+
+
+def _title(title: str, name: str | None) -> str:
+    return f"{title}\n{_plain(name)}" if name else title
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # else matplotlib's mathematics
 
 
 def variant_name(each: Efficiency) -> str:

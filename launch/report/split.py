@@ -34,11 +34,18 @@ class Measured:
     step: Step
     rates: tuple[float, ...]
     """Images per second of each report, over all repeats."""
+    fewest_ranks: int
+    """Of the points with the same other values, with figures or without."""
 
     @property
     def rate(self) -> float:
         """Images per second."""
         return self.global_batch_size / self.step.seconds
+
+    @property
+    def million_images_rank_hours(self) -> float:
+        """Hours of a rank, over all ranks, that 10^6 images take."""
+        return 1e6 * self.ranks / self.rate / 3600
 
     @property
     def local_batch(self) -> float:
@@ -55,6 +62,11 @@ class Efficiency:
     efficiency: float
     losses: dict[str, float]
     """Of PARTS, as shares of the step; negative where a part takes less than its share of the ideal step."""
+
+    @property
+    def lacks_base(self) -> bool:
+        """The point that should be the base has no figures; the next one is."""
+        return self.base.ranks > self.base.fewest_ranks
 
     @property
     def speedup(self) -> float:

@@ -23,30 +23,40 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def findings(found: Sequence[Efficiency]) -> list[str]:
-    """The main thing about each variant, in plain words."""
+def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
+    """The main thing about each variant, in plain words; name: of the sweep, where there are several."""
     lines = []
     for label, points in by_variant(found).items():
         last = points[-1]
+        label = f"{name}: {label}" if name else label
         if last.point == last.base:
             lines.append(
                 f"{label}: measured on {count(last.point.ranks, 'rank')} alone, which says nothing of scaling."
             )
             continue
+        missing = (
+            f" Efficiency is beside {count(last.base.ranks, 'rank')}: the point with {last.base.fewest_ranks} has no "
+            "figures."
+            if last.lacks_base
+            else ""
+        )
         lost = {last.name_of(part): share for part, share in last.losses.items() if share >= WORTH_NAMING}
         causes = sorted(lost, key=lambda name: -lost[name])
         rest = f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in causes)}." if causes else ""
         lines.append(
             f"{label}: {count(last.point.ranks, 'rank')} on {count(last.point.nodes, 'node')} train "
-            f"{last.speedup:.2f} times as fast as {last.base.ranks} ({percent(last.efficiency)} efficiency).{rest}"
+            f"{last.speedup:.2f} times as fast as {last.base.ranks} ({percent(last.efficiency)} efficiency)."
+            f"{rest}{missing}"
         )
     return lines
 
 
-def scaling_table(found: Sequence[Efficiency]) -> Table:
-    """A row for each point."""
+def scaling_table(found: Sequence[Efficiency], *, name: str | None, price: float | None) -> Table:
+    """A row for each point; price: of an hour of a rank."""
     keys = [key for key, _ in found[0].point.variant]
-    head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency")
+    head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency", "beside")
+    if price is not None:
+        head += ("cost of 10^6 images",)
     rows = [
         (
             *(str(value) for _, value in each.point.variant),
@@ -55,13 +65,15 @@ def scaling_table(found: Sequence[Efficiency]) -> Table:
             f"{min(each.point.rates):,.1f} to {max(each.point.rates):,.1f}",
             str(len(each.point.rates)),
             percent(each.efficiency),
+            count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else ""),
+            *([] if price is None else [f"{price * each.point.million_images_rank_hours:,.2f}"]),
         )
         for each in found
     ]
-    return Table("Speed and efficiency", head, tuple(rows))
+    return Table(_title("Speed and efficiency", name), head, tuple(rows))
 
 
-def split_table(found: Sequence[Efficiency]) -> Table:
+def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
     """Where the rest goes; shares of the step, which add up to 100% minus efficiency."""
     points = [each for each in found if each.point != each.base]
     keys = [key for key, _ in found[0].point.variant]
@@ -76,22 +88,26 @@ def split_table(found: Sequence[Efficiency]) -> Table:
         )
         for each in points
     ]
-    return Table("What is lost, as shares of the step", head, tuple(rows))
+    return Table(_title("What is lost, as shares of the step", name), head, tuple(rows))
+
+
+def _title(title: str, name: str | None) -> str:
+    return f"{title}: {name}" if name else title
 
 
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:
     """Points without figures."""
-    rows = [(sweep.name, *each) for sweep in results for each in sweep.unmeasured]
+    rows = [(str(sweep.folder), *each) for sweep in results for each in sweep.unmeasured]
     return Table("Not measured", ("sweep", "point", "why"), tuple(rows))
 
 
-def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]]) -> Table:
-    """Time and cost of each run."""
+def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:
+    """Time and cost of each run; price: of an hour of a rank."""
     head = ("run", "top-1", "target", "epoch", "hours", "cost", "energy")
-    return Table("Time to accuracy", head, tuple(_accuracy_row(folder, run) for folder, run in runs))
+    return Table("Time to accuracy", head, tuple(_accuracy_row(folder, run, price=price) for folder, run in runs))
 
 
-def _accuracy_row(folder: Path, run: ToAccuracy) -> tuple[str, ...]:
+def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tuple[str, ...]:
     shown = run.shown
     if shown is None:
         return (str(folder), "no evaluation", "", "", "", "", "")
@@ -101,14 +117,20 @@ def _accuracy_row(folder: Path, run: ToAccuracy) -> tuple[str, ...]:
         f"{100 * run.target:.2f} %" + ("" if run.reached else ", not reached"),
         f"{shown.epoch:.1f}",
         f"{shown.hours:.3f} h",
-        f"{shown.rank_hours:.3f} {'GPU-hours' if run.is_gpu else 'hours of a rank on a CPU'}",
+        cost(shown.rank_hours, is_gpu=run.is_gpu, price=price),
         "not told by a driver" if shown.joules is None else f"{shown.joules / 3.6e6:.4f} kWh",
     )
 
 
+def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
+    """28.0 GPU-hours, and what they cost where an hour has a price."""
+    text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
+    return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"
+
+
 def percent(share: float) -> str:
     """0.923 -> '92.3%'."""
-    return f"{100 * share:.1f}%"
+    return f"{round(100 * share, 1) + 0.0:.1f}%"  # no -0.0
 
 
 def count(number: int, thing: str) -> str:

@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.launch.command import job_script, slurm_job
-from bigbatch.launch.sweep.folder import DONE, FAILED, SUBMITTED, SweepFolder, alone_in, prepare, read_state
+from bigbatch.launch.sweep.folder import (
+    FAILED,
+    MISSING,
+    SUBMITTED,
+    SweepFolder,
+    alone_in,
+    prepare,
+    read_state,
+    require_same,
+    state_of,
+)
 from bigbatch.launch.sweep.jobs import array_words, arrays, point_command
 from bigbatch.launch.sweep.plan import PLACES, Sweep, read_sweep
 from bigbatch.launch.sweep.points import Point, make_points
-from bigbatch.launch.sweep.queueing import submit_points, wait_for_points
+from bigbatch.launch.sweep.queueing import find_submitted, submit_points, wait_for_points
 from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, print_table
 from bigbatch.trainer.config_file import PACKAGED
@@ -30,15 +40,15 @@ def main(argv: Sequence[str]) -> int:
     points = make_points(sweep, folder=folder.path)
     chosen = _choose(points, arguments.points)
     if arguments.dry_run:
+        require_same(folder, sweep)
         print_table(folder, chosen)
-        _print_commands(sweep, chosen, folder)
+        _print_commands(sweep, _to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
         return 0
     with alone_in(folder):
         prepare(folder, sweep, points)
-        states = {point.number: read_state(folder, point.number)["state"] for point in chosen}
-        again = (DONE, SUBMITTED) if arguments.retry_failed else (DONE, SUBMITTED, FAILED)
-        missing = [point for point in chosen if states[point.number] not in again]
-        submitted = [point for point in chosen if states[point.number] == SUBMITTED]
+        find_submitted(chosen, folder)
+        missing = _to_run(folder, chosen, retry_failed=arguments.retry_failed)
+        submitted = [point for point in chosen if state_of(folder, point.number) == SUBMITTED]
         print(
             f"{folder.path}: {len(points)} points, {len(missing)} to run"
             + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
@@ -63,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--points", metavar="N,N-N", help="only these (default: all)")
     add("--retry-failed", action="store_true", help="run failed points again")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
-    add("--dry-run", action="store_true", help="print the points and what would run")
+    add("--dry-run", action="store_true", help="print the points, and what would run of them")
     return parser
 
 
@@ -95,13 +105,20 @@ def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
     return [point for point in points if point.number in numbers]
 
 
+def _to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
+    again = (MISSING, FAILED) if retry_failed else (MISSING,)
+    return [point for point in points if state_of(folder, point.number) in again]
+
+
 def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
+    if not points:
+        print("nothing would run")
     if sweep.where != "slurm":
         for point in points:
             print(f"point {point.number}: {shlex.join(point_command(sweep, point, folder))}")
         return
     for same in arrays(points).values():
-        words = array_words(sweep, same, folder)
+        words = array_words(sweep, same, folder, name=sweep.name)
         print(f"# bigbatch launch {shlex.join(words)}")
         print(job_script(slurm_job(words), folder=None))
 
@@ -119,24 +136,31 @@ def _run(
         submit_points(sweep, missing, folder)
         submitted = [*submitted, *missing]
     if submitted and not waits:
-        print(f"{len(submitted)} points are in Slurm's queue; the same command collects what came out")
+        print(f"{_queued(folder, submitted)}; the same command collects what came out")
         return 0
     to_come = submitted if sweep.where == "slurm" else missing
     show = Show(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
     try:
         if sweep.where == "slurm":
-            wait_for_points(sweep, submitted, folder, on_end=show.end)
+            wait_for_points(submitted, folder, on_end=show.end)
         else:
             run_points(sweep, missing, folder, on_end=show.end)
     except (Interrupted, KeyboardInterrupt):
-        print("bigbatch: stopped; the same command goes on with what is missing", file=sys.stderr)
+        still = [point for point in submitted if state_of(folder, point.number) == SUBMITTED]
+        what = f"; {_queued(folder, still)}, where they go on" if still else ", and nothing of it runs on"
+        print(f"bigbatch: stopped{what}; the same command goes on with what is missing", file=sys.stderr)
         return 130
     finally:
         show.close()
     print_table(folder, chosen)
-    states = [read_state(folder, point.number)["state"] for point in chosen]
+    states = [state_of(folder, point.number) for point in chosen]
     failed = states.count(FAILED)
     if failed:
         print(f"{failed} of {len(states)} points failed; --retry-failed runs them again")
     print(f"bigbatch report {shlex.quote(str(folder.path))} says how it scales")
     return SOME_FAILED if failed else 0
+
+
+def _queued(folder: SweepFolder, points: Sequence[Point]) -> str:
+    jobs = sorted({str(read_state(folder, point.number)["job"]) for point in points})
+    return f"{len(points)} points are in Slurm's queue (scancel {' '.join(jobs)} would end them)"

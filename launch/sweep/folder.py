@@ -46,6 +46,11 @@ class SweepFolder:
         """What its job printed."""
         return self.point(number) / "log.txt"
 
+    @property
+    def logs(self) -> Path:
+        """Of jobs in Slurm."""
+        return self.path / "logs"
+
     def run(self, number: int) -> RunDir:
         """Its run folder."""
         return RunDir(self.point(number) / "run")
@@ -58,9 +63,12 @@ class SweepFolder:
 
 def prepare(folder: SweepFolder, sweep: Sweep, points: list[Point]) -> None:
     """Write what is not there yet. Raises: ConfigError where the folder holds something else; RunFolderError."""
-    if folder.sweep.exists():
-        _require_same(folder, sweep)
-    elif folder.path.is_dir() and any(path.name != ".lock" for path in folder.path.iterdir()):
+    require_same(folder, sweep)
+    if (
+        not folder.sweep.exists()
+        and folder.path.is_dir()
+        and any(path.name != ".lock" for path in folder.path.iterdir())
+    ):
         raise ConfigError(f"{folder.path} is not empty and holds no sweep: name another --folder")
     RunDir(folder.path).write_text(folder.sweep, dump_sweep(sweep))
     for point in points:
@@ -82,6 +90,7 @@ def _first_state(sweep: Sweep, point: Point) -> dict[str, Any]:
         "reason": None,
         "exit_code": None,
         "job": None,
+        "job_name": None,
         "log": "log.txt",
         "started": None,
         "seconds": None,
@@ -89,7 +98,10 @@ def _first_state(sweep: Sweep, point: Point) -> dict[str, Any]:
     }
 
 
-def _require_same(folder: SweepFolder, sweep: Sweep) -> None:
+def require_same(folder: SweepFolder, sweep: Sweep) -> None:
+    """Raises: ConfigError where the folder holds another sweep."""
+    if not folder.sweep.exists():
+        return
     try:
         old = yaml.safe_load(folder.sweep.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -110,6 +122,11 @@ def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
         return dict(json.loads(folder.state(number).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
+
+
+def state_of(folder: SweepFolder, number: int) -> str:
+    """One of MISSING and so on; that of a point which no sweep has begun, too. Raises: ConfigError."""
+    return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
 
 
 def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:

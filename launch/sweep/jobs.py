@@ -31,11 +31,11 @@ def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
     return found
 
 
-def array_words(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> list[str]:
-    """The words behind `bigbatch launch` that submit such points."""
+def array_words(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
+    """The words behind `bigbatch launch` that submit such points under that name; their time limit is their end."""
     numbers = ",".join(str(point.number) for point in points)
     size = ["--nodes", str(points[0].nodes), "--ranks-per-node", str(points[0].ranks_per_node)]
-    own = ["--array", numbers, "--name", sweep.name, "--logs", str(folder.path / "logs")]
+    own = ["--array", numbers, "--name", name, "--logs", str(folder.logs), "--stop-seconds", "0"]
     if "time" not in sweep.launch:
         own += ["--time", str(math.ceil(sweep.timeout_minutes))]
     train = ["--", "train", "--config", str(folder.path / "points" / INDEX / "config.yaml")]

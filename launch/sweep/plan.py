@@ -19,7 +19,19 @@ from bigbatch.trainer.errors import ConfigError
 PLACES = ("local", "mpirun", "emulated", "slurm")
 SCALINGS = ("weak", "strong")
 EMULATED_OPTIONS = ("link", "delay", "launcher", "place")
-OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "dry_run", "logs", "name", "help")
+OURS = (
+    "ranks",
+    "nodes",
+    "ranks_per_node",
+    "node_rank",
+    "master",
+    "array",
+    "dry_run",
+    "logs",
+    "name",
+    "help",
+    "stop_seconds",
+)
 """Options of bigbatch launch that a sweep sets itself."""
 
 
@@ -62,7 +74,7 @@ class Sweep:
     repeats: int
     """Runs of each combination, with seeds of their own."""
     timeout_minutes: float
-    """A point that takes longer is ended and has failed; under Slurm the job's limit, at which it is requeued."""
+    """A point that takes longer is ended and has failed; under Slurm the job's limit, where launch states no time."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError."""

@@ -1,14 +1,25 @@
 """Points of a sweep as arrays in Slurm's queue."""
 
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from bigbatch.launch.command import slurm_job, submit_job
 from bigbatch.launch.slurm import log_path
 from bigbatch.launch.slurm_queue import SlurmError, run_slurm
-from bigbatch.launch.sweep.folder import DONE, SUBMITTED, SweepFolder, change_state, read_state, read_summary
+from bigbatch.launch.sweep.folder import (
+    DONE,
+    MISSING,
+    SUBMITTED,
+    SweepFolder,
+    change_state,
+    read_state,
+    read_summary,
+)
+from bigbatch.launch.sweep.job_log import find_times, has_failed
 from bigbatch.launch.sweep.jobs import array_words, arrays
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
@@ -21,61 +32,93 @@ SETTLE_SECONDS = 30.0
 
 
 def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
-    """One array for each number of ranks. Raises: SlurmError with Slurm's words; those submitted stay so."""
+    """One array for each number of ranks. Raises: SlurmError with Slurm's words; those submitted stay so.
+
+    Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
+    """
     for same in arrays(points).values():
+        name = f"{sweep.name}-{secrets.token_hex(4)}"
+        words = array_words(sweep, same, folder, name=name)
+        job = slurm_job(words)
         for point in same:
             start_over(folder, point.number)
-        words = array_words(sweep, same, folder)
-        job = slurm_job(words)
-        number, sbatch = submit_job(job)
-        sbatch.wait()
-        for point in same:
-            log = Path(log_path(job, job_id=f"{number}_{point.number}"))
             change_state(
                 folder,
                 point.number,
                 state=SUBMITTED,
                 reason=None,
                 exit_code=None,
-                job=number,
-                log=str(log.relative_to(folder.path)),
-                started=time.time(),
+                job=None,
+                job_name=name,
+                started=None,
                 seconds=None,
                 command=["bigbatch", "launch", *words],
             )
+        try:
+            number, sbatch = submit_job(job)
+        except ConfigError:
+            with suppress(SlurmError):  # sbatch may have lost no more than the answer; if squeue does, too: next time
+                find_submitted(same, folder)
+            raise
+        sbatch.wait()
+        for point in same:
+            _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
+
+
+def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
+    """What became of points whose submission ended without a job's number: in Slurm, or missing. Raises: SlurmError."""
+    states = [read_state(folder, point.number) for point in points]
+    names = {s["number"]: s["job_name"] for s in states if s["state"] == SUBMITTED and s["job"] is None}
+    jobs = {name: _job_named(name, folder) for name in set(names.values())}
+    for point, name in names.items():
+        if (job := jobs[name]) is None:
+            change_state(folder, point, state=MISSING)
+        else:
+            _note_job(folder, point, number=job, log=folder.logs / f"{name}-{job}_{point}.log")
+
+
+def _job_named(name: str, folder: SweepFolder) -> str | None:
+    """Number of the array of this name, by Slurm's word or its logs: Slurm forgets a job minutes after its end."""
+    known = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%F", f"--name={name}"]).split()
+    logs = [path.stem.removeprefix(f"{name}-").partition("_")[0] for path in folder.logs.glob(f"{name}-*_*.log")]
+    return next(iter([*known, *logs]), None)
+
+
+def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> None:
+    change_state(folder, point, job=number, log=str(log.relative_to(folder.path)))
 
 
 def wait_for_points(
-    sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, on_end: Callable[[Point, dict[str, Any]], None]
+    points: Sequence[Point], folder: SweepFolder, *, on_end: Callable[[Point, dict[str, Any]], None]
 ) -> None:
-    """Until none of them is in the queue. Raises: SlurmError."""
+    """Until none of them is in the queue, and what each left has reached this host. Raises: SlurmError."""
     left = {point.number: point for point in points}
+    gone: dict[int, float] = {}
     while left:
-        waiting = queued(sorted({str(read_state(folder, number)["job"]) for number in left}))
-        for number in [number for number in left if (read_state(folder, number)["job"], number) not in waiting]:
-            on_end(left.pop(number), settle(folder, number))
+        jobs = {number: str(read_state(folder, number)["job"]) for number in left}
+        waiting = queued(sorted(set(jobs.values())))
+        now = time.monotonic()
+        for number, job in jobs.items():
+            if (job, number) in waiting:
+                continue
+            is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
+            if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
+                on_end(left.pop(number), settle(folder, number))
         if left:
             time.sleep(POLL_SECONDS)
 
 
 def settle(folder: SweepFolder, number: int) -> dict[str, Any]:
     """The new state of a point that has left the queue."""
-    state = read_state(folder, number)
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while read_summary(folder, number) is None and not _has_failed(folder, state) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    outcome = judge(folder, number, exit_code=None, log=folder.path / state["log"])
+    log = _log(folder, number)
+    outcome = judge(folder, number, exit_code=None, log=log)
     code = 0 if outcome["state"] == DONE else None
-    return change_state(folder, number, exit_code=code, seconds=time.time() - state["started"], **outcome)
+    started, seconds = find_times(log)
+    return change_state(folder, number, exit_code=code, started=started, seconds=seconds, **outcome)
 
 
-def _has_failed(folder: SweepFolder, state: Mapping[str, Any]) -> bool:
-    """The job's own last line says so."""
-    try:
-        text = (folder.path / state["log"]).read_text(errors="replace")
-    except OSError:
-        return False
-    return "ended with exit code" in text and "ended with exit code 0" not in text
+def _log(folder: SweepFolder, number: int) -> Path:
+    return folder.path / str(read_state(folder, number)["log"])
 
 
 def queued(jobs: Sequence[str]) -> set[tuple[str, int]]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from bigbatch.launch.local import STOP_SIGNALS, shell_code
 from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary
+from bigbatch.launch.sweep.job_log import find_reason
 from bigbatch.launch.sweep.jobs import point_command
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
-from bigbatch.launch.sweep.reasons import find_reason
 from bigbatch.trainer.rundir import writing
 from bigbatch.trainer.signals import handling
 

@@ -99,12 +99,18 @@ import os, sys, time
 if os.environ["RANK"] == "2":
     time.sleep(600)
 from bigbatch.cli import main
-sys.exit(main(["preflight"]))
+sys.exit(main(["preflight", "--bad-nodes", "bad"]))
 """
 
 
-def test_a_silent_node_is_named_in_time(four: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_a_silent_node_is_named_in_time(
+    four: Cluster, emulate: Emulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "silent.py").write_text(SILENT)
-    done = emulate("run", "--name", "four", "--launcher", "plain", "--python", "--", str(tmp_path / "silent.py"))
-    assert done.returncode != 0
-    assert "no answer from rank 2" in done.stderr, done.stderr
+    argv = ("run", "--name", "four", "--launcher", "plain", "--python", "--", str(tmp_path / "silent.py"))
+    done = emulate(*argv, SLURM_STEP_NODELIST="n[0-3]")  # by which preflight knows who should come
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "bigbatch: no answer from rank 2, on n2 within 12 s" in done.stdout, done.stdout + done.stderr
+    assert "preflight: nothing measured, findings: 1, unfit: n2; " in done.stdout
+    assert (tmp_path / "bad").read_text() == "n2\n"

@@ -13,6 +13,7 @@ from bigbatch.comm.environ import (
     expand_hostlist,
     prefer_interface,
     read_process_env,
+    step_hosts,
     terminal_columns,
 )
 from bigbatch.errors import UserError
@@ -285,3 +286,8 @@ def test_a_users_own_interface_wins(interface: str | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
     prefer_interface(interface, is_one_host=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_nodes_of_a_step_are_told_by_slurm_alone() -> None:
+    assert step_hosts({"SLURM_STEP_NODELIST": "n[0-1],x"}) == ["n0", "n1", "x"]
+    assert step_hosts({"SLURM_JOB_NODELIST": "n[0-1]"}) == []

@@ -131,7 +131,7 @@ def test_what_is_no_list_of_nodes_is_refused(exclude: str) -> None:
         {"command": ("train", "a\rb")},
         {"gpus_per_node": -1},
         {"cpus_per_rank": 0},
-        {"stop_seconds": 0},
+        {"stop_seconds": -1},
     ],
 )
 def test_other_values_that_cannot_be_are_refused_in_one_line(fields: dict[str, object]) -> None:
@@ -290,6 +290,9 @@ def test_a_time_limit_must_leave_time_to_train() -> None:
     with pytest.raises(ConfigError, match="--time of 3 min leaves no time"):
         sbatch_script(JobSpec(TRAIN, 1, minutes=3))
     assert "--time=00:03:00" in sbatch_script(JobSpec(TRAIN, 1, minutes=3, stop_seconds=60))
+    script = sbatch_script(JobSpec(TRAIN, 1, minutes=1, stop_seconds=0))
+    assert "--time=00:01:00" in script
+    assert "--signal=B:USR1@0\n" in script
 
 
 @pytest.mark.parametrize("job", [JobSpec(TRAIN, 1, array="0-3"), JobSpec((*TRAIN, "{index}"), 1)])

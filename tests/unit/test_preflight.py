@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,14 @@ from bigbatch.launch.job import JobSpec
 from bigbatch.launch.preflight import choose_launcher, preflight_command, read_bad_nodes, without
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.energy import Clock
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.preflight import command, facts, links
+from bigbatch.trainer.preflight.meeting import Place, misfits, silent
+from bigbatch.trainer.preflight.node import Node
 from bigbatch.trainer.preflight.rates import measure_rates
-from bigbatch.trainer.preflight.verdict import Node, bits, judge, odd_ones, remarks
+from bigbatch.trainer.preflight.speeds import bits
+from bigbatch.trainer.preflight.verdict import judge, odd_ones, remarks
 
 GBIT = 1e9 / 8
 
@@ -158,6 +163,73 @@ def test_a_node_that_reaches_nobody_is_named_once() -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_pair_that_does_not_meet_is_named(count: int) -> None:
     assert texts(cluster(count, unreachable=("n0",))) == ["n1 cannot connect to n0: a firewall or a route between them"]
+
+
+@pytest.mark.parametrize(
+    ("clock", "told"),
+    [
+        (Clock(900.0, ()), "n1: the GPU of rank 3 works at 900 MHz, the median one at 1,980: look at nvidia-smi -q"),
+        (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 works at 1,980 MHz, slowed by heat, the median one at 1,980"),
+    ],
+)
+def test_a_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:
+    nodes = [node(f"n{i}", clocks={2 * i: Clock(1980.0, ()), 2 * i + 1: Clock(1755.0, ())}) for i in range(4)]
+    assert judge(nodes) == []
+    nodes[1] = replace(nodes[1], clocks={2: Clock(1980.0, ()), 3: clock})
+    (text,) = texts(nodes)
+    assert text.startswith(told)
+    assert blamed(nodes) == ["n1"]
+
+
+def test_heat_in_all_nodes_is_no_nodes_fault() -> None:
+    nodes = [node(f"n{i}", clocks={i: Clock(900.0, ("heat",))}) for i in range(3)]
+    assert len(judge(nodes)) == 3
+    assert blamed(nodes) == []
+
+
+# --- who meets ---
+
+
+def place(number: int, **changes: Any) -> Place:
+    return replace(Place(8 * number, f"n{number}", "10.0.0.1", 1, f"m{number}", 8, None), **changes)
+
+
+def test_equal_places_fit() -> None:
+    assert misfits([place(0), place(1)]) == []
+    assert misfits([place(0, num_gpus=0)]) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("complaint", [None, "8 ranks on n1 but 7 GPUs"])
+def test_a_node_that_lacks_a_gpu_is_named(count: int, complaint: str | None) -> None:
+    odd = place(1, num_gpus=7, complaint=complaint)
+    (finding,) = misfits([odd if number == 1 else place(number) for number in range(count)])
+    assert finding.text == "n1: 7 GPUs, elsewhere 8: look at nvidia-smi and the kernel's log there"
+    assert finding.hosts == ("n1",)
+
+
+def test_too_few_gpus_everywhere_are_no_nodes_fault() -> None:
+    found = misfits([place(number, num_gpus=4, complaint=f"8 ranks on n{number} but 4 GPUs") for number in (0, 1)])
+    assert [finding.text for finding in found] == ["8 ranks on n0 but 4 GPUs", "8 ranks on n1 but 4 GPUs"]
+    assert [finding.hosts for finding in found] == [(), ()]
+
+
+def test_two_nodes_of_one_name_are_told() -> None:
+    (finding,) = misfits([place(0, host="localhost"), place(1, host="localhost"), place(2)])
+    assert finding.text == "2 nodes call themselves localhost, of ranks 0, 8: give each a host name of its own"
+    assert finding.hosts == ()
+
+
+def test_a_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[0-3]")
+    control = SimpleNamespace(world_size=8, host_of=lambda rank: f"n{rank // 2}")
+    (finding,) = silent([4, 5, 7], control)  # type: ignore[arg-type]
+    assert finding.text.startswith("no answer from ranks 4, 5, 7, on n2 within 12 s: see whether its processes started")
+    assert finding.hosts == ("n2",)
+    (finding,) = silent([7], control)  # type: ignore[arg-type]
+    assert finding.text.startswith("no answer from rank 7 within 12 s: ")
+    assert finding.hosts == ()
+    assert silent([], control) == []  # type: ignore[arg-type]
 
 
 def test_who_is_odd_of_two_camps() -> None:
@@ -318,7 +390,8 @@ HOSTS = ("--hosts", "n0:2,n1:2,n2:2", "--ranks", "4")
         ("exclude", 4, "n1\\n", 0, "n0:2,n2:2"),
         ("stop", 4, "n1\\n", 4, None),
         ("exclude", 4, "", 4, None),  # a pair, or the data: no host is to blame
-        ("exclude", 1, "", 1, None),  # a rank did not come
+        ("exclude", 1, "", 1, None),  # a rank did not come, and nobody knows from where
+        ("exclude", 137, "n1\\n", 0, "n0:2,n2:2"),  # what hung there had to be killed
         ("exclude", 4, "n1\\nn2\\n", 1, None),  # too few are left
     ],
 )
@@ -370,3 +443,22 @@ def test_other_launchers_refuse(capsys: pytest.CaptureFixture[str]) -> None:
 def test_both_sides_mean_the_same_code() -> None:
     assert launch_preflight.UNFIT == command.UNFIT
     assert read_bad_nodes(Path("/no/such/file")) == []
+
+
+def test_nccl_is_the_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image may carry another one than torch was built with (build argument NCCL_VERSION)."""
+
+    class Library:
+        @staticmethod
+        def ncclGetVersion(number: Any) -> None:
+            number._obj.value = 23004
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(facts.ctypes, "CDLL", lambda name: Library)
+    assert facts.nccl_version() == "2.30.4"
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(facts.ctypes, "CDLL", missing)
+    assert facts.nccl_version() == "2.30.7"

@@ -27,7 +27,7 @@ from bigbatch.trainer import host
 from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
-from bigbatch.trainer.energy import make_energy_meter
+from bigbatch.trainer.energy import Clock, make_energy_meter, read_clock
 from bigbatch.trainer.errors import RunFolderError
 from bigbatch.trainer.input_remedies import input_settings
 from bigbatch.trainer.input_report import MeasuredInput
@@ -252,6 +252,18 @@ class FakeNvml:
             raise self.NVMLError
         return 1500 * self.count
 
+    NVML_CLOCK_SM = 1
+    reasons: int | None = 0
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        assert (handle, kind) == ("GPU-12-34", self.NVML_CLOCK_SM)
+        return 1980
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
+        if self.reasons is None:
+            raise self.NVMLError
+        return self.reasons
+
 
 def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
@@ -263,6 +275,25 @@ def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> No
         assert (joules == 1.5) if told else math.isnan(joules)
         assert math.isnan(meter.take_joules()), "a driver that stops to answer ends no training"
     assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
+
+
+def test_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    gpu = torch.device("cuda", 0)
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    for reasons, slowed_by in (
+        (0x4, ()),  # its ordinary power limit
+        (0x44, ("heat",)),
+        (0xC0, ("heat", "its power supply's brake")),
+    ):
+        nvml.reasons = reasons
+        assert read_clock(gpu) == Clock(1980.0, slowed_by)
+    nvml.reasons = None
+    assert read_clock(gpu) is None, "an old driver does not tell"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_clock(gpu) is None
+    assert read_clock(torch.device("cpu")) is None
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}

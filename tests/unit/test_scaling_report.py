@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import shutil
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 from bigbatch.cli import main
 from bigbatch.launch.report.accuracy import to_accuracy
 from bigbatch.launch.report.split import Measured, Step, efficiency_of
+from bigbatch.launch.report.tables import percent
 
 NAME = "<script>alert('x')</script> & \"co\""
 
@@ -83,7 +85,7 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
-    (rows,) = report(sweep)["sweeps"]
+    (rows,) = report(sweep)["sweeps"].values()
     found = {(row["values"]["scaling"], row["ranks"]): row for row in rows}
     assert found["weak", 1]["efficiency"] == found["strong", 1]["efficiency"] == 1
     # weak: 400 / 1.25 s = 320 images/s, 3.2 times as many on 4 ranks
@@ -115,7 +117,7 @@ def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 def test_the_parts_add_up_exactly(seed: int) -> None:
     def point(ranks: int, batch: int, *parts: float) -> Measured:
         named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
-        return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,))
+        return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2)
 
     base = point(2, 64, 0.5 + seed, 0.1, 0.0, 0.2)
     other = point(6, 60 * (seed + 1), 0.3, 0.05 * seed, 0.4, 0.0)
@@ -124,10 +126,14 @@ def test_the_parts_add_up_exactly(seed: int) -> None:
     assert found.efficiency == pytest.approx((other.rate / 6) / (base.rate / 2))
 
 
+def test_a_share_of_nearly_nothing_has_no_sign() -> None:
+    assert [percent(share) for share in (-0.0004, 0.0004, -0.0006, 0.923)] == ["0.0%", "0.0%", "-0.1%", "92.3%"]
+
+
 def test_repeats_are_taken_together(sweep: Path) -> None:
     values = {"scaling": "weak", "ranks": 4}
     write_point(sweep, 5, values, batch=400, rates=[640.0, 640.0], wire=0.0, wait=0.1, stragglers=0.0)
-    (rows,) = report(sweep)["sweeps"]
+    (rows,) = report(sweep)["sweeps"].values()
     weak = next(row for row in rows if (row["values"]["scaling"], row["ranks"]) == ("weak", 4))
     assert weak["images_per_second"] == {"median": 640.0, "each": [320.0, 640.0, 640.0]}
     assert weak["efficiency"] == pytest.approx(1.6)
@@ -146,7 +152,63 @@ def test_what_a_person_reads(sweep: Path, capsys: pytest.CaptureFixture[str]) ->
     ) in printed
     assert "out of memory: <b>9 GB</b>" in printed
     text = (sweep / "report/report.md").read_text()
-    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank |" in text
+
+
+def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In strong scaling alone: the point of 1 rank has no figures, that of 4 is the base."""
+    state = json.loads((sweep / "points/1/point.json").read_text()) | {"state": "failed", "reason": "lost"}
+    (sweep / "points/1/point.json").write_text(json.dumps(state))
+    values = {"scaling": "strong", "ranks": 8}
+    write_point(sweep, 5, values, batch=100, rates=[200.0], wire=0.0, wait=0.0, stragglers=0.0)
+    (rows,) = report(sweep)["sweeps"].values()
+    bases = {(row["values"]["scaling"], row["ranks"]): (row["base_ranks"], row["fewest_ranks"]) for row in rows}
+    assert bases == {("weak", 1): (1, 1), ("weak", 4): (1, 1), ("strong", 4): (4, 1), ("strong", 8): (4, 1)}
+    told = "Efficiency is beside 4 ranks: the point with 1 has no figures."
+    assert capsys.readouterr().out.replace("\n", " ").count(told) == 1
+    assert (sweep / "report/report.html").read_text().count(told) == 1
+    text = (sweep / "report/report.md").read_text()
+    assert "| strong | 8 | 8 | 100 | 200.0 | 200.0 to 200.0 | 1 | 50.0% | 4 ranks, not 1 |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank |" in text
+
+
+def test_two_sweeps_are_told_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other$x$"
+    shutil.copytree(sweep, other)
+    assert main(["report", str(sweep), str(other), str(sweep), "--output", str(sweep / "report")]) == 0
+    facts = json.loads((sweep / "report/report.json").read_text())
+    assert list(facts["sweeps"]) == [str(sweep), str(other)]
+    assert [told[0] for told in facts["unmeasured"]] == [str(sweep), str(other)]
+    assert {f"{folder}: config" for folder in (sweep, other)} <= set(facts["conditions"])
+    text = (sweep / "report/report.md").read_text()
+    for folder in (sweep, other):
+        assert f"## Speed and efficiency: {folder}\n" in text
+        assert f"## What is lost, as shares of the step: {folder}\n" in text
+        assert f"{folder}: weak: 4 ranks on 4 nodes train" in text
+
+
+def test_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 ranks at 320 images/s: 10^6 images take 3125 s, 3.472 hours of a rank."""
+    facts = report(sweep, "--price", "2.50")
+    (rows,) = facts["sweeps"].values()
+    assert facts["price_of_rank_hour"] == 2.5
+    assert {row["ranks"]: row["cost_of_million_images"] for row in rows if row["values"]["scaling"] == "weak"} == {
+        1: pytest.approx(2.5 * 10_000 / 3600),
+        4: pytest.approx(2.5 * 4 * 3125 / 3600),
+    }
+    text = (sweep / "report/report.md").read_text()
+    assert "| cost of 10^6 images |" in text
+    assert "| price of a rank (a GPU) for an hour | 2.5 |" in text
+    assert "| 80.0% | 1 rank | 8.68 |" in text
+    write_run(tmp_path / "run", RECORDS, target=0.75)
+    report(tmp_path / "run", "--price", "2.50")
+    assert "after 2.50 hours, 28.000 GPU-hours, 70.00 at 2.5 an hour." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
+def test_a_price_is_a_number(price: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(sweep), f"--price={price}"]) == 1
+    assert "must be what a GPU costs in an hour, such as 2.50" in capsys.readouterr().err
 
 
 # --- files ---
@@ -251,16 +313,16 @@ def write_sweep(folder: Path, text: str) -> None:
 def test_a_damaged_point_is_told_and_the_others_are_reported(file: str, text: str, why: str, sweep: Path) -> None:
     (sweep / "points/3" / file).write_text(text)
     facts = report(sweep)
-    assert {(row["values"]["scaling"], row["ranks"]) for row in facts["sweeps"][0]} == {
+    assert {(row["values"]["scaling"], row["ranks"]) for row in facts["sweeps"][str(sweep)]} == {
         *(("weak", 1), ("weak", 4), ("strong", 1))
     }
-    assert any(why in told for _, told in facts["unmeasured"]), facts["unmeasured"]
+    assert any(why in told for *_, told in facts["unmeasured"]), facts["unmeasured"]
 
 
 def test_a_rate_of_nothing_is_damage(sweep: Path) -> None:
     lines = [json.dumps(train(step, 0.0, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
     (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert any("ZeroDivisionError" in told for _, told in report(sweep)["unmeasured"])
+    assert any("ZeroDivisionError" in told for *_, told in report(sweep)["unmeasured"])
 
 
 def test_points_that_do_not_compare_are_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +406,7 @@ def test_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     facts = report(tmp_path / "run")
     assert facts["runs"][str(tmp_path / "run")]["reached"]["hours"] == 2.5
     printed = capsys.readouterr().out
-    assert "reached 75.0% top-1 after 2.50 hours, 28.00 GPU-hours." in printed
+    assert "reached 75.0% top-1 after 2.50 hours, 28.000 GPU-hours." in printed
     assert "1.5000 kWh" in printed
     assert main(["report", str(tmp_path / "run"), "--target", "0.8"]) == 0
     assert "did not reach 80.0%; its best is 75.0% top-1" in capsys.readouterr().out

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from bigbatch.launch.slurm_queue import SlurmError
 from bigbatch.launch.sweep import queueing, running
 from bigbatch.launch.sweep.command import packaged_sweeps
 from bigbatch.launch.sweep.folder import SweepFolder, read_state
+from bigbatch.launch.sweep.job_log import find_reason, find_times
 from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
 from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
 from bigbatch.launch.sweep.points import make_points
-from bigbatch.launch.sweep.reasons import find_reason
 from bigbatch.trainer.config_file import PACKAGED, load_config
 from bigbatch.trainer.errors import ConfigError
 
@@ -137,6 +139,7 @@ def test_times_and_numbers_are_what_they_look_like(file: Path) -> None:
         ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
         ({"grid": {"ranks": 4}}, "grid: {'ranks': 4} must be keys with lists of values"),
         ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
+        ({"where": "slurm", "launch": {"stop_seconds": 60}}, "launch, of slurm: unknown key stop_seconds"),
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
     ],
 )
@@ -252,9 +255,9 @@ def test_one_array_for_each_number_of_ranks(file: Path) -> None:
         2: [1, 4],
         4: [2, 5],
     }
-    assert array_words(sweep, found[4], folder) == [
-        *("slurm", "--nodes", "2", "--ranks-per-node", "2", "--array", "2,5", "--name", "small", "--logs", "f/logs"),
-        *("--time", "5"),
+    assert array_words(sweep, found[4], folder, name="small-1") == [
+        *("slurm", "--nodes", "2", "--ranks-per-node", "2", "--array", "2,5", "--name", "small-1", "--logs", "f/logs"),
+        *("--stop-seconds", "0", "--time", "5"),
         *("--partition=gpu", "--env=A=1", "--env=B=2", "--", "train", "--config", "f/points/{index}/config.yaml"),
     ]
 
@@ -331,6 +334,13 @@ def test_a_failed_point_does_not_end_the_others_and_is_tried_again_when_asked(
     started = read_state(fake, 1)["started"]
     assert main(command) == 3  # nothing is missing; one has failed
     assert "2 points, 0 to run" in capsys.readouterr().out
+    assert main([*command, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "1,234 images/s" in printed
+    assert "nothing would run" in printed
+    assert main([*command, "--dry-run", "--retry-failed"]) == 0
+    printed = capsys.readouterr().out
+    assert [line[:8] for line in printed.splitlines() if line.startswith("point ")] == ["point 0:"]
     assert main([*command, "--retry-failed"]) == 0
     assert states(fake) == ["done", "done"]
     assert read_state(fake, 1)["started"] == started, "a point that is done is kept"
@@ -355,7 +365,8 @@ def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130, done.stderr
-    assert "stopped; the same command goes on with what is missing" in done.stderr
+    told = "bigbatch: stopped, and nothing of it runs on; the same command goes on with what is missing\n"
+    assert done.stderr == told
     assert states(fake) == ["missing", "missing"]
 
 
@@ -367,6 +378,8 @@ def test_folders_of_others_are_refused(
     write(file, steps=11, grid={"ranks": [1]}, repeats=2)
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
     assert "holds another sweep, with steps: 10 instead of 11: name another --folder" in capsys.readouterr().err
+    assert main(["sweep", str(file), "--folder", str(fake.path), "--dry-run"]) == 1, "its states are of other points"
+    assert "holds another sweep" in capsys.readouterr().err
     other = file.with_name("other")
     other.mkdir()
     (other / "thesis.tex").touch()
@@ -391,6 +404,8 @@ def test_a_full_disk_is_one_line(
 CPU_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"
 GPU_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 JOB_MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
+TIME_LIMIT = "slurmstepd: error: *** JOB 7 ON n0 CANCELLED AT 2026-11-21T08:31:23 DUE TO TIME LIMIT ***"
+OVER_TIME = "took longer than its time limit, and was ended"
 
 
 @pytest.mark.parametrize(
@@ -403,6 +418,8 @@ JOB_MEMORY = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
         ("", 137, "killed, most likely by the kernel, out of memory"),
         ("last words", 7, "exit code 7: last words"),
         ("", None, "the job ended, and printed nothing"),
+        ("bigbatch: no such picture\nbigbatch: 2026-11-21 08:30:00 ended with exit code 1", None, "no such picture"),
+        (f"bigbatch: 2026-11-21 08:30:00 ended with exit code 130\n{TIME_LIMIT}", None, OVER_TIME),
     ],
 )
 def test_reasons(text: str, code: int | None, reason: str, tmp_path: Path) -> None:
@@ -411,14 +428,45 @@ def test_reasons(text: str, code: int | None, reason: str, tmp_path: Path) -> No
     assert find_reason(tmp_path / "none", exit_code=7) == "exit code 7, and printed nothing"
 
 
+FIRST = "bigbatch: 2026-11-21 08:20:00 job 7 on n0, restart 0"
+AGAIN = "bigbatch: 2026-11-21 08:30:00 job 7 on n1, restart 1"
+ENDED = "bigbatch: 2026-11-21 08:30:41 ended with exit code 0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "minute", "seconds"),
+    [
+        ((FIRST, "a step", AGAIN, "a step", ENDED), 30, 41.0),
+        ((FIRST, "a step", ENDED), 20, 641.0),
+        ((FIRST, TIME_LIMIT, "last words"), 20, 683.0),
+        ((FIRST, "a step"), 20, None),
+        (("a step", ENDED), None, None),
+    ],
+)
+def test_time_in_the_queue_does_not_count(
+    lines: tuple[str, ...], minute: int | None, seconds: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text("\n".join(lines) + "\n")
+    began = None if minute is None else datetime(2026, 11, 21, 8, minute).timestamp()
+    assert find_times(tmp_path / "log") == (began, seconds)
+    assert find_times(tmp_path / "none") == (None, None)
+
+
 # --- Slurm ---
 
 SBATCH = """#!/bin/sh
-cat > "$STUBS/script-$(ls "$STUBS" | grep -c script-)"
 [ -z "$STUB_REFUSES" ] || { echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1; }
+cat > "$STUBS/script-$(ls "$STUBS" | grep -c script-)"
 echo 7
 """
 SQUEUE = """#!/bin/sh
+for word in "$@"; do
+  case $word in --name=*)
+    [ -n "$STUB_FORGETS" ] && exit 0
+    grep -qx "#SBATCH --job-name=${word#--name=}" "$STUBS"/script-* && echo 7
+    exit 0 ;;
+  esac
+done
 [ -s "$STUBS/queue" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
 cat "$STUBS/queue"
 """
@@ -444,19 +492,85 @@ def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.Cap
     assert main([*command, "--no-wait"]) == 0
     folder = SweepFolder(Path("f"))
     assert states(folder) == ["submitted", "submitted"]
-    assert "#SBATCH --array=0,1\n" in (slurm / "script-0").read_text()
+    script = (slurm / "script-0").read_text()
+    assert "#SBATCH --array=0,1\n" in script
+    assert "#SBATCH --signal=B:USR1@0\n" in script, "a point at its time limit does not go on"
+    told = "2 points are in Slurm's queue (scancel 7 would end them); the same command collects what came out"
+    assert told in capsys.readouterr().out
     (slurm / "queue").write_text("7_0\n7_1\n")
     assert queueing.queued(["7"]) == {("7", 0), ("7", 1)}
     (slurm / "queue").write_text("")
     folder.run(0).path.mkdir()
     folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
     log = folder.path / read_state(folder, 1)["log"]
-    assert log == Path("f/logs/small-7_1.log")
-    log.write_text("bigbatch: rank 1 on n1 does not answer\n")
+    name = read_state(folder, 1)["job_name"]
+    assert f"#SBATCH --job-name={name}\n" in script
+    assert log == Path(f"f/logs/{name}-7_1.log")
+    log.write_text(f"{FIRST}\nbigbatch: rank 1 on n1 does not answer\n{ENDED}\n".replace("code 0", "code 1"))
     assert main(command) == 3
     assert states(folder) == ["done", "failed"]
-    assert read_state(folder, 1)["reason"] == "rank 1 on n1 does not answer"
+    state = read_state(folder, 1)
+    assert (state["reason"], state["seconds"]) == ("rank 1 on n1 does not answer", 641.0)
     assert len(list(slurm.glob("script-*"))) == 1, "nothing was submitted twice"
+
+
+@pytest.mark.parametrize(
+    ("known", "has_log", "submissions"),
+    [("squeue", False, 1), ("forgotten", True, 1), ("forgotten", False, 2)],
+)
+def test_a_sweep_that_ended_before_it_knew_its_jobs_number_does_not_submit_twice(
+    known: str, has_log: bool, submissions: int, file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    command, folder = ["sweep", str(file), "--folder", "f", "--no-wait"], SweepFolder(Path("f"))
+    with monkeypatch.context() as patched:
+        patched.setattr(queueing, "_note_job", die)
+        assert main(command) == 130
+    assert [read_state(folder, number)["job"] for number in (0, 1)] == [None, None]
+    if has_log:
+        (folder.logs / f"{read_state(folder, 0)['job_name']}-7_1.log").touch()
+    if known == "forgotten":
+        monkeypatch.setenv("STUB_FORGETS", "1")
+    assert main(command) == 0
+    assert len(list(slurm.glob("script-*"))) == submissions
+    for number in (0, 1):
+        state = read_state(folder, number)
+        assert (state["state"], state["job"]) == ("submitted", "7")
+        assert state["log"] == f"logs/{state['job_name']}-7_{number}.log"
+
+
+def test_cancelled_points_are_waited_for_together(
+    file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing came of them, and their files may only be late."""
+    command = ["sweep", str(file), "--folder", "f"]
+    assert main([*command, "--no-wait"]) == 0
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(queueing, "time", clock)
+    monkeypatch.setattr(queueing, "SETTLE_SECONDS", 30.0)
+    monkeypatch.setattr(queueing, "POLL_SECONDS", 5.0)
+    assert main(command) == 3
+    assert now == [30.0]
+    assert states(SweepFolder(Path("f"))) == ["failed", "failed"]
+
+
+def test_ctrl_c_says_what_goes_on_in_slurm(
+    file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    (slurm / "queue").write_text("7_0\n7_1\n")
+    monkeypatch.setattr(queueing.time, "sleep", press)
+    assert main(["sweep", str(file), "--folder", "f"]) == 130
+    assert capsys.readouterr().err == (
+        "bigbatch: stopped; 2 points are in Slurm's queue (scancel 7 would end them), where they go on; "
+        "the same command goes on with what is missing\n"
+    )
+    assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"]
 
 
 def test_slurms_own_words_when_it_refuses(

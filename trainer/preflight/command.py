@@ -2,36 +2,34 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from bigbatch.comm.addresses import own_address
+from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.control import Control
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.energy import Clock
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
+from bigbatch.trainer.preflight.meeting import Place, absent_ranks, leave_together, meet, misfits, silent
+from bigbatch.trainer.preflight.node import Finding, Node
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
-from bigbatch.trainer.preflight.verdict import Finding, Node, bits, judge, remarks
+from bigbatch.trainer.preflight.tell import tell
+from bigbatch.trainer.preflight.verdict import judge
 
 UNFIT = 4
 """Exit code where something is wrong with a node, or between nodes."""
-MEET_SECONDS = 12.0
-"""How long a rank is waited for at first."""
 LOOKS = 2
 WORK_SECONDS = 30.0
-"""The same afterwards, while ranks measure."""
+"""How long a rank is waited for while others measure."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,10 +40,17 @@ def main(argv: Sequence[str]) -> int:
     env = read_process_env()
     interface = arguments.interface or env.interface or (config.comm.interface if config else None)
     address, control = meet(env, interface=interface)
-    nodes = examine(config, env, control, address=address, interface=interface, seconds=arguments.seconds)
-    findings = judge(nodes) if env.rank == 0 else []
+    absent = absent_ranks(control)
+    nodes: list[Node] = []
+    if absent:
+        findings = silent(absent, control)
+    else:
+        nodes, findings = examine(config, env, control, address=address, interface=interface, seconds=arguments.seconds)
     if env.rank == 0:
-        _tell(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+        tell(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+    if absent:
+        leave_together(control)
+        return UNFIT
     # nobody leaves before rank 0 has told: a launcher that sees 4 ends the others
     verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
     return UNFIT if verdicts[0] else 0
@@ -69,26 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a node is reached. All ranks know all of these, so they are short."""
-
-    rank: int
-    """Of the first rank there."""
-    host: str
-    address: str
-    port: int
-    machine: str
-    """Nodes of one machine, as emulated ones are, share its cores."""
-
-
-def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
-    """This host's address, and the line to the others. Raises: CommError for ranks that do not come."""
-    towards = env.master[0] if env.master else None
-    address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
-    return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface)
-
-
 def examine(
     config: Config | None,
     env: ProcessEnv,
@@ -97,14 +82,18 @@ def examine(
     address: str,
     interface: str | None,
     seconds: float,
-) -> list[Node]:
-    """What all nodes say and can do; none but on rank 0. Collective. Raises: CommError for ranks that do not come."""
-    device = choose_device(env, backend=config.comm.backend if config else "auto")
+) -> tuple[list[Node], list[Finding]]:
+    """What all nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
+    device, num_gpus, complaint = _own_device(config, env)
     is_leader = env.local_rank == 0
     with listening(address) as port:
-        mine = Place(env.rank, env.host, address, port, machine_id()) if is_leader else None
+        mine = Place(env.rank, env.host, address, port, machine_id(), num_gpus, complaint) if is_leader else None
         texts = control.gather_text(json.dumps(mine and asdict(mine)), what="meeting of every node")
         places = [Place(**each) for each in map(json.loads, texts) if each]
+        if early := misfits(places):
+            return [], early
+        if device is None:
+            raise CommError(str(complaint))
         control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
         facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
@@ -116,7 +105,18 @@ def examine(
         links = _measure_links(places, env, device=device, interface=interface)
     said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
-    return [_node(place, everyone, reached) for place in places] if everyone else []
+    nodes = [_node(place, everyone, reached) for place in places] if everyone else []
+    return nodes, judge(nodes) if nodes else []
+
+
+def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
+    """This rank's device, the GPUs that it sees, and why it has none."""
+    count = torch.cuda.device_count()
+    try:
+        device = choose_device(env, backend=config.comm.backend if config else "auto")
+    except CommError as error:
+        return None, count, str(error)
+    return device, count if device.type == "cuda" else 0, None
 
 
 def _take_turns(
@@ -135,7 +135,11 @@ def _take_turns(
         if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
             found.append(measure_rates(device, seconds=seconds / num_turns / LOOKS))
         control.gather_text("", what="measuring of rates")
-    return Rates(max(each.multiply_gflops for each in found), max(each.copy_gb_per_second for each in found))
+    return Rates(
+        max(each.multiply_gflops for each in found),
+        max(each.copy_gb_per_second for each in found),
+        max((each.clock for each in found if each.clock), key=lambda clock: clock.mhz, default=None),
+    )
 
 
 def _measure_links(
@@ -167,60 +171,8 @@ def _node(place: Place, everyone: Sequence[dict[str, Any]], reached: dict[str, l
         address=place.address,
         multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own),
         copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own),
+        clocks={each["facts"]["rank"]: Clock(**each["rates"]["clock"]) for each in own if each["rates"]["clock"]},
         link_bytes_per_second=leader["links"],
         unreachable=reached[place.host],
         **leader["facts"]["node"],
     )
-
-
-def _tell(
-    nodes: Sequence[Node],
-    findings: Sequence[Finding],
-    arguments: argparse.Namespace,
-    *,
-    columns: int | None,
-    seconds: float,
-) -> None:
-    bad = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
-    Console(width=columns or 160, force_terminal=columns is not None).print(_table(nodes))
-    for finding in findings:
-        print(f"bigbatch: {finding.text}")
-    for remark in remarks(nodes):
-        print(f"remark: {remark}")
-    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
-    print(f"preflight: nodes: {len(nodes)}, {outcome}; {seconds:.1f} s", flush=True)
-    if arguments.bad_nodes:
-        _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
-    if arguments.json:
-        facts = {
-            "nodes": [asdict(node) for node in nodes],
-            "findings": [asdict(finding) for finding in findings],
-            "seconds": seconds,
-        }
-        _write(arguments.json, json.dumps(facts, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """What was found counts more than that it could be written."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        print(f"bigbatch: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def _table(nodes: Sequence[Node]) -> Table:
-    table = Table(
-        "node", "devices", "multiply (slowest rank)", "copy", "link, best pair", "least free disk", "pictures"
-    )
-    for node in nodes:
-        folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
-        table.add_row(
-            Text(node.host),
-            Text(f"{node.num_ranks} x {node.device}"),
-            f"{node.multiply_gflops:,.1f} GFLOP/s",
-            f"{node.copy_gb_per_second:.1f} GB/s",
-            bits(node.best_link) if node.best_link else "none measured",
-            Text(f"{node.free_gb[folder]:g} GB, {folder}" if folder else ""),
-            f"{node.pictures['training']:,} + {node.pictures['validation']:,}" if node.pictures else "",
-        )
-    return table

@@ -1,5 +1,6 @@
 """What one rank says of its node before anything is measured."""
 
+import ctypes
 import os
 import platform
 import shutil
@@ -59,6 +60,16 @@ def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool
     return Facts(rank, host, name, node)
 
 
+def nccl_version() -> str:
+    """Of the library that is loaded, which may be another than torch was built with; torch's own word otherwise."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # a part of torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
 def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
     """Of the software."""
     found = {
@@ -67,7 +78,7 @@ def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
         "torch": torch.__version__,
     }
     if device.type == "cuda":
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = nccl_version()
     if gpus:
         found["driver"] = gpus[0].split(",")[1].strip()
     return found

@@ -8,9 +8,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.energy import Clock, read_clock
+
 CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 LEAST_REPEATS = 5
+BUSY_REPEATS = 64
+"""Keep a GPU busy while its driver is asked: about 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Rates:
     """10^9 floating-point operations per second: fp32 on a CPU, bf16 on a GPU."""
     copy_gb_per_second: float
     """10^9 bytes per second, each read and written once, counted once."""
+    clock: Clock | None
+    """While it multiplies; None for a CPU, and where the driver does not tell."""
 
 
 def measure_rates(device: torch.device, *, seconds: float) -> Rates:
@@ -30,11 +36,22 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     # random numbers, since a GPU draws little power, and heats up little, on constant ones
     a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
     multiply = _median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
+    clock = _clock_under_load(lambda: torch.mm(a_NN, b_NN, out=out_NN), device)
     num_bytes = COPY_BYTES[device.type]
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
     copy = _median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
-    return Rates(2 * side**3 / multiply / 1e9, num_bytes / copy / 1e9)
+    return Rates(2 * side**3 / multiply / 1e9, num_bytes / copy / 1e9, clock)
+
+
+def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock | None:
+    if device.type != "cuda":
+        return None
+    for _ in range(BUSY_REPEATS):
+        work()
+    clock = read_clock(device)
+    _wait_for(device)
+    return clock
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:

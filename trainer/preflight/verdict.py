@@ -2,68 +2,32 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median_high
+from dataclasses import replace
 from typing import Any
 
-SLOW_SHARE = 0.7
-"""Of the median node's rate, below which one is slow: well above half, and below what noise does to equal nodes."""
-SLOW_LINK_SHARE = 0.6
+from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.speeds import slow_clocks, slow_links, slow_nodes
+
 LEAST_FREE_GB = 1.0
 LEAST_SHM_GB = 0.5
 IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
 
 
-@dataclass(frozen=True)
-class Node:
-    """A host of the job: what its first rank says, and the slowest of its ranks' rates."""
-
-    host: str
-    versions: Mapping[str, str]
-    device: str
-    """What its ranks compute on."""
-    num_ranks: int = 1
-    address: str = ""
-    free_gb: Mapping[str, float] = field(default_factory=dict)
-    pictures: Mapping[str, int] = field(default_factory=dict)
-    complaint: str | None = None
-    gpus: Sequence[str] = ()
-    multiply_gflops: float = 0.0
-    copy_gb_per_second: float = 0.0
-    link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
-    """To other hosts."""
-    unreachable: Sequence[str] = ()
-    """Hosts that it cannot connect to."""
-
-    @property
-    def best_link(self) -> float | None:
-        """Bytes per second to the host it reaches fastest: a slow one is slow to all."""
-        return max(self.link_bytes_per_second.values(), default=None)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is wrong."""
-
-    text: str
-    hosts: tuple[str, ...] = ()
-    """Those that the job should do without; none where it is not a node's fault."""
-
-
 def judge(nodes: Sequence[Node]) -> list[Finding]:
     """All that is wrong; nothing where all nodes are fit."""
     return [
-        *_shared(_addresses(nodes), nodes),
+        *shared(_addresses(nodes), nodes),
         *_reachability(nodes),
         *_differences(nodes),
-        *_shared(_disks(nodes), nodes),
+        *shared(_disks(nodes), nodes),
         *_data(nodes),
-        *_slow_nodes(nodes),
-        *_slow_links(nodes),
+        *slow_nodes(nodes),
+        *shared(slow_clocks(nodes), nodes),
+        *slow_links(nodes),
     ]
 
 
-def _shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
+def shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
     """What all nodes have is no node's fault: another one would have it, too."""
     if {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
@@ -159,50 +123,3 @@ def _data(nodes: Sequence[Node]) -> list[Finding]:
         for host, usual in odd_ones(counts)
     ]
     return bad + odd
-
-
-def _slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
-    found = []
-    for what, unit, rates in (
-        ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
-        ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
-    ):
-        usual = median_high(rates.values())
-        for host, rate in rates.items():
-            if rate < SLOW_SHARE * usual:
-                found.append(
-                    Finding(
-                        f"{host}: {what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}: look for other "
-                        "processes, heat and power caps",
-                        (host,),
-                    )
-                )
-    return found
-
-
-def _slow_links(nodes: Sequence[Node]) -> list[Finding]:
-    best = {node.host: node.best_link for node in nodes}
-    rates = {host: rate for host, rate in best.items() if rate is not None}
-    if len(rates) < 3:  # the one link of two nodes has none beside it
-        return []
-    usual = median_high(rates.values())
-    slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
-    found = [
-        Finding(
-            f"{host}: its link carries {bits(rates[host])}, the median node's {bits(usual)}: look at cable, port and "
-            "interface",
-            (host,),
-        )
-        for host in rates
-        if host in slow
-    ]
-    for node in nodes:
-        for other, rate in node.link_bytes_per_second.items():
-            if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
-                found.append(Finding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
-    return found
-
-
-def bits(bytes_per_second: float) -> str:
-    """1.25e8 -> '1.00 Gbit/s'."""
-    return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"

@@ -1,0 +1,63 @@
+"""What a point's job printed: why it failed, in one line, and when it ran."""
+
+import re
+from datetime import datetime
+from pathlib import Path
+
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|not enough memory|can't allocate memory|OutOfMemory|MemoryError|oom.kill", re.I
+)
+KILLED = 137
+TIME_IS_OVER = "DUE TO TIME LIMIT"
+"""Slurm's words, before it ends a job."""
+DATED = re.compile(
+    r"^bigbatch: (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)|^slurmstepd\S*: .* AT (\d{4}-\d\d-\d\dT[\d:]+) ", re.A
+)
+"""What a job's script says of itself, and Slurm when it ends a job."""
+
+
+def find_reason(log: Path, *, exit_code: int | None) -> str:
+    """Out of what a job printed, and its exit code (None where a scheduler keeps it)."""
+    lines = _lines(log)
+    for line in lines:
+        if OUT_OF_MEMORY.search(line):
+            return f"out of memory: {_shorten(line)}"
+    if any(TIME_IS_OVER in line for line in lines):
+        return "took longer than its time limit, and was ended"
+    if exit_code == KILLED:
+        return "killed, most likely by the kernel, out of memory"
+    ours = [line.partition("bigbatch: ")[2] for line in lines if "bigbatch: " in line and not DATED.match(line)]
+    if ours:
+        return _shorten(ours[-1])
+    ended = "the job ended" if exit_code is None else f"exit code {exit_code}"
+    return f"{ended}: {_shorten(lines[-1])}" if lines else f"{ended}, and printed nothing"
+
+
+def has_failed(log: Path) -> bool:
+    """The last line of a job's script says so."""
+    ends = [line for line in _lines(log) if DATED.match(line) and "ended with exit code" in line]
+    return bool(ends) and not ends[-1].endswith(" 0")
+
+
+def find_times(log: Path) -> tuple[float | None, float | None]:
+    """When a job of Slurm began last, in seconds since 1970, and for how many it ran; None where its log lacks it."""
+    began = ended = None
+    for match in filter(None, map(DATED.match, _lines(log))):
+        at = datetime.fromisoformat(match[1] or match[3]).timestamp()
+        if (match[2] or "").startswith("job "):
+            began, ended = at, None
+        else:
+            ended = at
+    return began, None if began is None or ended is None else ended - began
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        text = log.read_bytes().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _shorten(line: str, limit: int = 300) -> str:
+    return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -1,0 +1,77 @@
+"""Which nodes are slower than the others. Pure."""
+
+from collections.abc import Sequence
+from statistics import median_high
+
+from bigbatch.trainer.preflight.node import Finding, Node
+
+SLOW_SHARE = 0.7
+"""Of the median node's rate, below which one is slow: well above half, and below what noise does to equal nodes."""
+SLOW_LINK_SHARE = 0.6
+
+
+def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
+    """Those that compute or copy far below the median node."""
+    found = []
+    for what, unit, rates in (
+        ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
+        ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
+    ):
+        usual = median_high(rates.values())
+        for host, rate in rates.items():
+            if rate < SLOW_SHARE * usual:
+                found.append(
+                    Finding(
+                        f"{host}: {what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}: look for other "
+                        "processes, heat and power caps",
+                        (host,),
+                    )
+                )
+    return found
+
+
+def slow_clocks(nodes: Sequence[Node]) -> list[Finding]:
+    """GPUs that the hardware slows down, and those far below the median GPU's clock; both while they multiply."""
+    clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
+    found = []
+    usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
+    for host, rank, clock in clocks:
+        if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
+            why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
+            found.append(
+                Finding(
+                    f"{host}: the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at "
+                    f"{usual:,.0f}: look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there",
+                    (host,),
+                )
+            )
+    return found
+
+
+def slow_links(nodes: Sequence[Node]) -> list[Finding]:
+    """Nodes whose best pair is far below the median node's; else single pairs."""
+    best = {node.host: node.best_link for node in nodes}
+    rates = {host: rate for host, rate in best.items() if rate is not None}
+    if len(rates) < 3:  # the one link of two nodes has none beside it
+        return []
+    usual = median_high(rates.values())
+    slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
+    found = [
+        Finding(
+            f"{host}: its link carries {bits(rates[host])}, the median node's {bits(usual)}: look at cable, port and "
+            "interface",
+            (host,),
+        )
+        for host in rates
+        if host in slow
+    ]
+    for node in nodes:
+        for other, rate in node.link_bytes_per_second.items():
+            if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
+                found.append(Finding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
+    return found
+
+
+def bits(bytes_per_second: float) -> str:
+    """1.25e8 -> '1.00 Gbit/s'."""
+    return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"

@@ -1,0 +1,72 @@
+"""What the first rank says of all nodes, on the terminal and in files."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.speeds import bits
+from bigbatch.trainer.preflight.verdict import remarks
+
+
+def tell(
+    nodes: Sequence[Node],
+    findings: Sequence[Finding],
+    arguments: argparse.Namespace,
+    *,
+    columns: int | None,
+    seconds: float,
+) -> None:
+    """Print a table, all findings and a line that sums up; write what the options ask for."""
+    bad = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
+    if nodes:
+        Console(width=columns or 160, force_terminal=columns is not None).print(_table(nodes))
+    for finding in findings:
+        print(f"bigbatch: {finding.text}")
+    for remark in remarks(nodes):
+        print(f"remark: {remark}")
+    outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
+    measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
+    print(f"preflight: {measured}, {outcome}; {seconds:.1f} s", flush=True)
+    if arguments.bad_nodes:
+        _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
+    if arguments.json:
+        facts = {
+            "nodes": [asdict(node) for node in nodes],
+            "findings": [asdict(finding) for finding in findings],
+            "seconds": seconds,
+        }
+        _write(arguments.json, json.dumps(facts, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """What was found counts more than that it could be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        print(f"bigbatch: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _table(nodes: Sequence[Node]) -> Table:
+    table = Table(
+        "node", "devices", "multiply (slowest rank)", "copy", "link, best pair", "least free disk", "pictures"
+    )
+    for node in nodes:
+        folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
+        table.add_row(
+            Text(node.host),
+            Text(f"{node.num_ranks} x {node.device}"),
+            f"{node.multiply_gflops:,.1f} GFLOP/s",
+            f"{node.copy_gb_per_second:.1f} GB/s",
+            bits(node.best_link) if node.best_link else "none measured",
+            Text(f"{node.free_gb[folder]:g} GB, {folder}" if folder else ""),
+            f"{node.pictures['training']:,} + {node.pictures['validation']:,}" if node.pictures else "",
+        )
+    return table
