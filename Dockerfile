@@ -1,37 +1,134 @@
-# bigbatch with everything it needs. The wheels carry CUDA: for GPUs the host needs only the driver and NVIDIA's
-# container toolkit. Nothing depends on an entrypoint, on the user, or on a writable image:
-#   docker run --rm --gpus all --shm-size 1g -v "$PWD:/home/bigbatch" bigbatch bigbatch train --config quickstart
+# bigbatch with everything it needs, for any Debian or Ubuntu base with Python 3.10 or later, or a base's own Python.
+# The wheels carry CUDA: for GPUs the host needs only the driver and NVIDIA's container toolkit. Nothing depends on an
+# entrypoint, on variables, on the user, or on a writable image. docs/container.md says how to build and run it:
+#   docker build -t bigbatch .
 ARG BASE_IMAGE=debian:bookworm-slim
-FROM ${BASE_IMAGE}
 
-LABEL org.opencontainers.image.title="bigbatch" \
-      org.opencontainers.image.description="Train ImageNet with very large batches on clusters of GPUs" \
-      org.opencontainers.image.licenses="Apache-2.0"
+# python: an environment that sees what the base brings, such as a torch of its own; user 1000; RDMA's libraries,
+# without which NCCL falls back to TCP without a word
+FROM ${BASE_IMAGE} AS python
+USER root
+ENV PATH=/opt/venv/bin:$PATH
+RUN set -e; export DEBIAN_FRONTEND=noninteractive; need=; apt-get update; \
+    python3 -c 'import ensurepip, sys; assert sys.version_info >= (3, 10)' 2>/dev/null || need='python3 python3-venv'; \
+    ldconfig -p | grep -q libibverbs.so.1 || need="$need libibverbs1 ibverbs-providers"; \
+    apt-get install -y --no-install-recommends ca-certificates $need; \
+    rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
+    python3 -m venv --system-site-packages /opt/venv; \
+    getent group 1000 >/dev/null || groupadd --gid 1000 bigbatch; \
+    getent passwd 1000 >/dev/null || useradd --uid 1000 --gid 1000 --no-create-home --home-dir /home/bigbatch bigbatch; \
+    install -d -o 1000 -g 1000 /home/bigbatch
 
-RUN apt-get update \
- && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 python3-venv \
- && rm -rf /var/lib/apt/lists/* \
- && python3 -m venv /opt/venv \
- && useradd --uid 1000 --create-home --shell /bin/bash bigbatch
+# torch: the layer of gigabytes, which changes only with its version
+FROM python AS torch
+ARG NCCL_VERSION=
+WORKDIR /opt/bigbatch
+COPY constraints.txt .ci/keep_base.py ./
+RUN python keep_base.py constraints.txt >kept.txt \
+ && pip install --no-cache-dir -c kept.txt torch torchvision \
+ && if [ -n "$NCCL_VERSION" ]; then \
+      pip show --quiet nvidia-nccl-cu13 || { echo "NCCL_VERSION: this torch uses the NCCL of its base"; exit 1; }; \
+      pip install --no-cache-dir --no-deps "nvidia-nccl-cu13==$NCCL_VERSION"; \
+      sed -i "s/^nvidia-nccl-cu13==.*/nvidia-nccl-cu13==$NCCL_VERSION/" kept.txt; \
+    fi \
+ && python -c 'import torch; print("torch", torch.__version__)'
 
-ENV PATH=/opt/venv/bin:$PATH \
-    PYTHONUNBUFFERED=1 \
+# dependencies: a layer that a change of the code leaves as it is
+FROM torch AS dependencies
+ARG DALI=1
+ARG MPI=wheel
+COPY setup.py pyproject.toml ./
+COPY bigbatch/__init__.py bigbatch/
+RUN set -e; touch README.md; extras=tune,verify,export,energy; \
+    case $DALI in 0) ;; 1) extras=$extras,dali ;; *) echo "DALI is 0 or 1, not $DALI"; exit 1 ;; esac; \
+    case $MPI in \
+      none) ;; \
+      wheel) extras=$extras,mpi ;; \
+      system) mpirun --version || { echo "MPI=system: the base has no mpirun; MPI=wheel brings one"; exit 1; }; \
+              mpi=mpi4py ;; \
+      *) echo "MPI is wheel, system or none, not $MPI"; exit 1 ;; \
+    esac; \
+    pip install --no-cache-dir -c kept.txt ".[$extras]" $mpi; \
+    pip uninstall --yes bigbatch; \
+    rm -rf build bigbatch ./*.egg-info ./*.md setup.py pyproject.toml
+
+# horovod: its wheel, or nothing. Its compilers stay here; CUDA's is that of torch's own CUDA, from PyPI, or the base's
+FROM dependencies AS horovod
+ARG HOROVOD=0
+WORKDIR /tmp/horovod
+RUN set -e; mkdir /wheels; \
+    case $HOROVOD in 0) exit 0 ;; 1) ;; *) echo "HOROVOD is 0 or 1, not $HOROVOD"; exit 1 ;; esac; \
+    apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends cmake g++ make python3-dev; \
+    pip install --no-cache-dir -c /opt/bigbatch/kept.txt setuptools wheel; \
+    nvidia=$(echo /opt/venv/lib/python3*/site-packages/nvidia); \
+    if [ -d "$nvidia/cu13" ]; then \
+      pip install --no-cache-dir "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" \
+        "nvidia-cuda-cccl==13.0.*"; \
+      ln -s lib "$nvidia/cu13/lib64"; \
+      ln -s libcudart.so.13 "$nvidia/cu13/lib/libcudart.so"; \
+      ln -s libnccl.so.2 "$nvidia/nccl/lib/libnccl.so"; \
+      export CUDA_HOME="$nvidia/cu13" CUDAToolkit_ROOT="$nvidia/cu13" HOROVOD_NCCL_HOME="$nvidia/nccl"; \
+      export PATH="$CUDA_HOME/bin:$PATH"; \
+    fi; \
+    pip download --no-cache-dir --no-deps --no-build-isolation --no-binary :all: horovod==0.28.1; \
+    tar xf horovod-*.tar.gz --strip-components 1; \
+    sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' CMakeLists.txt horovod/torch/CMakeLists.txt; \
+    if python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then export HOROVOD_GPU_OPERATIONS=NCCL; fi; \
+    MAKEFLAGS="-j$(nproc)" HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 \
+    HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+      pip wheel --no-cache-dir --no-deps --no-build-isolation -w /wheels .
+
+# wheel: of this checkout
+FROM python AS wheel
+WORKDIR /source
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps -w /wheels .
+
+# sshd: for Kubernetes' MPI operator. Its host keys come with the image and prove nothing; nobody asks them to
+FROM dependencies AS runtime
+ARG SSHD=0
+RUN set -e; case $SSHD in 0) exit 0 ;; 1) ;; *) echo "SSHD is 0 or 1, not $SSHD"; exit 1 ;; esac; \
+    apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends openssh-server openssh-client; \
+    rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
+    mkdir -p /run/sshd; \
+    printf 'PasswordAuthentication no\nStrictModes no\nSetEnv PATH=%s LD_LIBRARY_PATH=%s\n' \
+      "$PATH" "$LD_LIBRARY_PATH" >/etc/ssh/sshd_config.d/bigbatch.conf; \
+    printf 'Host *\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n' \
+      >/etc/ssh/ssh_config.d/bigbatch.conf
+ARG REVISION=
+RUN --mount=type=bind,from=horovod,source=/wheels,target=/horovod \
+    --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    set -e; \
+    if [ -n "$(ls /horovod)" ]; then pip install --no-cache-dir -c kept.txt /horovod/*.whl; fi; \
+    pip install --no-cache-dir --no-deps /wheels/*.whl; \
+    for folder in /opt/venv/lib/python3*/site-packages/bigbatch/comm; do echo "$REVISION" >"$folder/built_from.txt"; done; \
+    ln -s /opt/venv/bin/bigbatch /usr/local/bin/bigbatch
+
+ENV PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-
-# the dependencies first: a layer of gigabytes that a change of the code leaves as it is
-WORKDIR /opt/bigbatch
-COPY setup.py pyproject.toml constraints.txt README.md ./
-COPY bigbatch/__init__.py bigbatch/
-RUN pip install --no-cache-dir -c constraints.txt '.[dali,mpi,tune,verify,export]' \
- && pip uninstall --yes bigbatch \
- && rm -r build *.egg-info
-
-COPY . .
-RUN pip install --no-cache-dir --no-deps -c constraints.txt . \
- && rm -r build *.egg-info \
- && chmod -R a+rX .
-
 WORKDIR /home/bigbatch
 USER 1000:1000
 CMD ["bigbatch", "--help"]
+
+# test: --target test. Whether the image does what it promises where it is to run
+FROM runtime AS test
+USER root
+WORKDIR /opt/bigbatch
+RUN pip install --no-cache-dir -c kept.txt pytest pytest-timeout hypothesis
+COPY pyproject.toml ./
+COPY docs docs
+COPY tests tests
+USER 1000:1000
+CMD ["python", "-m", "pytest", "tests/laws", "tests/parallel"]
+
+FROM runtime
+ARG VERSION=
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="bigbatch" \
+      org.opencontainers.image.description="Train ImageNet with very large batches on clusters of GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"

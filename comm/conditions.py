@@ -15,6 +15,9 @@ from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuned import Cluster, make_cluster
 
+BUILT_FROM = Path(__file__).with_name("built_from.txt")
+"""Holds the commit in a container image, whose build has no git."""
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -91,7 +94,10 @@ def device_name(device: torch.device) -> str:
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout that this code runs from, '+' if it was changed; None in an installed wheel."""
+    """The commit of the checkout that this code runs from, '+' if it was changed; that of the build in an image.
+
+    None in any other installed wheel.
+    """
     here = Path(__file__).resolve()
     git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
     try:
@@ -99,4 +105,4 @@ def source_commit() -> str | None:
         commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
         return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return (BUILT_FROM.read_text().strip() or None) if BUILT_FROM.exists() else None

@@ -52,13 +52,13 @@ class TorchDistributedBackend:
             shares_default = self._owns_default and library == "nccl"  # gloo's must not mix with a script's, or DDP's
             handle = None if shares_default else dist.new_group(list(everyone), backend=library, timeout=self._timeout)
             self.world = Group(everyone, handle)
+            if library == "nccl":
+                dist.barrier(group=self.world.handle)  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
             raise CommError(
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
-                f"{first_line(error)}; set comm.interface to the network interface that all nodes share"
+                f"{first_line(error)}; {_remedy(error)}"
             ) from error
-        if library == "nccl":
-            dist.barrier(group=self.world.handle)  # a group's first operation must be one of all its ranks
         self._queue = (
             StreamQueue(device)
             if library == "nccl"
@@ -152,3 +152,10 @@ class TorchDistributedBackend:
             dist.destroy_process_group()
         else:
             dist.destroy_process_group(self.world.handle)
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about ranks that cannot connect. NCCL's ranks of a node share memory in /dev/shm."""
+    if "/dev/shm" in str(error):
+        return "/dev/shm is too small or full: free some, or start the container with a larger one (--shm-size 1g)"
+    return "set comm.interface to the network interface that all nodes share"

@@ -140,7 +140,7 @@ def check_horovod() -> int:
             check(communicator)
         for options in ({}, {"backward_passes_per_step": 3}, {"clip": 0.02}):
             check_against_horovod(hvd, communicator, **options)
-    over_mpi.backend.close()  # and leaves MPI to the other
+    over_mpi.close()  # and leaves MPI to the other
     over_horovod.close()
     assert not hvd.is_initialized()
     return done(over_horovod)

@@ -108,6 +108,21 @@ def test_gloo_without_its_peers_says_what_to_set(monkeypatch: pytest.MonkeyPatch
         TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU)
 
 
+def test_nccl_without_room_in_shared_memory_says_how_to_get_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are NCCL's, of a container with Docker's 64 MB."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.distributed.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.30.7\nncclSystemError: System "
+            "call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\nError while "
+            "creating shared memory segment /dev/shm/nccl-XyZ1 (size 33030528), error: No space left on device (28)"
+        )
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    with pytest.raises(CommError, match=r"nccl could not connect 2 ranks: .*; /dev/shm is too .*\(--shm-size 1g\)"):
+        TorchDistributedBackend(TWO, half_a_job(), library="nccl", device=CPU)
+
+
 def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that both are put back after the test
