@@ -3,8 +3,8 @@
     python benchmarks/jobs.py --out benchmarks/results/jobs.json
 
 Two emulated nodes with a rank each and a real Slurm; the model and data of the quick start. Each trial submits a job by
-`bigbatch launch slurm`, signals it as Slurm does before a time limit once it has trained two steps, and lets it come back
-from the queue. Cold: the machine has forgotten all files that it had read (drop_caches, which needs root).
+`bigbatch launch slurm`, signals it as Slurm does before a time limit once it has trained two steps, and lets it come
+back from the queue. Cold: the machine has forgotten all files that it had read (drop_caches, which needs root).
 """
 
 import argparse
