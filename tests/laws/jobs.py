@@ -1,4 +1,4 @@
-"""Real jobs on a tiny data set: started by the launchers that users have, in processes of their own."""
+"""Real jobs on a tiny data set, in processes of their own: started by the launchers that users have, or forked."""
 
 import os
 import shutil
@@ -6,12 +6,15 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import exit_codes, places, start_rank
 from torch import Tensor
 
 from bigbatch.launch.job import JobSpec
@@ -81,19 +84,76 @@ def mpirun(command: Sequence[str], *, ranks: int) -> list[str]:
     return mpirun_argv(job, mpirun=str(beside) if beside.exists() else "mpirun", is_root=os.geteuid() == 0)
 
 
-def alone(command: Sequence[str]) -> list[str]:
+def process(command: Sequence[str]) -> list[str]:
     """One process, no launcher."""
     return [sys.executable, "-m", "bigbatch", *command]
 
 
-def run(argv: Sequence[str], *, expect: int | None = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Forked:
+    """A job without a launcher: where it does not matter who starts the ranks, the quickest way to have them."""
+
+    command: tuple[str, ...]
+    ranks: int
+    target: str = "forked_ranks:bigbatch"
+
+
+def forked(command: Sequence[str], *, ranks: int) -> Forked:
+    """`bigbatch` with this command on so many ranks."""
+    return Forked(tuple(command), ranks)
+
+
+Job = Sequence[str] | Forked
+"""What run() takes: an argument list, or ranks to fork."""
+
+
+def alone(command: Sequence[str]) -> Forked:
+    """The same as one process."""
+    return forked(command, ranks=1)
+
+
+class ForkedJob:
+    """Ranks that run, their output in log; used as a launcher's process is."""
+
+    def __init__(self, job: Forked, log: Path, *, stderr: Path | None = None, **environ: str) -> None:
+        where = places(job.ranks) if job.ranks > 1 else [{}]
+        self.ranks = [
+            start_rank(job.target, job.command, environ={**environ, **place}, stdout=log, stderr=stderr or log)
+            for place in where
+        ]
+
+    def poll(self) -> int | None:
+        """The exit code of the first rank that failed, or 0; None while all live."""
+        codes = [rank.exitcode for rank in self.ranks]
+        failed = next((code for code in codes if code), None)
+        return failed if failed is not None or None in codes else 0
+
+    def wait(self, timeout: float) -> int:
+        """The same once all have ended; those that have not by then are killed, and the test fails."""
+        codes = exit_codes(self.ranks, timeout_seconds=timeout)
+        assert codes is not None, f"the job did not end within {timeout} s"
+        return next((code for code in codes if code), 0)
+
+
+def run(job: Job, *, expect: int | None = 0, **environ: str) -> "subprocess.CompletedProcess[str]":
     """Run to the end; the test fails with the job's output when the exit code is another one."""
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env={**os.environ, **environ}, check=False
-    )
+    if isinstance(job, Forked):
+        done = _run_forked(job, environ)
+    else:
+        done = subprocess.run(
+            job, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env={**os.environ, **environ}, check=False
+        )
     if expect is not None:
         assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def _run_forked(job: Forked, environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        code = ForkedJob(job, out, stderr=err, **environ).wait(timeout=TIMEOUT_SECONDS)
+        stdout, stderr = (path.read_text(errors="backslashreplace") for path in (out, err))
+    return subprocess.CompletedProcess(job.command, code, stdout, stderr)
 
 
 def message(done: "subprocess.CompletedProcess[str]") -> str:
@@ -109,9 +169,9 @@ def only_message(text: str) -> str:
     return lines.pop()
 
 
-def fails(argv: Sequence[str], **environ: str) -> str:
+def fails(job: Job, **environ: str) -> str:
     """Run a command that must fail with exit code 1; its message."""
-    return message(run(argv, expect=1, **environ))
+    return message(run(job, expect=1, **environ))
 
 
 def copy_of(data: Path, tmp_path: Path) -> Path:
@@ -119,12 +179,14 @@ def copy_of(data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(data, tmp_path / "data"))
 
 
-def start(argv: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Run in the background, output to log, in a process group of its own."""
-    return subprocess.Popen(argv, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
+def start(job: Job, log: Path) -> "subprocess.Popen[bytes] | ForkedJob":
+    """Run in the background, output to log; a launcher in a process group of its own."""
+    if isinstance(job, Forked):
+        return ForkedJob(job, log)
+    return subprocess.Popen(job, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def wait_until(condition: Callable[[], bool], *, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_until(condition: Callable[[], bool], *, process: "subprocess.Popen[bytes] | ForkedJob", log: Path) -> None:
     """Poll until the condition holds; fail with the log when the process ends or time runs out before."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
@@ -153,9 +215,12 @@ def rank_pids(parent: int) -> list[int]:
     return sorted(found)
 
 
-def kill_rank(parent: int) -> None:
+def kill_rank(process: "subprocess.Popen[bytes] | ForkedJob") -> None:
     """SIGKILL the youngest rank of a job."""
-    os.kill(rank_pids(parent)[-1], signal.SIGKILL)
+    if isinstance(process, ForkedJob):
+        process.ranks[-1].kill()
+    else:
+        os.kill(rank_pids(process.pid)[-1], signal.SIGKILL)
 
 
 def have_ended(pids: Sequence[int], *, within_seconds: float = 10) -> bool:

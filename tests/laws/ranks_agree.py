@@ -1,8 +1,6 @@
 """One rank of test_law4_ranks_agree.py: six steps on data of its own, weights compared after each."""
 
 import hashlib
-import os
-import sys
 from functools import partial
 
 import torch
@@ -21,7 +19,7 @@ from bigbatch.trainer.precision import Precision
 OVERFLOW_STEP, OVERFLOW_RANK = 3, 1
 
 
-def main(precision_name: str) -> None:
+def main(precision_name: str) -> int:
     """Train; the process fails when the ranks disagree."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -54,6 +52,7 @@ def main(precision_name: str) -> None:
         assert (after == before) == is_overflow, f"step {step} was skipped or not skipped wrongly"
     print(f"rank {communicator.rank} agreed on 6 steps", flush=True)
     communicator.close()
+    return 0
 
 
 def overflow_on_one_rank(reducer: GradientReducer, communicator: Communicator) -> None:
@@ -69,9 +68,3 @@ def fingerprint(precision: Precision) -> str:
     for name in sorted(precision.masters):
         digest.update(precision.masters[name].detach().numpy().tobytes())
     return digest.hexdigest()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)

@@ -10,6 +10,7 @@ from .jobs import (
     SGD,
     alone,
     final_state,
+    forked,
     gradient_distance,
     mpirun,
     run,
@@ -40,7 +41,7 @@ def test_any_division_gives_the_same_update(
     ranks: int, overrides: dict[str, object], data: Path, one_rank: Path, tmp_path: Path
 ) -> None:
     command = train_command(data, tmp_path, {**SGD, **overrides})
-    run(mpirun(command, ranks=ranks) if ranks > 1 else alone(command))
+    run(mpirun(command, ranks=ranks) if "comm.backend" in overrides else forked(command, ranks=ranks))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank)) < ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank)) < ROUNDING
 
@@ -58,7 +59,7 @@ def test_augmented_and_mixed_pictures_are_those_of_the_batch(
 ) -> None:
     alike = {**SGD, **AUGMENTED, "data.loader": loader}
     run(alone(train_command(data, tmp_path / "1", alike)))  # 4 microbatches
-    run(mpirun(train_command(data, tmp_path / "2", alike), ranks=2))  # 2 microbatches each
+    run(forked(train_command(data, tmp_path / "2", alike), ranks=2))  # 2 microbatches each
     assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
     assert statistics_distance(final_state(tmp_path / "2"), final_state(tmp_path / "1")) < ROUNDING
     assert gradient_distance(step_gradients(tmp_path / "1"), step_gradients(one_rank)) > 1000 * ROUNDING
@@ -87,7 +88,8 @@ def one_rank_wide(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_ghost_batch_may_lie_on_several_ranks(
     ranks: int, overrides: dict[str, object], data: Path, one_rank_wide: Path, tmp_path: Path
 ) -> None:
-    done = run(mpirun(train_command(data, tmp_path, {**WIDE, **overrides}), ranks=ranks))
+    start = mpirun if overrides.get("comm.backend") == "mpi" else forked
+    done = run(start(train_command(data, tmp_path, {**WIDE, **overrides}), ranks=ranks))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide)) < ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank_wide)) < ROUNDING
     assert f"batch-norm span 32 over {32 // int(str(overrides['batch.microbatch_size']))} ranks" in done.stdout
@@ -95,6 +97,6 @@ def test_a_ghost_batch_may_lie_on_several_ranks(
 
 def test_ghost_batches_that_end_at_the_rank_are_another_run(data: Path, one_rank_wide: Path, tmp_path: Path) -> None:
     """What the comparison above would say if the ranks of a group did not hear of each other."""
-    run(mpirun(train_command(data, tmp_path, {**WIDE, "batch.microbatch_size": 16, "batch.bn_span": 16}), ranks=2))
+    run(forked(train_command(data, tmp_path, {**WIDE, "batch.microbatch_size": 16, "batch.bn_span": 16}), ranks=2))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide)) > 1000 * ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank_wide)) > 10 * ROUNDING

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .jobs import SGD, alone, fails, final_state, mpirun, records, run, statistics_distance, train_command
+from .jobs import SGD, alone, fails, final_state, forked, records, run, statistics_distance, train_command
 
 NUM_STEPS = 20
 SMALL = {
@@ -67,7 +67,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def folder(name: str) -> Path:
         ranks, overrides = jobs[name]
         command = train_command(data, root / name, {**SMALL, **overrides})
-        done = run(mpirun(command, ranks=ranks) if ranks > 1 else alone(command))
+        done = run(forked(command, ranks=ranks))
         line = "replays the updates of 8 ranks: 1 here, each does the work of 8"
         assert (line in done.stdout) == (ranks == 1)
         return root / name

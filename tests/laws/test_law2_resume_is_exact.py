@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from .jobs import (
     AUGMENTED,
     ROUNDING,
     SGD,
+    Job,
     alone,
     assert_identical,
     final_state,
+    forked,
     gradient_distance,
     have_ended,
     kill_rank,
@@ -40,19 +43,26 @@ LONG = {"run.epochs": EPOCHS, "run.checkpoint_every_steps": 3, "run.eval_every_e
 
 
 @pytest.mark.parametrize(
-    ("loader", "settings"),
-    [("dali", {}), ("torchvision", {}), ("dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[6,32]]"})],
+    ("launcher", "loader", "settings"),
+    [
+        (mpirun, "dali", {}),
+        (forked, "torchvision", {}),
+        (forked, "dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[6,32]]"}),
+    ],
+    ids=["mpirun-dali", "torchvision", "dali-augmented"],
 )
-def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], data: Path, tmp_path: Path) -> None:
+def test_killed_rank_changes_no_bit(
+    launcher: Callable[..., Job], loader: str, settings: dict[str, object], data: Path, tmp_path: Path
+) -> None:
     overrides = {**LONG, **settings, "data.loader": loader}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(mpirun(train_command(data, whole, overrides), ranks=2))
+    run(forked(train_command(data, whole, overrides), ranks=2))
 
-    command = mpirun(train_command(data, broken, overrides), ranks=2)
+    command = launcher(train_command(data, broken, overrides), ranks=2)
     log = tmp_path / "broken.log"
     process = start(command, log)
     wait_until(lambda: newest_step(broken) >= 7, process=process, log=log)
-    kill_rank(process.pid)
+    kill_rank(process)
     assert process.wait(timeout=60) != 0, "a job that lost a rank must fail"
     resumed_after = newest_step(broken)
     assert 7 <= resumed_after < EPOCHS * STEPS_PER_EPOCH, "the rank was killed too late to test anything"
@@ -64,15 +74,29 @@ def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], da
     assert steps(broken) == steps(whole), "each report stands once, in order"
 
 
-@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
-def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(launcher: str, code: int, data: Path, tmp_path: Path) -> None:
-    """Stopped where no checkpoint was planned, in the middle of an epoch, by the launcher's Ctrl-C."""
-    epochs = 3 * EPOCHS  # a signal takes its time to reach the ranks
-    overrides = {"run.epochs": epochs, "run.checkpoint_every_steps": 0, "run.eval_every_epochs": epochs}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run(mpirun(train_command(data, whole, overrides), ranks=2))
+STOPPED_EPOCHS = 3 * EPOCHS
+"""A signal takes its time to reach the ranks."""
+UNPLANNED = {
+    "run.epochs": STOPPED_EPOCHS,
+    "run.checkpoint_every_steps": 0,
+    "run.eval_every_epochs": STOPPED_EPOCHS,
+}
 
-    command = train_command(data, stopped, overrides)
+
+@pytest.fixture(scope="module")
+def not_stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("not_stopped")
+    run(forked(train_command(data, folder, UNPLANNED), ranks=2))
+    return folder
+
+
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
+def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
+    launcher: str, code: int, data: Path, not_stopped: Path, tmp_path: Path
+) -> None:
+    """Stopped where no checkpoint was planned, in the middle of an epoch, by the launcher's Ctrl-C."""
+    stopped = tmp_path / "stopped"
+    command = train_command(data, stopped, UNPLANNED)
     launch = [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", "--", *command]
     log = tmp_path / "stopped.log"
     process = start(launch, log)
@@ -81,12 +105,12 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(launcher: str, code: int, 
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == code, log.read_text()
     assert have_ended(ranks), "a rank was left behind"
-    assert 4 <= newest_step(stopped) < epochs * STEPS_PER_EPOCH
+    assert 4 <= newest_step(stopped) < STOPPED_EPOCHS * STEPS_PER_EPOCH
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
     assert "the same command goes on" in log.read_text()
 
     run(launch)
-    assert_identical(final_state(stopped), final_state(whole))
+    assert_identical(final_state(stopped), final_state(not_stopped))
 
 
 def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: Path) -> None:
@@ -101,7 +125,7 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
     }
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     run(alone(train_command(data, whole, {**constant, "run.epochs": 2})))
-    run(mpirun(train_command(data, moved, {**constant, "run.epochs": 1}), ranks=2))
+    run(forked(train_command(data, moved, {**constant, "run.epochs": 1}), ranks=2))
     done = run(alone(train_command(data, moved, {**constant, "run.epochs": 2})))
     assert f"resumed after step {STEPS_PER_EPOCH}" in done.stdout
     assert gradient_distance(step_gradients(moved), step_gradients(whole)) < ROUNDING
@@ -126,13 +150,13 @@ def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: 
         "comm.algorithm": "ring",
     }
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run(mpirun(train_command(data, whole, overrides), ranks=3))
+    run(forked(train_command(data, whole, overrides), ranks=3))
     shutil.copytree(whole, resumed)
     (resumed / "summary.json").unlink()
     checkpoints = list_checkpoints(resumed / "checkpoints")
     for later in checkpoints[2:]:
         shutil.rmtree(later.path)
-    done = run(mpirun(train_command(data, resumed, overrides), ranks=3))
+    done = run(forked(train_command(data, resumed, overrides), ranks=3))
     assert f"resumed after step {checkpoints[1].step}" in done.stdout
     assert_identical(final_state(resumed), final_state(whole))
 

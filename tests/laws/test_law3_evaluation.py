@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as tv
 from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.models import build_model
 
-from .jobs import NUM_CLASSES, VAL_PER_CLASS, alone, copy_of, fails, mpirun, run, train_command
+from .jobs import NUM_CLASSES, VAL_PER_CLASS, alone, copy_of, fails, forked, mpirun, run, train_command
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def count_by_hand(data: Path, trained: Path) -> tuple[int, int, float]:
 @pytest.mark.parametrize(("ranks", "microbatch_size"), [(1, 8), (1, 32), (2, 16), (3, 32)])
 def test_every_picture_counts_once(ranks: int, microbatch_size: int, data: Path, trained: Path) -> None:
     command = ["evaluate", str(trained), "--json", f"--batch.microbatch_size={microbatch_size}"]
-    done = run(mpirun(command, ranks=ranks) if ranks > 1 else alone(command))
+    done = run(forked(command, ranks=ranks))
     record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     correct, pictures, loss = count_by_hand(data, trained)
     assert pictures == NUM_CLASSES * VAL_PER_CLASS
@@ -66,7 +66,7 @@ def test_foreign_weights_score_the_same_at_any_world_size(data: Path, tmp_path: 
     records = []
     for ranks in (1, 2, 3):
         argv = [*command, "--batch.microbatch_size=8", "--batch.bn_span=8"]
-        done = run(mpirun(argv, ranks=ranks) if ranks > 1 else alone(argv))
+        done = run(forked(argv, ranks=ranks))
         records.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
     assert {record["count"] for record in records} == {NUM_CLASSES * VAL_PER_CLASS}
     assert len({(record["top1"], record["top5"]) for record in records}) == 1
@@ -83,7 +83,7 @@ def test_bad_picture_is_counted_out(
     victim.write_bytes(b"no picture")
     options = (f"--data.root={damaged}", f"--batch.microbatch_size={microbatch_size}", "--data.loader=torchvision")
     command = ["evaluate", str(trained), "--json", *options, "--data.max_skipped=3"]
-    done = run(mpirun(command, ranks=ranks) if ranks > 1 else alone(command))
+    done = run(forked(command, ranks=ranks))
     record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert [line for line in done.stdout.splitlines() if line.startswith(f"skipped: {victim}: ")]
     victim.unlink()

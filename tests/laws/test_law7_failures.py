@@ -15,12 +15,14 @@ from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint, save_
 
 from .jobs import (
     SGD,
+    Forked,
     alone,
     copy_of,
     fails,
     kill_rank,
     mpirun,
     newest_step,
+    process,
     rank_pids,
     run,
     start,
@@ -63,9 +65,7 @@ def test_nan_of_one_rank_names_rank_and_step_and_is_not_saved(precision: str, da
     settings = {"optimizer.precision": precision, "run.checkpoint_every_steps": 1}
     if precision == "fp16":
         settings |= {"optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 2000}
-    argv = mpirun(train_command(data, tmp_path, settings), ranks=2)
-    script = str(Path(__file__).with_name("ranks_nan.py"))
-    line = fails([*argv[: argv.index("-m")], script, *argv[argv.index("-m") + 2 :]])
+    line = fails(Forked(tuple(train_command(data, tmp_path, settings)), ranks=2, target="laws.ranks_nan:main"))
     assert "the loss is nan since step 3, which began on rank 1 of 2 alone: look at the pictures and the GPU" in line
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")] == [1, 2]
 
@@ -107,16 +107,16 @@ def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
-            alone(train_command(data, tmp_path / "run", {"run.seed": rank})),
+            process(train_command(data, tmp_path / "run", {"run.seed": rank})),
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    for process in ranks:
-        _, stderr = process.communicate(timeout=100)
-        assert process.returncode == 1
+    for rank in ranks:
+        _, stderr = rank.communicate(timeout=100)
+        assert rank.returncode == 1
         assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in stderr
 
 
@@ -125,8 +125,7 @@ def test_full_disk_keeps_the_older_checkpoints(data: Path, tmp_path: Path) -> No
     folder = tmp_path / "run"
     run(alone(train_command(data, folder, {"run.epochs": 1})))
     before = list_checkpoints(folder / "checkpoints")
-    command = alone(train_command(data, folder, {"run.epochs": 3}))
-    limited = [sys.executable, "-c", LIMIT, *command]
+    limited = [sys.executable, "-c", LIMIT, *process(train_command(data, folder, {"run.epochs": 3}))]
     assert "cannot write checkpoint" in fails(limited)
     assert list_checkpoints(folder / "checkpoints") == before
     load_checkpoint(before[-1].path)
@@ -204,11 +203,11 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
     command = train_command(data, tmp_path / "run", LONG)
     launch = [sys.executable, "-m", "bigbatch", "launch", "torchrun", "--ranks", "2", "--", *command]
     log = tmp_path / "log"
-    process = start(launch, log)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=process, log=log)
+    job = start(launch, log)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
     killed = time.monotonic()
-    kill_rank(process.pid)
-    assert process.wait(timeout=60) != 0
+    kill_rank(job)
+    assert job.wait(timeout=60) != 0
     assert time.monotonic() - killed < 60
     text = log.read_text()
     assert "exitcode  : -9" in text or "Signal 9" in text, text
@@ -220,14 +219,14 @@ def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> N
     bounds = {"comm.timeout_seconds": 4, "comm.warn_seconds": 2, "data.patience_seconds": 1}
     command = mpirun(train_command(data, tmp_path / "run", {**LONG, **bounds}), ranks=2)
     log = tmp_path / "log"
-    process = start(command, log)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=process, log=log)
-    stalled = rank_pids(process.pid)[-1]
+    job = start(command, log)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
+    stalled = rank_pids(job.pid)[-1]
     os.kill(stalled, signal.SIGSTOP)
     try:
-        assert process.wait(timeout=60) != 0
+        assert job.wait(timeout=60) != 0
     finally:
-        for pid in (stalled, process.pid):
+        for pid in (stalled, job.pid):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

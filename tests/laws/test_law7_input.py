@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from .jobs import (
     ROUNDING,
     SGD,
     TRAIN_PER_CLASS,
+    Job,
     alone,
     assert_identical,
     copy_of,
     fails,
     final_state,
+    forked,
     gradient_distance,
     message,
     mpirun,
@@ -66,8 +69,10 @@ def summary(folder: Path) -> dict[str, Any]:
     return dict(json.loads(RunDir(folder).summary.read_text()))
 
 
-@pytest.mark.parametrize("loader", ["dali", "torchvision"])
-def test_data_that_go_away_change_no_bit(loader: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "loader"), [(mpirun, "dali"), (forked, "torchvision")], ids=["dali", "torchvision"]
+)
+def test_data_that_go_away_change_no_bit(launcher: Callable[..., Job], loader: str, data: Path, tmp_path: Path) -> None:
     """Taken away in mid-run and brought back: the same command goes on after the last whole step."""
     moving, epochs = copy_of(data, tmp_path), 40
     overrides = {
@@ -78,9 +83,9 @@ def test_data_that_go_away_change_no_bit(loader: str, data: Path, tmp_path: Path
         "run.log_every_steps": 3,
     }
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(mpirun(train_command(moving, whole, overrides), ranks=2))
+    run(forked(train_command(moving, whole, overrides), ranks=2))
 
-    command = mpirun(train_command(moving, broken, overrides), ranks=2)
+    command = launcher(train_command(moving, broken, overrides), ranks=2)
     log = tmp_path / "broken.log"
     process = start(command, log)
     wait_until(lambda: len(steps(broken)) >= 3, process=process, log=log)
@@ -106,11 +111,11 @@ def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp
     damaged, whole, broken = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "broken"
     overrides = {"run.eval_every_epochs": every_epochs}
     done = every_epochs * STEPS_PER_EPOCH
-    run(mpirun(train_command(data, whole, overrides), ranks=2))
+    run(forked(train_command(data, whole, overrides), ranks=2))
     victim = sorted((damaged / "val").glob("*/*"))[60]
     picture = victim.read_bytes()
     no_picture(victim)
-    command = mpirun(train_command(damaged, broken, overrides), ranks=2)
+    command = forked(train_command(damaged, broken, overrides), ranks=2)
     assert str(victim) in fails(command)
     assert newest_step(broken) == steps(broken)[-1] == done
     assert records(broken, "eval") == []
@@ -134,7 +139,7 @@ def test_bad_picture_is_skipped_alike_by_any_ranks(loader: str, damage: Any, dat
     key = f"train/{sorted((damaged / 'train').glob('*/*')).index(victim)}"
     command = train_command(damaged, tmp_path / "1", {**SGD, "data.max_skipped": 3, "data.loader": loader})
     run(alone(command))
-    run(mpirun([*command, f"--run.directory={tmp_path / '2'}"], ranks=2))
+    run(forked([*command, f"--run.directory={tmp_path / '2'}"], ranks=2))
     assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
     for folder in (tmp_path / "1", tmp_path / "2"):
         told = summary(folder)
@@ -152,11 +157,11 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
     victim = next(path for path in sorted((damaged / "train").glob("*/*")) if path not in left)
     no_picture(victim)
     overrides = {"data.max_skipped": 3, "run.checkpoint_every_steps": 1, "run.keep_checkpoints": 100}
-    run(mpirun(train_command(damaged, whole, overrides), ranks=2))
+    run(forked(train_command(damaged, whole, overrides), ranks=2))
     shutil.copytree(whole, resumed)
     (resumed / "summary.json").unlink()
     shutil.rmtree(list_checkpoints(resumed / "checkpoints")[-1].path)
-    done = run(mpirun(train_command(damaged, resumed, overrides), ranks=2))
+    done = run(forked(train_command(damaged, resumed, overrides), ranks=2))
     assert "resumed after step 9" in done.stdout
     assert "skipped: " not in done.stdout.partition("resumed after")[2].partition("skipped_pictures")[0]
     assert_identical(final_state(resumed), final_state(whole))
@@ -203,12 +208,12 @@ def test_more_bad_pictures_than_may_be_skipped(ranks: tuple[int, int], data: Pat
     for victim in victims:
         no_picture(victim)
     overrides = {"data.max_skipped": 1, "data.loader": "torchvision"}
-    line = message(run(mpirun(train_command(damaged, folder, overrides), ranks=2), expect=1))
+    line = message(run(forked(train_command(damaged, folder, overrides), ranks=2), expect=1))
     assert "2 pictures are bad, and data.max_skipped=1" in line
     assert any(str(victim) in line for victim in victims)
     stopped = newest_step(folder)
     assert stopped in (3, 4)
-    done = run(mpirun(train_command(damaged, folder, {**overrides, "data.max_skipped": 2}), ranks=2))
+    done = run(forked(train_command(damaged, folder, {**overrides, "data.max_skipped": 2}), ranks=2))
     assert f"resumed after step {stopped}\n" in done.stdout
     assert sorted(line.partition(": ")[0] for line in summary(folder)["skipped"]) == sorted(map(str, victims))
 
@@ -219,7 +224,7 @@ def test_packed_and_staged_copies_are_the_same_data(data: Path, tmp_path: Path) 
 
     def trained(root: Path, name: str, **overrides: object) -> str:
         keys = {key.replace("__", "."): value for key, value in overrides.items()}
-        return run(mpirun(train_command(root, tmp_path / name, keys), ranks=2)).stdout
+        return run(forked(train_command(root, tmp_path / name, keys), ranks=2)).stdout
 
     trained(data, "folders")
     trained(packed, "unstaged")

@@ -1,6 +1,5 @@
 """What every rank of a test job runs: `ranks.py MODE [ARGUMENT ...]`, started by mpirun, torchrun or by hand.
 
-`ranks.py fork RANKS MODE [ARGUMENT ...]` starts them all: processes as any others, but torch is imported only once.
 A rank that finds something wrong prints a traceback and ends at once, so that the launcher ends the job.
 """
 
@@ -232,31 +231,7 @@ def run_rank(mode: str, *arguments: str) -> NoReturn:
     os._exit(code)
 
 
-def fork_ranks(num_ranks: int, mode: str, *arguments: str) -> int:
-    """A job of ranks on this host, with the variables of torchrun; the exit code of the first that fails, or 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    living = set()
-    for rank in range(num_ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-        process = os.fork()
-        if process == 0:
-            os.environ.update({name: str(value) for name, value in place.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            run_rank(mode, *arguments)
-        living.add(process)
-    codes = []
-    while living:
-        process, status = os.wait()
-        living.discard(process)
-        codes.append(os.waitstatus_to_exitcode(status))
-    return next((code for code in codes if code != 0), 0)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "fork":
-        sys.exit(fork_ranks(int(sys.argv[2]), *sys.argv[3:]))
     if sys.argv[1] == "stall":
         sys.exit(main(*sys.argv[1:]))
     run_rank(*sys.argv[1:])

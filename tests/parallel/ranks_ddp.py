@@ -196,5 +196,10 @@ def done(communicator: Communicator) -> int:
     return 0
 
 
+def main(*arguments: str) -> None:
+    """Run one mode: MODE [ARGUMENT ...]."""
+    run({"ddp": check_ddp, "shared-group": check_shared_group, "lose": lose_a_rank}, *arguments)
+
+
 if __name__ == "__main__":
-    run({"ddp": check_ddp, "shared-group": check_shared_group, "lose": lose_a_rank}, *sys.argv[1:])
+    main(*sys.argv[1:])

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lost_rank import free_port
-from test_parallel import needs_mpi, run_job
+from forked_ranks import places
+from test_parallel import fork_job, needs_mpi, run_job
 
 from bigbatch.comm.fusion import TensorSpec
 from bigbatch.comm.plan_search import LEAST_GAIN
@@ -27,23 +27,13 @@ def launch(*command: str, num_ranks: int) -> tuple[int, str]:
     return run_job(argv, timeout_seconds=100)
 
 
-PLAY = """
-import os, subprocess, sys
-nodes, port, command = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
-ranks = []
-for rank, node in enumerate(nodes):
-    place = {"RANK": rank, "WORLD_SIZE": len(nodes), "LOCAL_RANK": nodes[:rank].count(node)}
-    place |= {"LOCAL_WORLD_SIZE": nodes.count(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environ = os.environ | {name: str(value) for name, value in place.items()} | {"BIGBATCH_HOST": node}
-    ranks.append(subprocess.Popen([sys.executable, "-m", "bigbatch", *command], env=environ))
-codes = [rank.wait() for rank in ranks]
-sys.exit(max(codes))
-"""
-
-
 def play_nodes(nodes: Sequence[str], *command: str) -> tuple[int, str]:
     """One process per entry of nodes, which says whose rank it plays."""
-    return run_job([sys.executable, "-c", PLAY, ",".join(nodes), str(free_port()), *command], timeout_seconds=100)
+    environs = []
+    for rank, (node, place) in enumerate(zip(nodes, places(len(nodes)), strict=True)):
+        local = {"LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
+        environs.append({**place, **local, "BIGBATCH_HOST": node})
+    return fork_job("forked_ranks:bigbatch", command, environs, timeout_seconds=100)
 
 
 def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

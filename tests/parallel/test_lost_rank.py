@@ -1,70 +1,61 @@
 """Law 7: a rank that dies or stalls ends the job within a stated time, and the survivors say which one it was.
 
-The ranks are started by hand, with torchrun's variables, so that no launcher ends the survivors first.
+The ranks are forked, with torchrun's variables, so that no launcher ends the survivors first.
 """
 
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import time
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from forked_ranks import exit_codes, places, start_rank
 
-RANKS = Path(__file__).with_name("ranks.py")
 SURVIVED = 7
 NOTICED = re.compile(
     r"noticed after ([\d.]+) s: rank (\d): buffer \d of step [12] failed after [\d.]+ s; (.*) \((\w+): "
 )
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@dataclass(frozen=True)
+class Ranks:
+    """Processes, and the folder of their outputs."""
+
+    processes: list[BaseProcess]
+    folder: "tempfile.TemporaryDirectory[str]"
+
+    def output(self, rank: int) -> Path:
+        """What a rank printed."""
+        return Path(self.folder.name) / str(rank)
 
 
-def start_ranks(num_ranks: int, arguments: list[str]) -> list["subprocess.Popen[str]"]:
+def start_ranks(num_ranks: int, arguments: list[str], *, target: str = "ranks:run_rank") -> Ranks:
     """One process per rank; two to a host: ranks 0 and 1 play node0."""
-    common = {
-        k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM", "TORCHELASTIC", "GLOO_"))
-    }
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(RANKS), *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BIGBATCH_HOST": f"node{rank // 2}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    ranks = Ranks([], tempfile.TemporaryDirectory())
+    for rank, place in enumerate(places(num_ranks)):
+        environ = {**place, "OMP_NUM_THREADS": "1", "BIGBATCH_HOST": f"node{rank // 2}"}
+        output = ranks.output(rank)
+        ranks.processes.append(start_rank(target, arguments, environ=environ, stdout=output, stderr=output))
+    return ranks
 
 
-def finish(
-    ranks: list["subprocess.Popen[str]"], *, timeout_seconds: float, victim: int | None = None
-) -> list[tuple[int, str]]:
+def finish(ranks: Ranks, *, timeout_seconds: float, victim: int) -> list[tuple[int, str]]:
     """Exit code and output of each rank; the victim is ended once all others are."""
-    deadline = time.monotonic() + timeout_seconds
-    results = {}
+    survivors = [process for rank, process in enumerate(ranks.processes) if rank != victim]
     try:
-        for rank in sorted(range(len(ranks)), key=lambda rank: rank == victim):
-            if rank == victim:
-                ranks[rank].kill()
-            output, _ = ranks[rank].communicate(timeout=max(1.0, deadline - time.monotonic()))
-            results[rank] = (ranks[rank].returncode, output)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"rank {rank} did not end within {timeout_seconds} s", pytrace=False)
+        codes = exit_codes(survivors, timeout_seconds=timeout_seconds)
     finally:
-        for process in ranks:
-            process.kill()
-    return [results[rank] for rank in range(len(ranks))]
+        ranks.processes[victim].kill()
+    with ranks.folder:
+        outputs = [ranks.output(rank).read_text() for rank in range(len(ranks.processes))]
+    if codes is None:
+        pytest.fail(f"a rank did not end within {timeout_seconds} s; what they said: {outputs}", pytrace=False)
+    ended = exit_codes([ranks.processes[victim]], timeout_seconds=10)
+    assert ended is not None
+    codes[victim:victim] = ended
+    return list(zip(codes, outputs, strict=True))
 
 
 HOLDER = "rank 0, which holds the rendezvous"

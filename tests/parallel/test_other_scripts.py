@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_lost_rank
 import torch
 from test_lost_rank import SURVIVED, finish, start_ranks
 from test_parallel import RANKS, assert_all_passed, job_argv, needs_mpi, run_to_the_end
@@ -45,9 +44,8 @@ def test_ddp_in_the_process_group_that_a_communicator_made() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "tcp"])
-def test_ddp_survivors_name_the_lost_rank(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_lost_rank, "RANKS", DDP)
-    ranks = start_ranks(3, ["lose", backend, "1"])
+def test_ddp_survivors_name_the_lost_rank(backend: str) -> None:
+    ranks = start_ranks(3, ["lose", backend, "1"], target="ranks_ddp:main")
     results = finish(ranks, victim=1, timeout_seconds=60)
     assert results[1][0] == -signal.SIGKILL
     for rank in (0, 2):

@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from forked_ranks import LAUNCHED, exit_codes, places, start_rank
 
 from bigbatch.launch.installed import find_mpirun
 from bigbatch.launch.job import JobSpec
@@ -17,18 +19,6 @@ from bigbatch.launch.mpirun import mpirun_argv
 from bigbatch.launch.torchrun import torchrun_argv
 
 RANKS = Path(__file__).with_name("ranks.py")
-LAUNCHED = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "OMPI_",
-    "PMI",
-    "MPI_LOCAL",
-    "SLURM",
-    "TORCHELASTIC",
-    "BIGBATCH_",
-)
 
 
 needs_mpi = pytest.mark.skipif(
@@ -76,7 +66,24 @@ def end(process: "subprocess.Popen[str]") -> str:
 
 def run_forked(num_ranks: int, arguments: list[str]) -> str:
     """The output of a job without a launcher, after it has ended well."""
-    return run_to_the_end([sys.executable, str(RANKS), "fork", str(num_ranks), *arguments])
+    code, output = fork_job("ranks:run_rank", arguments, places(num_ranks), timeout_seconds=150)
+    if code != 0:
+        pytest.fail(f"{' '.join(arguments)} ended with {code}:\n{output}", pytrace=False)
+    return output
+
+
+def fork_job(
+    target: str, arguments: Sequence[str], environs: Sequence[Mapping[str, str]], *, timeout_seconds: float
+) -> tuple[int, str]:
+    """Exit code and all output of ranks with these variables; one that hangs is killed, and fails the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output"
+        ranks = [start_rank(target, arguments, environ=environ, stdout=log, stderr=log) for environ in environs]
+        codes = exit_codes(ranks, timeout_seconds=timeout_seconds)
+        output = log.read_text()
+    if codes is None:
+        pytest.fail(f"the job did not end within {timeout_seconds} s; its output:\n{output}", pytrace=False)
+    return next((code for code in codes if code), 0), output
 
 
 def run_launched(launcher: str, num_ranks: int, arguments: list[str]) -> str:
