@@ -45,7 +45,7 @@ def main() -> int:
         run("launch", "emulate", "up", "--name", name, "--nodes", "2", "--slurm")
         try:
             for number in range(options.trials):
-                for state in ("cold", "warm"):
+                for state in options.states:
                     record["trials"].append({"state": state, **trial(name, folder / f"{state}-{number}", state=state)})
                     print(record["trials"][-1], file=sys.stderr, flush=True)
         finally:
@@ -55,7 +55,7 @@ def main() -> int:
             stage: spread([each[stage] for each in record["trials"] if each["state"] == state])
             for stage in STAGES.values()
         }
-        for state in ("cold", "warm")
+        for state in options.states
     }
     write_record(options.out, record)
     for state, stages in record["results"].items():
@@ -71,6 +71,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
     add("--trials", type=int, default=5, help="of each state (default: %(default)s)")
+    add("--states", nargs="+", choices=("cold", "warm"), default=["cold", "warm"], help="default: both, in turn")
     return parser.parse_args()
 
 

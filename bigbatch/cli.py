@@ -4,12 +4,19 @@ import io
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from bigbatch import __version__
 from bigbatch.errors import UserError
+
+if TYPE_CHECKING:
+    from bigbatch.comm.environ import ProcessEnv
+
+TURN_SECONDS = 0.3
 
 COMMANDS = {
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
@@ -51,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bigbatch: {arguments[0]} is no subcommand; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     code = _run(COMMANDS[arguments[0]][0], arguments[1:])
-    if _is_worker() or _is_held():
+    worker = _worker()
+    if worker is not None:
+        _take_turns(worker, code)
+    if worker is not None or _is_held():
         _leave(code)
     return code
 
@@ -90,13 +100,24 @@ def _run(module: str, arguments: list[str]) -> int:
         return 1
 
 
-def _is_worker() -> bool:
-    """This process talked to other ranks: torch.distributed or MPI is loaded and the job has several."""
+def _worker() -> "ProcessEnv | None":
+    """Its place, where this process talked to other ranks: it has read the environment, and the job has several."""
     environ = sys.modules.get("bigbatch.comm.environ")
     try:
-        return environ is not None and environ.read_process_env().world_size > 1
+        env: ProcessEnv | None = environ and environ.read_process_env()
     except UserError:  # the launcher's variables make no sense, and the user was told so
-        return False
+        return None
+    return env if env is not None and env.world_size > 1 else None
+
+
+def _take_turns(env: "ProcessEnv", code: int) -> None:
+    """Of ranks that fail together, let Open MPI see one first, and end the others: seeing several at once, its mpirun
+    crashes now and then, or hangs (docs/decisions/039).
+    """
+    if code and env.launcher == "openmpi":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(env.rank % 10 * TURN_SECONDS)
 
 
 def _is_held() -> bool:

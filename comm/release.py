@@ -25,10 +25,11 @@ def sources_digest() -> str:
     """Of all Python files of the package, wherever it is installed. Takes some milliseconds."""
     root = Path(bigbatch.__file__).parent
     folders = os.walk(root, followlinks=True)  # a checkout's rooms are links
-    paths = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")]
+    paths = [Path(folder, name).relative_to(root) for folder, _, names in folders for name in names]
     digest = sha256()
-    for path in sorted(paths):
-        digest.update(f"{path.relative_to(root).as_posix()} {sha256(path.read_bytes()).hexdigest()}\n".encode())
+    for path in sorted(path for path in paths if path.suffix == ".py"):
+        if not any(part.startswith(".") for part in path.parts):  # what editors and notebooks leave
+            digest.update(f"{path.as_posix()} {sha256((root / path).read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:8]
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.plan import make_plan
+from bigbatch.launch.emulate.slurm_start import require_slurm
 from bigbatch.launch.emulate.state import Cluster, state_root
-from tests.cluster.conftest import Emulate
+from tests.cluster.conftest import Emulate, skip_unless_promised
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/comm"
 SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}
@@ -72,3 +74,34 @@ def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Cluster,
     assert set(scaling["num_wrong"].values()) == {0}
     for heading in ("## exchange", "## gradients", "## scaling", "## step"):
         assert heading in text
+
+
+@pytest.mark.parametrize(("script", "options"), [("jobs.py", ("--states", "warm")), ("preflight.py", ())])
+def test_the_benchmarks_of_launching_run(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """Once each. Whether preflight is right every time is not asked here: other tests run beside it."""
+    if script == "jobs.py":
+        try:
+            require_slurm(tmp_path, environ=os.environ)
+        except EmulationError as error:
+            if os.geteuid() != 0:
+                pytest.skip(str(error))
+            skip_unless_promised(str(error))
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, str(FOLDER.parent / script), "--trials", "1", "--out", str(out), *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert out.exists(), done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    if script == "jobs.py":
+        seconds = [record["results"]["warm"][stage]["median"] for stage in ("submitted", "running", "ready")]
+        assert seconds == sorted(seconds)
+        after = [record["results"]["warm"][stage]["median"] for stage in ("saved", "running again", "next step")]
+        assert 0 < after[0] < after[1] < after[2]
+    else:
+        assert {name: result["trials"] for name, result in record["results"].items()} == dict.fromkeys(
+            ("none", "slow node", "slow link"), 1
+        )

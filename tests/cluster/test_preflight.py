@@ -90,8 +90,8 @@ def test_an_unknown_interface_is_one_line(four: Cluster, emulate: Emulate) -> No
     lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
     assert lines
     for line in lines:
-        assert line.startswith("bigbatch: comm.interface 'ib7': n")
-        assert line.endswith(" has no such network interface; it has lo, eth0")
+        assert line.startswith("bigbatch: interface 'ib7': n")
+        assert line.endswith("; it has lo, eth0: name one of them by --interface, or comm.interface")
 
 
 SILENT = """

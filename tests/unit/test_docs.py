@@ -62,6 +62,13 @@ RUN_ELSEWHERE |= {
     ".venv/bin/python benchmarks/input/feed.py data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json": FEED,  # noqa: E501
     ".venv/bin/python benchmarks/input/feed.py data/imagenet --ranks 1 --out benchmarks/results/input-feed-gpu.json -- --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1 --schedule.warmup_epochs 1 --schedule.decay_epochs null": FEED,  # noqa: E501
 }
+RUN_ELSEWHERE |= {
+    f".venv/bin/python benchmarks/{name}.py --out benchmarks/results/{name}.json": (
+        "tests/cluster/test_benchmarks.py",
+        f'"{name}.py"',
+    )
+    for name in ("jobs", "preflight")
+}
 DRY_RUN = ("make check", "make format", "make clean")
 DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"

@@ -38,5 +38,9 @@ def test_the_digest_is_of_all_sources_wherever_they_lie(tmp_path: Path, monkeypa
     (copy / "comm/stalled.py").unlink()
     found.add(sources_digest())
     assert len(found) == 6
+    last = sources_digest()
     (copy / "notes.txt").write_text("no code")
-    assert sources_digest() in found
+    (copy / ".ipynb_checkpoints").mkdir()
+    (copy / ".ipynb_checkpoints/cli-checkpoint.py").write_text("print()")
+    (copy / "comm/.#reducer.py").symlink_to("somebody@host.1234")  # an editor's lock, which leads nowhere
+    assert sources_digest() == last
