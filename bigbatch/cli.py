@@ -103,11 +103,13 @@ def _run(module: str, arguments: list[str]) -> int:
 def _worker() -> "ProcessEnv | None":
     """Its place, where this process talked to other ranks: it has read the environment, and the job has several."""
     environ = sys.modules.get("bigbatch.comm.environ")
+    if environ is None:
+        return None
     try:
-        env: ProcessEnv | None = environ and environ.read_process_env()
+        env: ProcessEnv = environ.read_process_env()
     except UserError:  # the launcher's variables make no sense, and the user was told so
         return None
-    return env if env is not None and env.world_size > 1 else None
+    return env if env.world_size > 1 else None
 
 
 def _take_turns(env: "ProcessEnv", code: int) -> None:
