@@ -21,6 +21,9 @@ NONE = ("", "(null)", "None", "N/A", "Unknown")
 NO_TASK = str(2**32 - 2)
 """What is left of an array's jobs that were cancelled before they started."""
 
+ANSWER_SECONDS = 120.0
+"""Slurm's programs ask a controller that does not answer again, for longer than a minute."""
+
 LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
 """States of a job that has not ended."""
 
@@ -170,9 +173,13 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
 def run_slurm(argv: Sequence[str]) -> str:
     """What one of Slurm's programs prints. Raises: SlurmError with its own words."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
+        )
     except FileNotFoundError as error:
         raise _not_installed(argv[0]) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
     if done.returncode:
         raise SlurmError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
     return done.stdout

@@ -104,8 +104,6 @@ class Totals:
     """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
     """How much longer than each rank the one waited, for sums and pictures, that waited longest."""
-    energy_joules: float = 0.0
-    """Over all ranks; not a number where the drivers do not tell."""
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     saved_step: int = 0
     """Of the newest checkpoint; where the run started, as long as there is none."""
@@ -179,6 +177,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
                 totals.stopped_by = parts.stop.signal_name or "another rank's signal"
                 break
             window = Window(parts.communicator.device)
+            parts.energy.take_joules()  # what an evaluation or a checkpoint took is of no step
     return totals
 
 
@@ -302,7 +301,6 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
     totals.step_seconds += mean_seconds
     totals.input_wait_seconds += wait_fraction * mean_seconds
     totals.exposed_seconds += exposed / num_ranks
-    totals.energy_joules += joules
     if not totals.first_report_seconds:
         totals.first_report_seconds, totals.lag_seconds_P = mean_seconds, [0.0] * num_ranks
     else:

@@ -16,6 +16,7 @@ from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.progress import Reporter, make_reporter
 from bigbatch.trainer.resume import Start, changes
 from bigbatch.trainer.rundir import RunDir, read_records, writing
+from bigbatch.trainer.spent import spent_in_all
 from bigbatch.trainer.summary import make_hints, make_summary
 
 
@@ -85,8 +86,9 @@ class RunOutput:
         """Plot, and summary or the way to go on; arguments as for make_summary."""
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
+        records = list(read_records(rundir.metrics))
         with writing(rundir.plot):
-            plot_run(list(read_records(rundir.metrics)), rundir.plot, title=title)
+            plot_run(records, rundir.plot, title=title)
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.say(text)
             self.log("hint", {"step": self._plan.first_step + totals.steps, "hint": text})
@@ -108,6 +110,7 @@ class RunOutput:
                 best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
                 skipped=skipped,
                 seconds=seconds,
+                spent=spent_in_all(records),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
         self._reporter.finish(summary)

@@ -1,6 +1,5 @@
 """What a run says of itself: its introduction, what came out, and hints on what would make it faster."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -15,6 +14,7 @@ from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_precision import emulation_notice
 from bigbatch.trainer.input_report import MeasuredInput, Waited, hints, slowest_stage
 from bigbatch.trainer.loop import Parts, Plan, Totals
+from bigbatch.trainer.spent import Spent
 from bigbatch.trainer.stragglers import straggler_hint
 
 
@@ -79,10 +79,11 @@ def make_summary(
     best: Checkpoint | None,
     skipped: Mapping[str, str],
     seconds: float,
+    spent: Spent,
 ) -> dict[str, Any]:
     """What summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
 
-    skipped: bad pictures of all starts of the run, and why.
+    skipped: bad pictures of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
     """
     return {
         "top1": totals.last_evaluation["top1"],
@@ -94,9 +95,10 @@ def make_summary(
         "resumed_after_step": plan.first_step,
         "global_batch_size": config.batch.global_batch_size,
         "world_size": communicator.world_size,
+        "num_nodes": len({communicator.control.host_of(rank) for rank in range(communicator.world_size)}),
         **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
-        "energy_joules": totals.energy_joules if math.isfinite(totals.energy_joules) else None,
-        "gpu_hours": communicator.world_size * seconds / 3600 if communicator.device.type == "cuda" else None,
+        "energy_joules": spent.joules,
+        "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
         "seconds": seconds,
         "skipped_pictures": len(skipped),
         "skipped": list(skipped.values()),

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bigbatch.trainer.spent import spent_by
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -37,23 +39,13 @@ class ToAccuracy:
 def to_accuracy(records: Sequence[dict[str, Any]], *, target: float | None) -> ToAccuracy:
     """Out of a run's records; without a target, to its best top-1."""
     evaluations = []
-    hours = rank_hours = 0.0
-    joules: float | None = 0.0
-    before: float | None = None
-    ranks, is_gpu = 1, False
-    for record in records:
+    is_gpu = False
+    for record, spent in spent_by(records):
         if record["kind"] == "start":
-            ranks = record["job"].get("world_size", 1)
             is_gpu = not str(record["job"].get("device", "cpu")).startswith("cpu")
-        elif before is not None:
-            passed = max(0.0, record["time"] - before) / 3600
-            hours, rank_hours = hours + passed, rank_hours + ranks * passed
-        before = record["time"]
-        if record["kind"] == "train":
-            own = record.get("energy_joules")
-            joules = None if joules is None or own is None else joules + own
         if record["kind"] == "eval":
-            evaluations.append(Evaluated(record["step"], record["epoch"], record["top1"], hours, rank_hours, joules))
+            found = (record["step"], record["epoch"], record["top1"])
+            evaluations.append(Evaluated(*found, spent.hours, spent.rank_hours, spent.joules))
     best = max(evaluations, key=lambda each: each.top1, default=None)
     goal = target if target is not None else best.top1 if best else 0.0
     reached = next((each for each in evaluations if each.top1 >= goal), None)

@@ -3,20 +3,21 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bigbatch.launch.report.split import Measured, Step, median_step
+from bigbatch.launch.report.split import Measured, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
+from bigbatch.launch.sweep.points import count_nodes, describe_values
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.rundir import RunDir, read_records
 
 CONDITIONS = ("device", "torch", "commit", "backend", "precision", "date")
 SAME = ("device", "torch", "commit")
 """Where points differ in these, it is no scaling that shows."""
-Variant = tuple[tuple[str, Any], ...]
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
 
@@ -30,6 +31,7 @@ class SweepResults:
     measured: tuple[Measured, ...]
     unmeasured: tuple[tuple[str, str], ...]
     """Points without figures: their values, and why."""
+    is_gpu: bool
     conditions: dict[str, Any]
 
 
@@ -64,7 +66,7 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
         shown = f"point {number}"
         try:
             state = read_state(folder, number)
-            shown = describe(state["values"])
+            shown = describe_values(state["values"])
             variant = _variant(state["values"])
             fewest[variant] = min(state["ranks"], fewest.get(variant, state["ranks"]))
             if state["state"] != DONE:
@@ -72,7 +74,8 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
                 continue
             run = folder.run(number)
             records, summary = train_records(run), read_json(run.summary)
-            found = _PointRun(state, records, summary, summary["global_batch_size"])
+            nodes = summary.get("num_nodes") or _planned_nodes(state, sweep)
+            found = _PointRun(state, records, summary, summary["global_batch_size"], nodes)
             _measure([found], fewest_ranks=1)  # what is damaged shows here
         except ConfigError as error:
             unmeasured.append((shown, str(error)))
@@ -83,9 +86,11 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
     measured = tuple(
         _measure(repeats, fewest_ranks=fewest[_variant(repeats[0].state["values"])]) for repeats in groups.values()
     )
-    conditions = common_conditions([each.summary for repeats in groups.values() for each in repeats])
+    summaries = [each.summary for repeats in groups.values() for each in repeats]
+    is_gpu = not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries)
+    conditions = common_conditions(summaries)
     conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if key in sweep}
-    return SweepResults(str(sweep.get("name")), folder.path, measured, tuple(unmeasured), conditions)
+    return SweepResults(str(sweep.get("name")), folder.path, measured, tuple(unmeasured), is_gpu, conditions)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,13 @@ class _PointRun:
     records: list[dict[str, Any]]
     summary: dict[str, Any]
     global_batch_size: int
+    nodes: int
+
+
+def _planned_nodes(state: dict[str, Any], sweep: dict[str, Any]) -> int:
+    """Of a run that did not note its own, of an older bigbatch. Raises: ConfigError."""
+    size = {"ranks": state["ranks"], "ranks_per_node": state["ranks_per_node"]}
+    return count_nodes(str(state.get("where")), sweep.get("launch") or {}, **size)
 
 
 def _variant(values: dict[str, Any]) -> Variant:
@@ -108,12 +120,21 @@ def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> Measured:
     return Measured(
         _variant(first.state["values"]),
         ranks=first.state["ranks"],
-        nodes=first.state["ranks"] // first.state["ranks_per_node"],
+        nodes=first.nodes,
         global_batch_size=first.global_batch_size,
         step=step,
         rates=tuple(record["images_per_second"] for record in records),
         fewest_ranks=fewest_ranks,
+        joules_per_image=_joules_per_image(repeats),
     )
+
+
+def _joules_per_image(repeats: Sequence[_PointRun]) -> float | None:
+    """Over all reports that count."""
+    joules = [record.get("energy_joules") for each in repeats for record in each.records]
+    images = sum(record["steps"] * each.global_batch_size for each in repeats for record in each.records)
+    told = [each for each in joules if each is not None]
+    return sum(told) / images if len(told) == len(joules) else None
 
 
 def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -154,7 +175,7 @@ def whole_records(run: RunDir) -> list[dict[str, Any]]:
 
 
 def train_records(run: RunDir) -> list[dict[str, Any]]:
-    """Reports of the newest start, but for its first."""
+    """Reports of the newest start, but for its first; each with the number of its steps."""
     records: list[dict[str, Any]] = []
     for record in whole_records(run):
         if record["kind"] == "start":
@@ -166,7 +187,10 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
         raise ConfigError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
     if "wire_wait_fraction" not in found[0]:
         raise ConfigError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
-    return found
+    return [
+        record | {"steps": record["step"] - before["step"]}
+        for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])
+    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -187,11 +211,6 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no keys and values")
     return found
-
-
-def describe(values: dict[str, Any]) -> str:
-    """In one line."""
-    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def _hashable(value: Any) -> Any:

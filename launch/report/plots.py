@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.launch.report.accuracy import ToAccuracy
-from bigbatch.launch.report.split import PARTS, Efficiency
+from bigbatch.launch.report.split import PARTS, Efficiency, by_variant, variant_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,16 +79,8 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
     return figure
 
 
-def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
-    """Label -> its points."""
-    groups: dict[str, list[Efficiency]] = {}
-    for each in found:
-        groups.setdefault(variant_name(each), []).append(each)
-    return groups
-
-
 def label_of(each: Efficiency) -> str:
-    """The same for matplotlib."""
+    """The values of a variant, for matplotlib."""
     return _plain(variant_name(each))
 
 
@@ -98,11 +90,6 @@ def _title(title: str, name: str | None) -> str:
 
 def _plain(text: str) -> str:
     return text.replace("$", r"\$")  # else matplotlib's mathematics
-
-
-def variant_name(each: Efficiency) -> str:
-    """The values of a variant."""
-    return ", ".join(f"{value}" for _, value in each.point.variant) or "all"
 
 
 def legend_of(part: str, points: Sequence[Efficiency]) -> str:

@@ -72,7 +72,8 @@ class Report:
         found = []
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
-            found += [scaling_table(each, name=name, price=self.price), split_table(each, name=name)]
+            found += [scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
+            found += [split_table(each, name=name)]
         found.append(unmeasured_table(self.sweeps))
         found.append(accuracy_table([(results.folder, run) for results, run in self.runs], price=self.price))
         return [table for table in found if table.rows]
@@ -153,5 +154,7 @@ class Report:
             "base_ranks": each.base.ranks,
             "fewest_ranks": each.base.fewest_ranks,
             "losses": {each.name_of(part): share for part, share in each.losses.items()},
+            "rank_hours_of_million_images": hours,
+            "joules_per_image": each.point.joules_per_image,
             "cost_of_million_images": None if self.price is None else self.price * hours,
         }

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+Variant = tuple[tuple[str, Any], ...]
+"""The values of a point but for its number of ranks."""
 PARTS = ("computing", "communication", "input", "stragglers")
 
 
@@ -26,8 +28,7 @@ class Step:
 class Measured:
     """All repeats of one point of a sweep."""
 
-    variant: tuple[tuple[str, Any], ...]
-    """Its values but for the number of ranks."""
+    variant: Variant
     ranks: int
     nodes: int
     global_batch_size: int
@@ -36,6 +37,8 @@ class Measured:
     """Images per second of each report, over all repeats."""
     fewest_ranks: int
     """Of the points with the same other values, with figures or without."""
+    joules_per_image: float | None
+    """Over all ranks; None where a driver did not tell."""
 
     @property
     def rate(self) -> float:
@@ -94,7 +97,7 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
 
 def compare(points: Sequence[Measured]) -> list[Efficiency]:
     """Each point beside the base of its variant, itself included; in order of variant and ranks."""
-    variants: dict[tuple[tuple[str, Any], ...], list[Measured]] = {}
+    variants: dict[Variant, list[Measured]] = {}
     for point in points:
         variants.setdefault(point.variant, []).append(point)
     found = []
@@ -109,3 +112,16 @@ def efficiency_of(point: Measured, base: Measured) -> Efficiency:
     scale = point.local_batch / base.local_batch
     losses = {part: (point.step.parts[part] - scale * base.step.parts[part]) / point.step.seconds for part in PARTS}
     return Efficiency(point, base, scale * base.step.seconds / point.step.seconds, losses)
+
+
+def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
+    """Label -> its points."""
+    groups: dict[str, list[Efficiency]] = {}
+    for each in found:
+        groups.setdefault(variant_name(each), []).append(each)
+    return groups
+
+
+def variant_name(each: Efficiency) -> str:
+    """The values of a variant."""
+    return ", ".join(f"{value}" for _, value in each.point.variant) or "all"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import SweepResults
-from bigbatch.launch.report.plots import by_variant
-from bigbatch.launch.report.split import PARTS, Efficiency
+from bigbatch.launch.report.split import PARTS, Efficiency, by_variant
 
 WORTH_NAMING = 0.005
 """A loss of less of the step is not named in a sentence."""
@@ -51,10 +50,14 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
     return lines
 
 
-def scaling_table(found: Sequence[Efficiency], *, name: str | None, price: float | None) -> Table:
+def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool, price: float | None) -> Table:
     """A row for each point; price: of an hour of a rank."""
+    is_told = any(each.point.joules_per_image is not None for each in found)
     keys = [key for key, _ in found[0].point.variant]
     head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency", "beside")
+    head += (f"{'GPU-hours' if is_gpu else 'rank-hours'} of 10^6 images",)
+    if is_told:
+        head += ("energy of 10^6 images",)
     if price is not None:
         head += ("cost of 10^6 images",)
     rows = [
@@ -66,6 +69,8 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, price: float
             str(len(each.point.rates)),
             percent(each.efficiency),
             count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else ""),
+            f"{each.point.million_images_rank_hours:,.3f}",
+            *([_energy(each.point.joules_per_image, images=1e6)] if is_told else []),
             *([] if price is None else [f"{price * each.point.million_images_rank_hours:,.2f}"]),
         )
         for each in found
@@ -118,8 +123,12 @@ def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tupl
         f"{shown.epoch:.1f}",
         f"{shown.hours:.3f} h",
         cost(shown.rank_hours, is_gpu=run.is_gpu, price=price),
-        "not told by a driver" if shown.joules is None else f"{shown.joules / 3.6e6:.4f} kWh",
+        _energy(shown.joules),
     )
+
+
+def _energy(joules: float | None, *, images: float = 1.0) -> str:
+    return "not told by a driver" if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:

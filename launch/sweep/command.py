@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.launch.command import job_script, slurm_job
+from bigbatch.launch.sweep.check import check_launch
 from bigbatch.launch.sweep.folder import (
     FAILED,
     MISSING,
@@ -24,7 +25,7 @@ from bigbatch.launch.sweep.plan import PLACES, Sweep, read_sweep
 from bigbatch.launch.sweep.points import Point, make_points
 from bigbatch.launch.sweep.queueing import find_submitted, submit_points, wait_for_points
 from bigbatch.launch.sweep.running import Interrupted, run_points
-from bigbatch.launch.sweep.show import Show, print_table
+from bigbatch.launch.sweep.show import Show, outcome, print_table
 from bigbatch.trainer.config_file import PACKAGED
 from bigbatch.trainer.errors import ConfigError
 
@@ -38,9 +39,10 @@ def main(argv: Sequence[str]) -> int:
     sweep = _read(arguments)
     folder = SweepFolder(Path(arguments.folder or sweep.folder))
     points = make_points(sweep, folder=folder.path)
+    check_launch(sweep, points, folder)
     chosen = _choose(points, arguments.points)
     if arguments.dry_run:
-        require_same(folder, sweep)
+        require_same(folder, sweep, points)
         print_table(folder, chosen)
         _print_commands(sweep, _to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
         return 0
@@ -48,13 +50,16 @@ def main(argv: Sequence[str]) -> int:
         prepare(folder, sweep, points)
         find_submitted(chosen, folder)
         missing = _to_run(folder, chosen, retry_failed=arguments.retry_failed)
-        submitted = [point for point in chosen if state_of(folder, point.number) == SUBMITTED]
+        submitted = _in_queue(folder, chosen)
         print(
             f"{folder.path}: {len(points)} points, {len(missing)} to run"
             + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
             flush=True,
         )
-        return _run(sweep, missing, submitted, folder, chosen=chosen, waits=arguments.wait)
+        if sweep.where == "slurm":
+            submitted += _submit(sweep, missing, folder)
+        to_come = submitted if sweep.where == "slurm" else missing
+        return _run(sweep, to_come, folder, chosen=chosen, waits=arguments.wait)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,30 +128,25 @@ def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) 
         print(job_script(slurm_job(words), folder=None))
 
 
-def _run(
-    sweep: Sweep,
-    missing: Sequence[Point],
-    submitted: Sequence[Point],
-    folder: SweepFolder,
-    *,
-    chosen: Sequence[Point],
-    waits: bool,
-) -> int:
-    if sweep.where == "slurm" and missing:
-        submit_points(sweep, missing, folder)
-        submitted = [*submitted, *missing]
-    if submitted and not waits:
-        print(f"{_queued(folder, submitted)}; the same command collects what came out")
-        return 0
-    to_come = submitted if sweep.where == "slurm" else missing
+def _submit(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> list[Point]:
+    """Those that Slurm took; says why of the others."""
+    submit_points(sweep, points, folder)
+    for point in points:
+        if state_of(folder, point.number) == FAILED:
+            said = outcome(folder, read_state(folder, point.number))
+            print(f"point {point.number} ({point.describe()}): {said}", flush=True)
+    return _in_queue(folder, points)
+
+
+def _run(sweep: Sweep, to_come: Sequence[Point], folder: SweepFolder, *, chosen: Sequence[Point], waits: bool) -> int:
     show = Show(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
     try:
         if sweep.where == "slurm":
-            wait_for_points(submitted, folder, on_end=show.end)
+            wait_for_points(to_come, folder, waits=waits, on_end=show.end)
         else:
-            run_points(sweep, missing, folder, on_end=show.end)
+            run_points(sweep, to_come, folder, on_end=show.end)
     except (Interrupted, KeyboardInterrupt):
-        still = [point for point in submitted if state_of(folder, point.number) == SUBMITTED]
+        still = _in_queue(folder, chosen)
         what = f"; {_queued(folder, still)}, where they go on" if still else ", and nothing of it runs on"
         print(f"bigbatch: stopped{what}; the same command goes on with what is missing", file=sys.stderr)
         return 130
@@ -157,10 +157,18 @@ def _run(
     failed = states.count(FAILED)
     if failed:
         print(f"{failed} of {len(states)} points failed; --retry-failed runs them again")
-    print(f"bigbatch report {shlex.quote(str(folder.path))} says how it scales")
+    if still := _in_queue(folder, chosen):
+        print(f"{_queued(folder, still)}; the same command collects what came out")
+    else:
+        print(f"bigbatch report {shlex.quote(str(folder.path))} says how it scales")
     return SOME_FAILED if failed else 0
+
+
+def _in_queue(folder: SweepFolder, points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if state_of(folder, point.number) == SUBMITTED]
 
 
 def _queued(folder: SweepFolder, points: Sequence[Point]) -> str:
     jobs = sorted({str(read_state(folder, point.number)["job"]) for point in points})
-    return f"{len(points)} points are in Slurm's queue (scancel {' '.join(jobs)} would end them)"
+    number = "1 point is" if len(points) == 1 else f"{len(points)} points are"
+    return f"{number} in Slurm's queue (scancel {' '.join(jobs)} would end them)"

@@ -2,7 +2,8 @@
 
 import fcntl
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +62,9 @@ class SweepFolder:
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
 
-def prepare(folder: SweepFolder, sweep: Sweep, points: list[Point]) -> None:
+def prepare(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> None:
     """Write what is not there yet. Raises: ConfigError where the folder holds something else; RunFolderError."""
-    require_same(folder, sweep)
+    require_same(folder, sweep, points)
     if (
         not folder.sweep.exists()
         and folder.path.is_dir()
@@ -72,7 +73,8 @@ def prepare(folder: SweepFolder, sweep: Sweep, points: list[Point]) -> None:
         raise ConfigError(f"{folder.path} is not empty and holds no sweep: name another --folder")
     RunDir(folder.path).write_text(folder.sweep, dump_sweep(sweep))
     for point in points:
-        RunDir(folder.point(point.number)).write_text(folder.config(point.number), dump_config(point.config))
+        if not folder.config(point.number).exists():
+            RunDir(folder.point(point.number)).write_text(folder.config(point.number), dump_config(point.config))
         if not folder.state(point.number).exists():
             write_state(folder, point.number, _first_state(sweep, point))
 
@@ -98,8 +100,8 @@ def _first_state(sweep: Sweep, point: Point) -> dict[str, Any]:
     }
 
 
-def require_same(folder: SweepFolder, sweep: Sweep) -> None:
-    """Raises: ConfigError where the folder holds another sweep."""
+def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> None:
+    """Raises: ConfigError where the folder holds another sweep, or points of another experiment."""
     if not folder.sweep.exists():
         return
     try:
@@ -114,6 +116,31 @@ def require_same(folder: SweepFolder, sweep: Sweep) -> None:
                 f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key))} instead of "
                 f"{json.dumps(value)}: name another --folder, or remove that one"
             )
+    for point in points:
+        if folder.config(point.number).exists():
+            _require_same_experiment(folder, sweep, point)
+
+
+def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) -> None:
+    path = folder.config(point.number)
+    try:
+        old = _flatten(yaml.safe_load(path.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not readable: remove {folder.point(point.number)}") from error
+    new = _flatten(yaml.safe_load(dump_config(point.config)))
+    if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
+        old["run.directory"] = point.config.run.directory
+    for key in (*new, *old):
+        if key not in old or key not in new or old[key] != new[key]:
+            raise ConfigError(
+                f"{path} has {key}={json.dumps(old.get(key))} instead of {json.dumps(new.get(key))}: the experiment "
+                f"{sweep.config} is another one than when the sweep began: put it back, or name another --folder"
+            )
+
+
+def _flatten(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """{'run': {'seed': 0}} -> {'run.seed': 0}."""
+    return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
@@ -151,7 +178,10 @@ def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
 
 @contextmanager
 def alone_in(folder: SweepFolder) -> Iterator[None]:
-    """No other sweep works in the folder meanwhile. Raises: ConfigError; RunFolderError."""
+    """No other sweep works in the folder meanwhile, where its file system can lock.
+
+    Raises: ConfigError; RunFolderError.
+    """
     with writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
         file = (folder.path / ".lock").open("w")
@@ -160,4 +190,7 @@ def alone_in(folder: SweepFolder) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it") from error
+        except OSError as error:
+            text = f"{folder.path} cannot be locked ({error.strerror}): start no second sweep in it meanwhile"
+            print(f"bigbatch: {text}", file=sys.stderr, flush=True)
         yield

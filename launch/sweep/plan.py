@@ -93,6 +93,8 @@ class Sweep:
         _check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
         _check_grid(self.grid)
         _check_launch(self.launch)
+        if both := [key for key in self.grid if key in self.options]:
+            raise ConfigError(f"{both[0]}: options and grid state it, and a point has one value: leave one out")
         own = {"run.directory", *(("run.epochs", "data.num_synthetic_samples") if self.steps is not None else ())}
         if "weak" in self.grid.get("scaling", []) and "batch.global_batch_size" in self.grid:
             raise ConfigError("grid: batch.global_batch_size follows from the ranks in weak scaling: sweep it apart")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigbatch.launch.job import parse_hosts, read_hostfile
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_batch import accumulation_steps, largest_divisor
@@ -26,17 +27,17 @@ class Point:
     repeat: int
     ranks: int
     ranks_per_node: int
+    nodes: int
     config: Config
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return self.ranks // self.ranks_per_node
 
     def describe(self) -> str:
         """Its values in one line."""
-        repeat = f", repeat {self.repeat}" if self.repeat else ""
-        return ", ".join(f"{key}={as_yaml(value)}" for key, value in self.values.items()) + repeat
+        return describe_values(self.values) + (f", repeat {self.repeat}" if self.repeat else "")
+
+
+def describe_values(values: dict[str, Any]) -> str:
+    """In one line, as an experiment states them."""
+    return ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
 
 
 def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
@@ -57,8 +58,7 @@ def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
         try:
             points.append(_make_point(sweep, base, number=number, values=values, repeat=repeat, folder=folder))
         except ConfigError as error:
-            shown = ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
-            wrong.setdefault(str(error), []).append(f"{number} ({shown})")
+            wrong.setdefault(str(error), []).append(f"{number} ({describe_values(values)})")
     if wrong:
         num_wrong = sum(map(len, wrong.values()))
         lines = [f"point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
@@ -100,7 +100,18 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
         own |= {"run.epochs": 1, "data.num_synthetic_samples": sweep.steps * total}
     config = load_config(["--config", sweep.config, *_options({**stated, **own})], prog="bigbatch sweep")
     accumulation_steps(config.batch, world_size=ranks)
-    return Point(number, values, repeat, ranks, per_node, config)
+    nodes = count_nodes(sweep.where, sweep.launch, ranks=ranks, ranks_per_node=per_node)
+    return Point(number, values, repeat, ranks, per_node, nodes, config)
+
+
+def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_node: int) -> int:
+    """On which so many ranks run: mpirun fills one host of its list after the other. Raises: ConfigError."""
+    if where not in ("local", "mpirun"):
+        return ranks // ranks_per_node
+    hosts = parse_hosts(str(launch["hosts"])) if "hosts" in launch else ()
+    hosts += read_hostfile(Path(str(launch["hostfile"]))) if "hostfile" in launch else ()
+    before = itertools.accumulate((slots for _, slots in hosts), initial=0)
+    return len({host for (host, _), taken in zip(hosts, before, strict=False) if taken < ranks}) or 1
 
 
 def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:

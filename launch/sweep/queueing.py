@@ -1,9 +1,9 @@
 """Points of a sweep as arrays in Slurm's queue."""
 
 import secrets
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from bigbatch.launch.slurm import log_path
 from bigbatch.launch.slurm_queue import SlurmError, run_slurm
 from bigbatch.launch.sweep.folder import (
     DONE,
+    FAILED,
     MISSING,
     SUBMITTED,
     SweepFolder,
     change_state,
     read_state,
     read_summary,
+    state_of,
 )
 from bigbatch.launch.sweep.job_log import find_times, has_failed
 from bigbatch.launch.sweep.jobs import array_words, arrays
@@ -29,12 +31,15 @@ from bigbatch.trainer.errors import ConfigError
 POLL_SECONDS = 5.0
 SETTLE_SECONDS = 30.0
 """A summary may reach this host so much later than the end of the job, by a network file system."""
+PATIENCE_SECONDS = 600.0
+"""So long may Slurm not answer one that waits: its controller restarts now and then, and jobs go on meanwhile."""
 
 
 def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
-    """One array for each number of ranks. Raises: SlurmError with Slurm's words; those submitted stay so.
+    """One array for each number of ranks; points of one that Slurm refuses have failed, with its words.
 
     Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
+    Raises: SlurmError where Slurm does not answer at all; those submitted stay so.
     """
     for same in arrays(points).values():
         name = f"{sweep.name}-{secrets.token_hex(4)}"
@@ -56,13 +61,23 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
             )
         try:
             number, sbatch = submit_job(job)
-        except ConfigError:
-            with suppress(SlurmError):  # sbatch may have lost no more than the answer; if squeue does, too: next time
-                find_submitted(same, folder)
-            raise
+        except SlurmError as error:
+            _note_refusal(same, folder, error=error)
+            continue
         sbatch.wait()
         for point in same:
             _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
+
+
+def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SlurmError) -> None:
+    """Failed, unless sbatch lost no more than the answer. Raises: error where squeue knows nothing, too: next time."""
+    try:
+        find_submitted(points, folder)
+    except SlurmError:
+        raise error from None
+    for point in points:
+        if state_of(folder, point.number) == MISSING:
+            change_state(folder, point.number, state=FAILED, reason=str(error))
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
@@ -89,21 +104,40 @@ def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> Non
 
 
 def wait_for_points(
-    points: Sequence[Point], folder: SweepFolder, *, on_end: Callable[[Point, dict[str, Any]], None]
+    points: Sequence[Point], folder: SweepFolder, *, waits: bool, on_end: Callable[[Point, dict[str, Any]], None]
 ) -> None:
-    """Until none of them is in the queue, and what each left has reached this host. Raises: SlurmError."""
+    """Until none of them is in the queue, and what each left has reached this host.
+
+    Without waits, only for those that have left the queue. Raises: SlurmError where Slurm answers waits no more.
+    """
     left = {point.number: point for point in points}
     gone: dict[int, float] = {}
+    answered, is_told = time.monotonic(), False
     while left:
         jobs = {number: str(read_state(folder, number)["job"]) for number in left}
-        waiting = queued(sorted(set(jobs.values())))
         now = time.monotonic()
+        try:
+            waiting = queued(set(jobs.values()))
+        except SlurmError as error:
+            if now - answered >= PATIENCE_SECONDS:
+                raise
+            if not is_told:
+                again = f", asking again for {PATIENCE_SECONDS / 60:.0f} min" if waits else ""
+                print(f"bigbatch: Slurm does not answer: {error}; jobs go on{again}", file=sys.stderr, flush=True)
+            if not waits:
+                return
+            is_told = True
+            time.sleep(POLL_SECONDS)
+            continue
+        answered, is_told = now, False
         for number, job in jobs.items():
             if (job, number) in waiting:
                 continue
             is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
             if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
                 on_end(left.pop(number), settle(folder, number))
+        if not waits and all((jobs[number], number) in waiting for number in left):
+            return
         if left:
             time.sleep(POLL_SECONDS)
 
@@ -121,19 +155,15 @@ def _log(folder: SweepFolder, number: int) -> Path:
     return folder.path / str(read_state(folder, number)["log"])
 
 
-def queued(jobs: Sequence[str]) -> set[tuple[str, int]]:
-    """(job, task) of all that wait or run. Raises: SlurmError."""
+def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
+    """(job, task) of all of these that wait or run. Raises: SlurmError."""
     found = set()
-    for job in jobs:
-        try:
-            lines = run_slurm(["squeue", "--noheader", "--array", "--format=%i", f"--jobs={job}"]).split()
-        except SlurmError as error:
-            if "Invalid job id" not in str(error):  # Slurm has forgotten a job that ended minutes ago
-                raise
+    # of one job it would be an error that Slurm has forgotten it, minutes after its end
+    for word in run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split():
+        number, _, task = word.partition("_")
+        if number not in jobs:
             continue
-        for word in lines:
-            number, _, task = word.partition("_")
-            if not task.isdigit():
-                raise ConfigError(f"squeue shows {word!r}, which is no job of an array")
-            found.add((number, int(task)))
+        if not task.isdigit():
+            raise ConfigError(f"squeue shows {word!r}, which is no job of an array")
+        found.add((number, int(task)))
     return found

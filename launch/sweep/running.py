@@ -1,6 +1,5 @@
 """Points of a sweep, one after the other, on this machine or from it."""
 
-import os
 import signal
 import subprocess
 import time
@@ -11,17 +10,19 @@ from shutil import rmtree
 from types import FrameType
 from typing import Any
 
-from bigbatch.launch.local import STOP_SIGNALS, shell_code
+from bigbatch.launch.local import handling_stops, shell_code
 from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary
 from bigbatch.launch.sweep.job_log import find_reason
 from bigbatch.launch.sweep.jobs import point_command
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
+from bigbatch.launch.sweep.sessions import end_sessions, sessions_under
 from bigbatch.trainer.rundir import writing
-from bigbatch.trainer.signals import handling
 
 GRACE_SECONDS = 30.0
 """After each request to end, the firmer one."""
+LEAVE_SECONDS = 5.0
+"""So long may what a launcher has started outlive it."""
 
 
 class Interrupted(Exception):
@@ -82,7 +83,7 @@ def _run(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, str]:
         _signal(process, signal.SIGINT if ended_by == "itself" else signal.SIGTERM)
         ended_by = "person"
 
-    with handling(STOP_SIGNALS, pass_on):
+    with handling_stops(pass_on):
         try:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -92,15 +93,18 @@ def _run(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, str]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask twice, as a person would; then end the launcher and what is left in its session."""
+    """Ask twice, as a person would; then end the launcher, and all that it has started."""
+    sessions = sessions_under(process.pid)
     for _ in range(2):
         _signal(process, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_SECONDS)
-            return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            break
+    else:
+        sessions |= sessions_under(process.pid)
+        process.kill()
+        process.wait()
+    end_sessions(sessions, grace_seconds=LEAVE_SECONDS)
 
 
 def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:

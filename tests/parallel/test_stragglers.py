@@ -52,4 +52,4 @@ def test_a_slow_rank_is_measured_and_named(tmp_path: Path) -> None:
     assert f"most to rank 1 on {socket.gethostname()}: bigbatch launch preflight compares the nodes" in done.stdout
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["straggler_fraction"] > 0.1
-    assert (summary["energy_joules"], summary["gpu_hours"]) == (None, None)
+    assert (summary["energy_joules"], summary["gpu_hours"], summary["num_nodes"]) == (None, None, 1)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from bigbatch.trainer.data.loader import Batch
 from bigbatch.trainer.data.prepare_batch import PrepareBatch
 from bigbatch.trainer.errors import DataError, TrainingDiverged
 from bigbatch.trainer.evaluation import count_batch, evaluate
-from bigbatch.trainer.loop import Totals, train
+from bigbatch.trainer.loop import Hooks, Totals, train
 from bigbatch.trainer.models import build_model
 
 
@@ -64,6 +65,36 @@ def test_order_of_reports_evaluations_and_checkpoints() -> None:
     ]
     assert totals.steps == 4
     assert totals.last_evaluation == {"top1": 0.04}
+
+
+class Meter:
+    """An energy meter that hooks turn on."""
+
+    def __init__(self) -> None:
+        self.joules = 0.0
+
+    def take_joules(self) -> float:
+        taken, self.joules = self.joules, 0.0
+        return taken
+
+
+def test_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
+    """A step takes 10 J, an evaluation 1,000 and a checkpoint 100,000."""
+    meter, recorder = Meter(), Recorder()
+
+    def use(*_: Any, joules: float) -> dict[str, Any]:
+        meter.joules += joules
+        return {"top1": 0.5}
+
+    hooks = Hooks(
+        on_report=recorder.records.append,
+        evaluate=partial(use, joules=1e3),
+        save=partial(use, joules=1e5),
+        before_step=partial(use, joules=10.0),
+    )
+    parts = replace(make_parts(), energy=meter)
+    train(replace(PLAN, checkpoint_every_steps=3), parts, hooks, iter(make_batches()))
+    assert [record["energy_joules"] for record in recorder.records] == [10, 10, 10, 10]
 
 
 def test_last_step_is_evaluated_whatever_the_interval() -> None:

@@ -23,7 +23,7 @@ from small_run import PLAN
 
 from bigbatch import cli
 from bigbatch.comm import conditions
-from bigbatch.trainer import host
+from bigbatch.trainer import host, summary
 from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
@@ -39,6 +39,7 @@ from bigbatch.trainer.resume import changes
 from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
+from bigbatch.trainer.spent import Spent
 from bigbatch.trainer.stragglers import straggler_hint, straggler_share
 from bigbatch.trainer.summary import make_hints, speed
 
@@ -201,7 +202,33 @@ def test_what_ranks_wait_for_adds_up() -> None:
         assert totals.straggler_seconds == pytest.approx(15, rel=0.01)
         assert totals.lag_seconds_P == pytest.approx([0, 20, 0, 0], abs=0.2)
         assert record["wire_wait_fraction"] == pytest.approx(0.05, rel=0.01)
-        assert record["energy_joules"] == totals.energy_joules == 600
+        assert record["energy_joules"] == 600
+
+
+def test_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This start took 36 s of 4 GPUs on 2 hosts."""
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    communicator: Any = SimpleNamespace(
+        world_size=4,
+        device=torch.device("cuda"),
+        control=SimpleNamespace(host_of=lambda rank: f"n{rank // 2}"),
+        backend=SimpleNamespace(name="nccl"),
+        algorithm="ring",
+    )
+    found = summary.make_summary(
+        Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),
+        load_config(["--config", "quickstart"]),
+        communicator=communicator,
+        plan=PLAN,
+        ended_by="run.epochs",
+        measured=None,
+        best=None,
+        skipped={},
+        seconds=36.0,
+        spent=Spent(hours=2.0, rank_hours=7.0, joules=3.6e6),
+    )
+    assert (found["gpu_hours"], found["energy_joules"], found["seconds"]) == (7.0, 3.6e6, 36.0)
+    assert (found["world_size"], found["num_nodes"]) == (4, 2)
 
 
 @pytest.mark.parametrize(

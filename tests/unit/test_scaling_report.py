@@ -117,7 +117,7 @@ def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 def test_the_parts_add_up_exactly(seed: int) -> None:
     def point(ranks: int, batch: int, *parts: float) -> Measured:
         named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
-        return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2)
+        return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None)
 
     base = point(2, 64, 0.5 + seed, 0.1, 0.0, 0.2)
     other = point(6, 60 * (seed + 1), 0.3, 0.05 * seed, 0.4, 0.0)
@@ -152,7 +152,54 @@ def test_what_a_person_reads(sweep: Path, capsys: pytest.CaptureFixture[str]) ->
     ) in printed
     assert "out of memory: <b>9 GB</b>" in printed
     text = (sweep / "report/report.md").read_text()
-    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank | 3.472 |" in text
+    assert "| rank-hours of 10^6 images |" in text, "4 ranks take 3125 s"
+    assert "energy" not in text
+
+
+def change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
+    """Reports of 1 step and 400 pictures, after the first, take 720 J; those of other points are not told."""
+    for number in range(4):
+        change(sweep / f"points/{number}/run/summary.json", device="NVIDIA H100")
+    metrics = sweep / "points/2/run/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"energy_joules": null', '"energy_joules": 720.0'))
+    (rows,) = report(sweep)["sweeps"].values()
+    assert [row["joules_per_image"] for row in rows if row["ranks"] == 4] == [1.8, None]
+    text = (sweep / "report/report.md").read_text()
+    assert "| GPU-hours of 10^6 images | energy of 10^6 images |" in text
+    assert "| 1 rank | 3.472 | 0.5000 kWh |" in text
+    assert "| not told by a driver |" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "summary", "launch", "nodes"),
+    [
+        ({"where": "local"}, {}, {}, "1 node"),
+        ({"where": "mpirun"}, {}, {"hosts": "a:2,b:2"}, "2 nodes"),
+        ({"where": "emulated"}, {}, {"link": "1gbit"}, "4 nodes"),
+        ({"where": "emulated"}, {"num_nodes": 3}, {}, "3 nodes"),
+    ],
+)
+def test_nodes_are_those_of_the_run(
+    state: dict[str, Any], summary: dict[str, Any], launch: dict[str, Any], nodes: str, sweep: Path
+) -> None:
+    """That it noted itself; else those on which it was to run."""
+    (sweep / "sweep.yaml").write_text(yaml.safe_dump({"name": NAME, "launch": launch}))
+    change(sweep / "points/2/point.json", **state)
+    change(sweep / "points/2/run/summary.json", **summary)
+    report(sweep)
+    assert f"weak: 4 ranks on {nodes} train 3.20 times" in (sweep / "report/report.md").read_text()
+
+
+def test_values_are_written_as_experiments_state_them(sweep: Path) -> None:
+    values = {"comm.buffer_bytes": None, "comm.overlap": True, "ranks": 8}
+    write_point(sweep, 5, values, state="failed", reason="lost")
+    (told,) = [told for told in report(sweep)["unmeasured"] if told[2] == "lost"]
+    assert told[1] == "comm.buffer_bytes=null, comm.overlap=true, ranks=8"
 
 
 def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,8 +215,8 @@ def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.replace("\n", " ").count(told) == 1
     assert (sweep / "report/report.html").read_text().count(told) == 1
     text = (sweep / "report/report.md").read_text()
-    assert "| strong | 8 | 8 | 100 | 200.0 | 200.0 to 200.0 | 1 | 50.0% | 4 ranks, not 1 |" in text
-    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank |" in text
+    assert "| strong | 8 | 8 | 100 | 200.0 | 200.0 to 200.0 | 1 | 50.0% | 4 ranks, not 1 | 11.111 |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank | 3.472 |" in text
 
 
 def test_two_sweeps_are_told_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
@@ -199,7 +246,7 @@ def test_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     text = (sweep / "report/report.md").read_text()
     assert "| cost of 10^6 images |" in text
     assert "| price of a rank (a GPU) for an hour | 2.5 |" in text
-    assert "| 80.0% | 1 rank | 8.68 |" in text
+    assert "| 80.0% | 1 rank | 3.472 | 8.68 |" in text
     write_run(tmp_path / "run", RECORDS, target=0.75)
     report(tmp_path / "run", "--price", "2.50")
     assert "after 2.50 hours, 28.000 GPU-hours, 70.00 at 2.5 an hour." in capsys.readouterr().out

@@ -1,7 +1,10 @@
 """Sweeps: what a file may say, which points it makes, and what becomes of them."""
 
+import fcntl
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from datetime import datetime
@@ -13,6 +16,7 @@ import pytest
 import yaml
 
 from bigbatch.cli import main
+from bigbatch.launch import slurm_queue
 from bigbatch.launch.slurm_queue import SlurmError
 from bigbatch.launch.sweep import queueing, running
 from bigbatch.launch.sweep.command import packaged_sweeps
@@ -21,6 +25,7 @@ from bigbatch.launch.sweep.job_log import find_reason, find_times
 from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
 from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
 from bigbatch.launch.sweep.points import make_points
+from bigbatch.launch.sweep.sessions import list_processes
 from bigbatch.trainer.config_file import PACKAGED, load_config
 from bigbatch.trainer.errors import ConfigError
 
@@ -72,12 +77,31 @@ def test_weak_and_strong_points_by_hand(file: Path) -> None:
         # weak: a microbatch of 32 on each rank; 10 steps
         (0, "weak", 1, 1, 1, 32, 32, 16, 320, 1, "out/points/0/run"),
         (1, "weak", 2, 1, 2, 64, 32, 16, 640, 1, "out/points/1/run"),
-        (2, "weak", 4, 2, 2, 128, 32, 16, 1280, 1, "out/points/2/run"),
+        (2, "weak", 4, 1, 2, 128, 32, 16, 1280, 1, "out/points/2/run"),
         # strong: 96 pictures; four ranks have 24 each, whose ghost batches of at most 16 are 12
         (3, "strong", 1, 1, 1, 96, 32, 16, 960, 1, "out/points/3/run"),
         (4, "strong", 2, 1, 2, 96, 24, 12, 960, 1, "out/points/4/run"),
-        (5, "strong", 4, 2, 2, 96, 24, 12, 960, 1, "out/points/5/run"),
+        (5, "strong", 4, 1, 2, 96, 24, 12, 960, 1, "out/points/5/run"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("where", "launch", "nodes"),
+    [
+        ("slurm", {}, [1, 1, 2]),
+        ("emulated", {}, [1, 1, 2]),
+        ("local", {}, [1, 1, 1]),
+        ("mpirun", {}, [1, 1, 1]),
+        ("mpirun", {"hosts": "a:1,b:8"}, [1, 2, 2]),
+        ("mpirun", {"hosts": "a:1,b:1,a:2"}, [1, 2, 2]),
+        ("mpirun", {"hostfile": "hosts"}, [1, 1, 2]),
+    ],
+)
+def test_nodes_are_those_on_which_ranks_run(where: str, launch: dict[str, Any], nodes: list[int], file: Path) -> None:
+    """Of 1, 2 and 4 ranks."""
+    file.with_name("hosts").write_text("a slots=3\nb slots=3\n")
+    write(file, where=where, launch=launch, grid={"ranks": [1, 2, 4]})
+    assert [point.nodes for point in make_points(read_sweep(file), folder=Path("out"))] == nodes
 
 
 def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) -> None:
@@ -193,7 +217,8 @@ def test_all_impossible_points_are_told_before_anything_starts(file: Path, capsy
     ],
 )
 def test_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(file, grid={"ranks": [1], key: [value]})
+    options = {name: other for name, other in SWEEP["options"].items() if name != key}
+    write(file, options=options, grid={"ranks": [1], key: [value]})
     assert main(["sweep", str(file), "--dry-run"]) == 1
     assert f"{key}=" in capsys.readouterr().err
 
@@ -207,6 +232,10 @@ def test_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: py
         ({"where": "emulated", "launch": {"link": None}}, "link: None must be text, a number, true or a list"),
         ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, "env: {'A': 'b'} must be text"),
         ({"where": "mpirun", "launch": {"partition": "gpu"}}, "launch, of mpirun: unknown key partition"),
+        (
+            {"grid": {"ranks": [1], "batch.microbatch_size": [8, 16]}},
+            "batch.microbatch_size: options and grid state it, and a point has one value: leave one out",
+        ),
         ({"timeout_minutes": 10**9}, "timeout_minutes: 1000000000 must be above 0, and below a million"),
     ],
 )
@@ -216,6 +245,36 @@ def test_what_would_be_ignored_or_misread_is_refused(
     write(file, **changes)
     assert main(["sweep", str(file), "--dry-run"]) == 1
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "launch", "folder", "complaint"),
+    [
+        ("emulated", {"link": "1gbite"}, "f", "launch: --link '1gbite': give a rate from 1mbit to 100gbit"),
+        ("emulated", {"launcher": "ssh"}, "f", "launch: argument --launcher: invalid choice: 'ssh'"),
+        ("slurm", {"partition": True}, "f", "launch: argument --partition: expected one argument"),
+        ("slurm", {"time": "soon"}, "f", "launch: --time 'soon' must be minutes"),
+        (
+            "slurm",
+            {},
+            "my sweep",
+            "--folder 'my sweep': Slurm's scripts take letters, digits and . _ / + @ = : - alone",
+        ),
+        ("mpirun", {"hosts": "a:2,b:1"}, "f", "launch: --ranks 4 is not between 1 and the 3 slots of --hosts"),
+        ("local", {"interface": "eth0 eth1"}, "f", "launch: --interface 'eth0 eth1' must be"),
+    ],
+)
+def test_launch_options_are_checked_before_the_first_point_starts(
+    where: str, launch: dict[str, Any], folder: str, complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(file, where=where, launch=launch, grid={"ranks": [4]})
+    for more in (["--dry-run"], []):
+        assert main(["sweep", str(file), "--folder", folder, *more]) == 1
+        told = capsys.readouterr()
+        assert f"bigbatch: {complaint}" in told.err
+        assert told.err.count("\n") == 1
+        assert told.out == ""
+    assert os.listdir(file.parent) == ["sweep.yaml"]
 
 
 def test_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,6 +412,60 @@ def test_a_point_that_takes_too_long_is_ended(file: Path, fake: SweepFolder, mon
     assert read_state(fake, 0)["reason"] == "took longer than 0.01 min, and was ended"
 
 
+LAUNCHER = """
+import os, signal, subprocess, sys
+rank = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+ranks = [
+    subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, **kind)
+    for kind in ({}, {"process_group": 0}, {"start_new_session": True})
+]
+for each in ranks:
+    each.stdout.readline()
+if sys.argv[1] == "stays":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), *(each.pid for each in ranks), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["stays", "leaves"])
+def test_no_rank_outlives_a_point_that_is_ended(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI gives ranks process groups of their own, torchrun sessions; these ignore SIGTERM."""
+    monkeypatch.setattr(running, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(running, "LEAVE_SECONDS", 0.1)
+    argv = [sys.executable, "-c", LAUNCHER, launcher]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        pids = set(map(int, process.stdout.readline().split()))
+        assert pids <= {each.pid for each in list_processes()}
+        running._end(process)
+        left = pids & {each.pid for each in list_processes()}
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(file: Path, fake: SweepFolder) -> None:
+    """The point itself plays the terminal, and ends well."""
+    point = (
+        "import json, os, pathlib, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
+        "run = pathlib.Path(os.environ['RUN']); run.mkdir(parents=True); (run / 'summary.json').write_text('{}')"
+    )
+    script = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from bigbatch.launch.sweep import running\n"
+        "from bigbatch.cli import main\n"
+        f"running.point_command = lambda *_: [sys.executable, '-c', {point!r}]\n"
+        f"sys.exit(main(['sweep', {str(file)!r}, '--folder', {str(fake.path)!r}, '--points=0']))\n"
+    )
+    environ = {**os.environ, "RUN": str(fake.run(0).path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert states(fake) == ["done", "missing"]
+
+
 def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
     """Through the real command, since signals go to processes; the point itself plays the person."""
     point = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
@@ -386,6 +499,47 @@ def test_folders_of_others_are_refused(
     assert main(["sweep", str(file), "--folder", str(other)]) == 1
     assert "is not empty and holds no sweep" in capsys.readouterr().err
     assert sorted(os.listdir(other)) == [".lock", "thesis.tex"]
+
+
+def test_points_of_another_experiment_are_refused_and_stay_as_they_are(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_CODE", "0")
+    base = file.with_name("base.yaml")
+    base.write_text((PACKAGED / "quickstart.yaml").read_text())
+    write(file, config="base.yaml", grid={"ranks": [1]}, repeats=2)
+    command = ["sweep", str(file), "--folder", str(fake.path)]
+    assert main([*command, "--points", "0"]) == 0
+    before = [fake.config(number).read_text() for number in (0, 1)]
+    assert main([*command[:-1], os.path.relpath(fake.path), "--dry-run"]) == 0, "the same folder, named otherwise"
+    text = base.read_text()
+    changed = re.sub(r"base_lr: .*", "base_lr: 0.75", text)
+    assert changed != text
+    base.write_text(changed)
+    capsys.readouterr()
+    for more in (["--dry-run"], []):
+        assert main([*command, *more]) == 1
+        error = capsys.readouterr().err
+        assert f"{fake.config(0)} has schedule.base_lr=" in error
+        assert "instead of 0.75: the experiment base.yaml is another one than when the sweep began" in error
+        assert error.count("\n") == 1
+    assert [fake.config(number).read_text() for number in (0, 1)] == before
+    fake.config(0).write_text("[")
+    assert main(command) == 1
+    assert f"{fake.config(0)} is not readable: remove {fake.point(0)}" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_locked_is_told(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setenv("FAKE_CODE", "0")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
+    told = f"{fake.path} cannot be locked (Function not implemented): start no second sweep in it meanwhile\n"
+    assert capsys.readouterr().err == f"bigbatch: {told}"
 
 
 def test_a_full_disk_is_one_line(
@@ -454,9 +608,12 @@ def test_time_in_the_queue_does_not_count(
 
 # --- Slurm ---
 
-SBATCH = """#!/bin/sh
-[ -z "$STUB_REFUSES" ] || { echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1; }
-cat > "$STUBS/script-$(ls "$STUBS" | grep -c script-)"
+SBATCH = r"""#!/bin/sh
+cat > "$STUBS/script"
+if grep -q -- "--nodes=${STUB_REFUSES:-none}\$" "$STUBS/script"; then
+  echo "sbatch: error: Node count specification invalid" >&2; exit 1
+fi
+mv "$STUBS/script" "$STUBS/script-$(ls "$STUBS" | grep -c script-)"
 echo 7
 """
 SQUEUE = """#!/bin/sh
@@ -467,7 +624,7 @@ for word in "$@"; do
     exit 0 ;;
   esac
 done
-[ -s "$STUBS/queue" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+[ -s "$STUBS/down" ] && { cat "$STUBS/down" >&2; exit 1; }
 cat "$STUBS/queue"
 """
 
@@ -483,6 +640,7 @@ def slurm(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STUBS", str(stubs))
     monkeypatch.setattr(queueing, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(queueing, "POLL_SECONDS", 0.01)
+    (stubs / "queue").write_text("3\n7_0\n7_1\n9_[0-5]\n")
     write(file, where="slurm", launch={"partition": "gpu"}, grid={"ranks": [1], "run.seed": [4, 5]})
     return stubs
 
@@ -497,7 +655,6 @@ def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.Cap
     assert "#SBATCH --signal=B:USR1@0\n" in script, "a point at its time limit does not go on"
     told = "2 points are in Slurm's queue (scancel 7 would end them); the same command collects what came out"
     assert told in capsys.readouterr().out
-    (slurm / "queue").write_text("7_0\n7_1\n")
     assert queueing.queued(["7"]) == {("7", 0), ("7", 1)}
     (slurm / "queue").write_text("")
     folder.run(0).path.mkdir()
@@ -547,6 +704,7 @@ def test_cancelled_points_are_waited_for_together(
     """Nothing came of them, and their files may only be late."""
     command = ["sweep", str(file), "--folder", "f"]
     assert main([*command, "--no-wait"]) == 0
+    (slurm / "queue").write_text("")
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr(queueing, "time", clock)
@@ -563,7 +721,6 @@ def test_ctrl_c_says_what_goes_on_in_slurm(
     def press(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    (slurm / "queue").write_text("7_0\n7_1\n")
     monkeypatch.setattr(queueing.time, "sleep", press)
     assert main(["sweep", str(file), "--folder", "f"]) == 130
     assert capsys.readouterr().err == (
@@ -573,20 +730,96 @@ def test_ctrl_c_says_what_goes_on_in_slurm(
     assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"]
 
 
-def test_slurms_own_words_when_it_refuses(
+def test_a_refused_array_fails_alone_and_in_slurms_words(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("STUB_REFUSES", "1")
+    """Point 1, of two nodes; point 0 is collected by the same command."""
+    write(file, where="slurm", launch={}, grid={"ranks": [1, 4]})
+    monkeypatch.setenv("STUB_REFUSES", "2")
+    command, folder = ["sweep", str(file), "--folder", "f"], SweepFolder(Path("f"))
+    assert main([*command, "--no-wait"]) == 3
+    assert states(folder) == ["submitted", "failed"]
+    reason = "sbatch refused the job: sbatch: error: Node count specification invalid; sinfo lists the partitions"
+    assert f"point 1 (ranks=4): failed: {reason}" in capsys.readouterr().out
+    (slurm / "queue").write_text("")
+    folder.run(0).path.mkdir()
+    folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
+    assert main(command) == 3
+    assert states(folder) == ["done", "failed"]
+    assert read_state(folder, 1)["reason"].startswith(reason)
+    monkeypatch.delenv("STUB_REFUSES")
+    (slurm / "queue").write_text("7_1\n")
+    assert main([*command, "--retry-failed", "--no-wait"]) == 0
+    assert states(folder) == ["done", "submitted"]
+
+
+def test_nothing_is_refused_where_slurm_does_not_answer(
+    file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Unable to contact controller' >&2; exit 1\n")
+    (slurm / "squeue").write_text("#!/bin/sh\necho 'Unable to contact controller' >&2; exit 1\n")
     assert main(["sweep", str(file), "--folder", "f"]) == 1
-    assert "sbatch refused the job: sbatch: error: invalid partition specified: gpu" in capsys.readouterr().err
-    assert states(SweepFolder(Path("f"))) == ["missing", "missing"]
+    assert "sbatch refused the job: sbatch: error: Unable to contact controller" in capsys.readouterr().err
+    assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"], "the same command asks again"
 
 
-def test_a_queue_that_does_not_answer_is_no_end_of_jobs(slurm: Path) -> None:
-    (slurm / "squeue").write_text(
-        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
-    )
+def test_without_waiting_points_that_left_the_queue_are_collected(
+    file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, folder = ["sweep", str(file), "--folder", "f", "--no-wait"], SweepFolder(Path("f"))
+    assert main(command) == 0
+    (slurm / "queue").write_text("7_1\n")
+    folder.run(0).path.mkdir()
+    folder.run(0).summary.write_text(json.dumps({"images_per_second": 1234.5}))
+    capsys.readouterr()
+    assert main(command) == 0
+    assert states(folder) == ["done", "submitted"]
+    printed = capsys.readouterr().out
+    assert "1,234 images/s" in printed
+    assert "1 point is in Slurm's queue (scancel 7 would end them)" in printed
+    (slurm / "queue").write_text("")
+    assert main(command) == 3
+    assert states(folder) == ["done", "failed"]
+
+
+def test_a_queue_that_does_not_answer_is_no_end_of_jobs(
+    file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers again after three minutes, at first; then it answers no more."""
+    command, folder = ["sweep", str(file), "--folder", "f"], SweepFolder(Path("f"))
+    assert main([*command, "--no-wait"]) == 0
+    (slurm / "down").write_text("slurm_load_jobs error: Unable to contact slurm controller")
     with pytest.raises(SlurmError, match="Unable to contact slurm controller"):
+        queueing.queued(["7"])
+    assert main([*command, "--no-wait"]) == 0
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] == 180:
+            (slurm / "down").unlink()
+            (slurm / "queue").write_text("7_1\n")
+            folder.run(0).path.mkdir()
+            folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
+        if now[0] == 240:
+            (slurm / "down").write_text("slurm_load_jobs error: Unable to contact slurm controller")
+
+    monkeypatch.setattr(queueing, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(queueing, "POLL_SECONDS", 60.0)
+    capsys.readouterr()
+    assert main(command) == 1
+    assert now == [180 + 600]
+    assert states(folder) == ["done", "submitted"]
+    error = capsys.readouterr().err
+    told = "Slurm does not answer: slurm_load_jobs error: Unable to contact slurm controller; jobs go on, asking again"
+    assert error.count(told) == 2, "once an outage"
+    assert len(error.splitlines()) == 3
+
+
+def test_a_program_of_slurm_that_hangs_is_ended(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (slurm / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(slurm_queue, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(SlurmError, match=r"squeue did not answer in 0\.1 s; try again later"):
         queueing.queued(["7"])
 
 

@@ -1,0 +1,39 @@
+"""What a run has cost over all of its starts, by its records. Pure; imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Times between two starts of a run do not count, nor does what a start did again after a checkpoint."""
+
+    hours: float = 0.0
+    rank_hours: float = 0.0
+    joules: float | None = 0.0
+    """In steps; None where a driver did not tell."""
+
+
+def spent_by(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Spent]]:
+    """Each record of a metrics file, and what the run had cost by then."""
+    hours = rank_hours = 0.0
+    joules: float | None = 0.0
+    before: float | None = None
+    ranks = 1
+    for record in records:
+        if record["kind"] == "start":
+            ranks = record["job"].get("world_size", 1)
+        elif before is not None:
+            passed = max(0.0, record["time"] - before) / 3600
+            hours, rank_hours = hours + passed, rank_hours + ranks * passed
+        before = record["time"]
+        if record["kind"] == "train":
+            own = record.get("energy_joules")
+            joules = None if joules is None or own is None else joules + own
+        yield record, Spent(hours, rank_hours, joules)
+
+
+def spent_in_all(records: Sequence[dict[str, Any]]) -> Spent:
+    """By the last record."""
+    return next(reversed([spent for _, spent in spent_by(records)]), Spent())
