@@ -14,19 +14,13 @@ from bigbatch.launch import k8s, mpirun, slurm_queue, torchrun
 from bigbatch.launch.emulate import command as emulate
 from bigbatch.launch.installed import count_gpus, find_mpirun, require_interface
 from bigbatch.launch.job import JobSpec, interface_variables
-from bigbatch.launch.local import run_in_foreground
+from bigbatch.launch.local import Ended, run_in_foreground
 from bigbatch.launch.options import job_options, read_job
-from bigbatch.launch.preflight import (
-    UNFIT,
-    choose_launcher,
-    preflight_command,
-    read_bad_nodes,
-    without,
-    write_hostfile,
-)
+from bigbatch.launch.preflight import choose_launcher, preflight_command, read_bad_nodes, without, write_hostfile
 from bigbatch.launch.run_folder import find_run_folder
 from bigbatch.launch.slurm import log_path, sbatch_script
 from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.preflight import UNFIT
 from bigbatch.trainer.rundir import writing
 
 EXAMPLE = "train --config imagenet/resnet50_32k"
@@ -77,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return _slurm(job, arguments)
     if arguments.launcher == "k8s":
         return _k8s(job, dry_run=arguments.dry_run)
-    return _foreground(job, arguments.launcher, dry_run=arguments.dry_run)
+    return _foreground(job, arguments.launcher, dry_run=arguments.dry_run).code
 
 
 def slurm_job(words: Sequence[str]) -> JobSpec:
@@ -162,23 +156,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
+    if arguments.preflight is not None:
+        raise ConfigError(
+            "--preflight: bigbatch launch preflight only looks: give it to the launcher that trains, such as bigbatch "
+            f"launch slurm --preflight {arguments.preflight}"
+        )
     options = () if arguments.json is None else ("--json", arguments.json)
-    job = replace(_read_job(arguments, preflight_command(command, *options)), preflight=None)
+    job = _read_job(arguments, preflight_command(command, *options))
     if choose_launcher(job) == "slurm":
         if arguments.good_hosts:
             raise ConfigError("--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm")
         return _slurm_preflight(job, dry_run=arguments.dry_run)
     if arguments.good_hosts and not job.hosts:
         raise ConfigError("--good-hosts needs --hosts or --hostfile, of which it writes the fit ones")
-    code, bad = _look(job, dry_run=arguments.dry_run)
-    if arguments.good_hosts and code in (0, UNFIT) and not arguments.dry_run:
+    looked, bad = _look(job, dry_run=arguments.dry_run)
+    if arguments.good_hosts and looked.code in (0, UNFIT) and not arguments.dry_run:
         write_hostfile(arguments.good_hosts, job.hosts, bad=bad)
         print(f"written: {arguments.good_hosts}")
-    return code
+    return looked.code
 
 
-def _look(job: JobSpec, *, dry_run: bool) -> tuple[int, list[str]]:
-    """Run a preflight by mpirun, on all slots of all hosts; its exit code, and the hosts that are unfit."""
+def _look(job: JobSpec, *, dry_run: bool) -> tuple[Ended, list[str]]:
+    """Run a preflight by mpirun, on all slots of all hosts; how it ended, and the hosts that are unfit."""
     slots = sum(count for _, count in job.hosts)
     bad = Path.cwd() / f".preflight-{os.getpid()}"  # the first of the hosts writes it, and sees this folder as a run's
     command = (*job.command, "--bad-nodes", str(bad))
@@ -202,30 +201,33 @@ def _slurm_preflight(job: JobSpec, *, dry_run: bool) -> int:
     return code
 
 
-def _without_unfit(job: JobSpec, *, dry_run: bool) -> tuple[int, JobSpec]:
-    """Look first, as --preflight says; an exit code where the job does not start, and the job that does."""
+def _without_unfit(job: JobSpec, *, dry_run: bool) -> tuple[Ended | None, JobSpec]:
+    """Look first, as --preflight says; how that ended where the job does not start, and the job that does."""
     looking = replace(job, command=preflight_command(job.command))
-    code, bad = _look(looking, dry_run=dry_run)
-    if code == 0 or dry_run or job.preflight == "warn":
-        return 0, replace(job, preflight=None)
+    looked, bad = _look(looking, dry_run=dry_run)
+    if looked.was_asked:
+        return replace(looked, code=looked.code or 130), job
+    if looked.code == 0 or dry_run or job.preflight == "warn":
+        return None, replace(job, preflight=None)
     if job.preflight == "exclude" and bad:
+        fit = without(job, bad)
         print(f"bigbatch: starting without {', '.join(bad)}", file=sys.stderr, flush=True)
-        return 0, replace(without(job, bad), preflight=None)
-    return code, job
+        return None, replace(fit, preflight=None)
+    return looked, job
 
 
-def _foreground(job: JobSpec, launcher: str, *, dry_run: bool) -> int:
+def _foreground(job: JobSpec, launcher: str, *, dry_run: bool) -> Ended:
     is_mpirun = launcher == "mpirun"
     if is_mpirun and job.preflight is not None:
-        code, job = _without_unfit(job, dry_run=dry_run)
-        if code:
-            return code
+        ended, job = _without_unfit(job, dry_run=dry_run)
+        if ended is not None:
+            return ended
     argv = _mpirun(job) if is_mpirun else torchrun.torchrun_argv(job, launcher=launcher)
     stated = {} if is_mpirun else dict((*interface_variables(job.interface), *job.environment))
     if dry_run:
         variables = [f"{name}={value}" for name, value in stated.items()]
         print(shlex.join([*(["env", *variables] if variables else []), *argv]))
-        return 0
+        return Ended(0, was_asked=False)
     if is_mpirun and job.interface is not None:
         require_interface(job.interface)
     asks_to_stop = mpirun.ASKS_TO_STOP if is_mpirun else torchrun.ASKS_TO_STOP

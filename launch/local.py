@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 
 from bigbatch.trainer.errors import ConfigError
@@ -48,8 +49,18 @@ def one_line(text: str) -> str:
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> int:
-    """Start argv and wait; its exit code, 128 + signal where one ended it.
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    code: int
+    """Its exit code, 128 + signal where one ended it."""
+    was_asked: bool
+    """To stop, by a signal to this process; mpirun's code does not tell: 1 after a second Ctrl-C."""
+
+
+def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> Ended:
+    """Start argv and wait for its end.
 
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
@@ -62,5 +73,7 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_st
         raise ConfigError(
             f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
         ) from error
-    with handling_stops(Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)):
-        return shell_code(process.wait())
+    stopper = Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)
+    with handling_stops(stopper):
+        code = shell_code(process.wait())
+    return Ended(code, was_asked=stopper.asked > 0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bigbatch.launch.job import INDEX, JobSpec, check_time, interface_variables, refuse
 from bigbatch.launch.job_words import format_minutes
 from bigbatch.launch.preflight import preflight_command
-from bigbatch.launch.slurm_preflight import ACTIONS, LOOK
+from bigbatch.launch.slurm_preflight import ACTIONS, ASKED, LOOK
 from bigbatch.trainer.errors import ConfigError
 
 STOP_SECONDS = 120
@@ -165,7 +165,7 @@ def _preflight(job: JobSpec, *, program: Sequence[str]) -> str:
         *(f"  {line} \\" for line in _container(job)),
         f'  {words} --bad-nodes "$logs/bad-nodes"',
     ]
-    return LOOK + "\n".join(lines) + "\nfit=$?\n" + ACTIONS[job.preflight]
+    return LOOK + "\n".join(lines) + "\nfit=$?\n" + ASKED + ACTIONS[job.preflight]
 
 
 def _srun_options(job: JobSpec) -> list[str]:

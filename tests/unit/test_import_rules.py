@@ -36,7 +36,7 @@ DOORS = {
     "apex": (),
     "mlperf_logging": ("bigbatch.trainer.mlperf",),
     "scipy": ("bigbatch.trainer.mlperf",),
-    "pynvml": ("bigbatch.trainer.energy",),
+    "pynvml": ("bigbatch.trainer.gpu_driver",),
     "optuna": ("bigbatch.trainer.tune.study",),
     "safetensors": ("bigbatch.trainer.weights",),
     "onnx": ("bigbatch.trainer.export_formats",),
@@ -168,7 +168,7 @@ def test_launch_brings_in_no_torch(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("cli", "trainer.errors"),
+        *("cli", "trainer.errors", "trainer.preflight"),
         *("comm.environ", "comm.topology", "comm.fusion", "comm.cost_model", "comm.hybrid", "comm.plan_search"),
         "comm.tuned",
     ],

@@ -98,7 +98,7 @@ def test_dry_run_prints_a_line_that_a_shell_takes_apart_again(capsys: pytest.Cap
 
 
 def in_foreground(argv: list[str]) -> int:
-    return run_in_foreground(argv, environ=os.environ, asks_to_stop=signal.SIGUSR1)
+    return run_in_foreground(argv, environ=os.environ, asks_to_stop=signal.SIGUSR1).code
 
 
 def test_exit_codes_pass_through() -> None:
@@ -117,7 +117,10 @@ import signal
 import sys
 from bigbatch.launch.local import run_in_foreground
 import os
-sys.exit(run_in_foreground([sys.executable, "-c", sys.argv[1]], environ=os.environ, asks_to_stop=signal.SIGUSR1))
+argv = [sys.executable, "-c", sys.argv[1]]
+ended = run_in_foreground(argv, environ=os.environ, asks_to_stop=signal.SIGUSR1)
+print("asked" if ended.was_asked else "by itself", flush=True)
+sys.exit(ended.code)
 """
 CHILD = """
 import signal, sys, time
@@ -149,7 +152,7 @@ def test_a_closed_terminal_counts_as_a_ctrl_c_except_under_nohup(disposition: in
         process.send_signal(number)
         time.sleep(0.3)
     assert process.wait(timeout=20) == 5
-    assert process.stdout.read() == "SIGUSR1\nSIGTERM\n"
+    assert process.stdout.read() == "SIGUSR1\nSIGTERM\nasked\n"
 
 
 def test_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +15,25 @@ import torch
 
 from bigbatch.cli import main
 from bigbatch.comm.backends.base import CommError
-from bigbatch.launch import preflight as launch_preflight
+from bigbatch.comm.environ import ProcessEnv
 from bigbatch.launch.job import JobSpec
-from bigbatch.launch.preflight import choose_launcher, preflight_command, read_bad_nodes, without
+from bigbatch.launch.local import Ended
+from bigbatch.launch.preflight import (
+    choose_launcher,
+    fit_hosts,
+    preflight_command,
+    read_bad_nodes,
+    without,
+    write_hostfile,
+)
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.generated import write_dataset
-from bigbatch.trainer.energy import Clock
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.errors import ConfigError, DataError
+from bigbatch.trainer.gpu_driver import Clock
 from bigbatch.trainer.preflight import command, facts, links
 from bigbatch.trainer.preflight.meeting import Place, misfits, silent
 from bigbatch.trainer.preflight.node import Node
-from bigbatch.trainer.preflight.rates import measure_rates
+from bigbatch.trainer.preflight.rates import Rates, measure_rates
 from bigbatch.trainer.preflight.speeds import bits
 from bigbatch.trainer.preflight.verdict import judge, odd_ones, remarks
 
@@ -121,6 +131,7 @@ def test_two_nodes_have_no_link_to_compare_with() -> None:
         ({"device": "NVIDIA A100"}, "n1: device NVIDIA A100, elsewhere NVIDIA H100"),
         ({"free_gb": {"runs": 0.2}}, "n1: runs has 0.2 GB left, below 1: free some"),
         ({"free_gb": {"/dev/shm": 0.064}}, "n1: /dev/shm has 0.064 GB left, below 0.5: free some, or start the"),
+        ({"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}}, "n1: runs: no answer within 8 s"),
         ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),
         ({"pictures": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
         ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
@@ -133,7 +144,14 @@ def test_an_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
     assert blamed(nodes) == ["n1"]
 
 
-@pytest.mark.parametrize("shared", [{"free_gb": {"runs": 0.2}}, {"address": "127.0.1.1"}])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"free_gb": {"runs": 0.2}},
+        {"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}},
+        {"address": "127.0.1.1"},
+    ],
+)
 def test_what_all_nodes_have_is_no_nodes_fault(shared: dict[str, Any]) -> None:
     nodes = [node(f"n{i}", **shared) for i in range(3)]
     assert len(judge(nodes)) == 3
@@ -185,6 +203,29 @@ def test_heat_in_all_nodes_is_no_nodes_fault() -> None:
     nodes = [node(f"n{i}", clocks={i: Clock(900.0, ("heat",))}) for i in range(3)]
     assert len(judge(nodes)) == 3
     assert blamed(nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"free_gb": {"/dev/shm": 0.1}}, {"free_gb": {"runs": 0.2}}),
+        ({"free_gb": {"runs": 0.2}}, {"disk_trouble": {"runs": "no answer within 8 s"}}),
+        ({"clocks": {0: Clock(1980.0, ("heat",))}}, {"clocks": {1: Clock(1980.0, ("its power supply's brake",))}}),
+        (
+            {"clocks": {0: Clock(900.0, ()), 1: Clock(1980.0, ()), 2: Clock(1980.0, ())}},
+            {"clocks": {3: Clock(900.0, ()), 4: Clock(1980.0, ()), 5: Clock(1980.0, ())}},
+        ),
+    ],
+)
+def test_two_nodes_with_a_fault_of_their_own_are_both_named(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert blamed([node("n0", **first), node("n1", **second)]) == ["n0", "n1"]
+
+
+@pytest.mark.parametrize(
+    "fault", [{"clocks": {0: Clock(900.0, ("heat",))}}, {"free_gb": {"/dev/shm": 0.1}}, {"disk_trouble": {"runs": "x"}}]
+)
+def test_a_node_alone_is_named_too(fault: dict[str, Any]) -> None:
+    assert blamed([node("n0", **fault)]) == ["n0"]
 
 
 # --- who meets ---
@@ -302,9 +343,52 @@ def test_pictures_are_counted_or_the_trouble_is_told(tmp_path: Path) -> None:
 
 def test_disk_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}/a/b/c", "--data.stage=null"])
-    free = facts.free_disk(config)
+    free, trouble = facts.free_disk(config)
     assert set(free) == {"/dev/shm", f"{tmp_path}/a/b/c"}
     assert all(value > 0 for value in free.values())
+    assert trouble == {}
+
+
+def test_a_folder_that_the_system_refuses_is_told(tmp_path: Path) -> None:
+    name = str(tmp_path / ("x" * 300))  # longer than a file system takes, and so refused to root, too
+    words = ["--config", "quickstart", f"--run.directory={name}", "--data.stage=null", f"--data.root={name}"]
+    config = load_config(words)
+    free, trouble = facts.free_disk(config)
+    assert set(free) == {"/dev/shm"}
+    assert trouble == {name: "File name too long: let the job's user in there, or name another folder"}
+    counts, complaint = facts.start_counting(config)()
+    assert counts == {}
+    assert complaint is not None
+    assert "File name too long" in complaint
+
+
+def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two folders and the pictures at the same time."""
+    end, usage = threading.Event(), facts.shutil.disk_usage
+
+    def hangs(place: Path) -> Any:
+        if str(place) != "/dev/shm":
+            end.wait(20)
+        return usage(place)
+
+    def opens(root: Path, split: str) -> None:
+        end.wait(20)
+        raise DataError("too late")
+
+    monkeypatch.setattr(facts, "STORAGE_SECONDS", 0.4)
+    monkeypatch.setattr(facts.shutil, "disk_usage", hangs)
+    monkeypatch.setattr(facts, "open_split", opens)
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}/run", f"--data.stage={tmp_path}"])
+    began = time.monotonic()
+    node = facts.gather_facts(config, rank=0, host="n0", is_leader=True, device=torch.device("cpu")).node
+    seconds = time.monotonic() - began
+    end.set()
+    assert node is not None
+    assert seconds < 3
+    assert set(node.free_gb) == {"/dev/shm"}
+    hang = "no answer within 0.4 s: see whether df hangs there, too"
+    assert node.disk_trouble == {f"{tmp_path}/run": hang, str(tmp_path): hang}
+    assert node.complaint == "data/shapes was not read within 0.4 s: slow storage; bigbatch data pack helps"
 
 
 def test_the_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +411,22 @@ def test_the_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -
     for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
         with pytest.raises(CommError, match=f"^interface '{name}': "):
             command.main(words)
+
+
+def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """connect() puts the one that the launcher named first."""
+    asked = []
+
+    def connect(*, env: ProcessEnv, **others: Any) -> None:
+        asked.append(env.interface)
+        raise CommError("far enough")
+
+    monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
+    monkeypatch.setattr(command, "connect", connect)
+    monkeypatch.setattr(command, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    with pytest.raises(CommError, match="far enough"):
+        command.main(["--interface", "lo"])
+    assert asked == ["lo"]
 
 
 # --- launchers ---
@@ -354,6 +454,64 @@ def test_a_job_without_its_unfit_hosts() -> None:
         without(job, ["n0", "n1"])
     with pytest.raises(ConfigError, match="without n0, n1, n2 there are 0 slots"):
         without(replace(job, num_ranks=1), ["n0", "n1", "n2"])
+
+
+ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.1.1")
+
+
+@pytest.fixture
+def resolves(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Name -> address, as this host resolves it; addresses are their own."""
+    known: dict[str, str] = {}
+
+    def getaddrinfo(host: str, port: None) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        if host not in known and not host[0].isdigit():
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(2, 1, 6, "", (known.get(host, host), 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("hosts", "known", "bad", "fit"),
+    [
+        (("n0", "n1.cluster", "n10"), {}, "n1", ("n0", "n10")),
+        (("n0", "n1", "n10"), {}, "n1.cluster", ("n0", "n10")),
+        (("n1.a", "n1.b"), {}, "n1.b", ("n1.a",)),
+        (("n1.a", "n1.b"), {"n1": "10.0.0.1", "n1.a": "10.0.0.1", "n1.b": "10.0.0.2"}, "n1", ("n1.b",)),
+        (ADDRESSES, {}, "10.0.0.1", ADDRESSES[1:]),
+        (ADDRESSES, {"n1": "10.0.0.2"}, "n1", (ADDRESSES[0], ADDRESSES[2])),
+        (("left", "right"), {"left": "10.0.0.1", "right": "10.0.0.2", "n1": "10.0.0.2"}, "n1", ("left",)),
+    ],
+)
+def test_an_unfit_host_is_found_under_another_name(
+    hosts: tuple[str, ...], known: dict[str, str], bad: str, fit: tuple[str, ...], resolves: dict[str, str]
+) -> None:
+    resolves.update(known)
+    assert fit_hosts([(host, 2) for host in hosts], bad=[bad]) == tuple((host, 2) for host in fit)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "known"),
+    [
+        (ADDRESSES, {}),
+        (("left", "right"), {"left": "10.0.0.1"}),
+        (("n1.a", "n1.b"), {}),
+        (("localhost", "right"), {"localhost": "127.0.0.1", "n1": "127.0.0.1"}),  # each is its own
+    ],
+)
+def test_an_unfit_host_that_cannot_be_told_is_refused(
+    hosts: tuple[str, ...], known: dict[str, str], resolves: dict[str, str], tmp_path: Path
+) -> None:
+    resolves.update(known)
+    stated = tuple((host, 2) for host in hosts)
+    told = "^--hosts: it cannot be told which of them is the unfit node n1: leave it out yourself, or [^\n]*$"
+    with pytest.raises(ConfigError, match=told):
+        without(JobSpec(TRAIN, 2, hosts=stated), ["n1"])
+    with pytest.raises(ConfigError, match=told):
+        write_hostfile(tmp_path / "good", stated, bad=["n1"])
+    assert not (tmp_path / "good").exists()
 
 
 MPIRUN = """#!/bin/sh
@@ -393,10 +551,21 @@ HOSTS = ("--hosts", "n0:2,n1:2,n2:2", "--ranks", "4")
         ("exclude", 1, "", 1, None),  # a rank did not come, and nobody knows from where
         ("exclude", 137, "n1\\n", 0, "n0:2,n2:2"),  # what hung there had to be killed
         ("exclude", 4, "n1\\nn2\\n", 1, None),  # too few are left
+        ("exclude", 4, "n9\\n", 1, None),  # of which nobody knows which one it is
+        ("warn", 1, "", 0, "n0:2,n1:2,n2:2"),
+        ("warn", 137, "n1\\n", 0, "n0:2,n1:2,n2:2"),
     ],
 )
 def test_mpirun_looks_first(
-    choice: str, code: int, bad: str, result: int, hosts: str | None, calls: Path, monkeypatch: pytest.MonkeyPatch
+    choice: str,
+    code: int,
+    bad: str,
+    result: int,
+    hosts: str | None,
+    calls: Path,
+    resolves: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CODE", str(code))
     monkeypatch.setenv("BAD", bad)
@@ -406,10 +575,29 @@ def test_mpirun_looks_first(
     assert " preflight --config quickstart --bad-nodes " in looked
     if hosts is None:
         assert started == []
+        assert "starting without" not in capsys.readouterr().err
     else:
         assert f"--host {hosts} " in started[0]
         assert "-n 4 " in started[0]
         assert started[0].endswith("-m bigbatch train --config quickstart")
+
+
+@pytest.mark.parametrize("choice", ["warn", "stop", "exclude"])
+@pytest.mark.parametrize("code", [0, 1, 4, 138])
+def test_ctrl_c_while_it_looks_starts_nothing(
+    choice: str, code: int, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpirun ends with 138 after the first one, with 1 after the second, or with the preflight's own code."""
+    started = []
+
+    def run_in_foreground(argv: list[str], **others: Any) -> Ended:
+        started.append(argv)
+        Path(argv[argv.index("--bad-nodes") + 1]).write_text("n1\n")
+        return Ended(code, was_asked=True)
+
+    monkeypatch.setattr("bigbatch.launch.command.run_in_foreground", run_in_foreground)
+    assert main(["launch", "mpirun", *HOSTS, "--preflight", choice, "--", *TRAIN]) == (code or 130)
+    assert len(started) == 1
 
 
 def test_a_hostfile_of_the_fit(calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -440,8 +628,13 @@ def test_other_launchers_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--preflight: bigbatch launch torchrun cannot do that" in capsys.readouterr().err
 
 
-def test_both_sides_mean_the_same_code() -> None:
-    assert launch_preflight.UNFIT == command.UNFIT
+def test_looking_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "preflight", *HOSTS, "--preflight", "exclude"]) == 1
+    assert capsys.readouterr().err.startswith("bigbatch: --preflight: bigbatch launch preflight only looks: give it to")
+    assert not calls.exists()
+
+
+def test_a_preflight_that_wrote_nothing_blames_nobody() -> None:
     assert read_bad_nodes(Path("/no/such/file")) == []
 
 

@@ -27,8 +27,9 @@ from bigbatch.trainer import host, summary
 from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.command import main as data_main
 from bigbatch.trainer.data.normalize import Normalize
-from bigbatch.trainer.energy import Clock, make_energy_meter, read_clock
+from bigbatch.trainer.energy import make_energy_meter
 from bigbatch.trainer.errors import RunFolderError
+from bigbatch.trainer.gpu_driver import Clock, read_clock
 from bigbatch.trainer.input_remedies import input_settings
 from bigbatch.trainer.input_report import MeasuredInput
 from bigbatch.trainer.input_stream import InputStream

@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from bigbatch.comm.control import Control
 from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.energy import Clock
+from bigbatch.trainer.gpu_driver import Clock
+from bigbatch.trainer.preflight import UNFIT
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import Place, absent_ranks, leave_together, meet, misfits, silent
@@ -25,27 +26,27 @@ from bigbatch.trainer.preflight.rates import Rates, measure_rates
 from bigbatch.trainer.preflight.tell import tell
 from bigbatch.trainer.preflight.verdict import judge
 
-UNFIT = 4
-"""Exit code where something is wrong with a node, or between nodes."""
+RATE_SECONDS = 2.0
+"""For computing rates, all looks together."""
 LOOKS = 2
 WORK_SECONDS = 30.0
 """How long a rank is waited for while others measure."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Of one rank: 0 where all is well, 4 where it is not; the same on all ranks."""
+    """Of one rank: 0 where all is well, UNFIT where it is not; the same on all ranks."""
     began = time.monotonic()
     arguments, words = _parser().parse_known_args(argv)
     config = load_config(words, prog="bigbatch preflight") if words else None
     env = read_process_env()
-    interface = arguments.interface or env.interface or (config.comm.interface if config else None)
-    address, control = meet(env, interface=interface)
+    env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
+    address, control = meet(env, interface=env.interface)
     absent = absent_ranks(control)
     nodes: list[Node] = []
     if absent:
         findings = silent(absent, control)
     else:
-        nodes, findings = examine(config, env, control, address=address, interface=interface, seconds=arguments.seconds)
+        nodes, findings = examine(config, env, control, address=address)
     if env.rank == 0:
         tell(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
     if absent:
@@ -70,18 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
     add("--bad-nodes", type=Path, metavar="FILE", help="write the names of unfit nodes there, one a line")
     add("--json", type=Path, metavar="FILE", help="write all that was found there")
-    add("--seconds", type=float, default=2.0, help="for computing rates (default: %(default)s)")
     return parser
 
 
 def examine(
-    config: Config | None,
-    env: ProcessEnv,
-    control: Control,
-    *,
-    address: str,
-    interface: str | None,
-    seconds: float,
+    config: Config | None, env: ProcessEnv, control: Control, *, address: str
 ) -> tuple[list[Node], list[Finding]]:
     """What all nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
     device, num_gpus, complaint = _own_device(config, env)
@@ -99,10 +93,10 @@ def examine(
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
         texts = control.gather_text(json.dumps([places[index].host for index in missed]), what="reaching every node")
     reached = {place.host: json.loads(texts[place.rank]) for place in places}
-    rates = _take_turns(control, places, env, device=device, seconds=seconds)
+    rates = _take_turns(control, places, env, device=device)
     links: dict[str, float] = {}
     if not any(reached.values()):  # a transport would wait for those that cannot be reached
-        links = _measure_links(places, env, device=device, interface=interface)
+        links = _measure_links(places, env, device=device)
     said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
@@ -119,9 +113,7 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
     return device, count if device.type == "cuda" else 0, None
 
 
-def _take_turns(
-    control: Control, places: Sequence[Place], env: ProcessEnv, *, device: torch.device, seconds: float
-) -> Rates:
+def _take_turns(control: Control, places: Sequence[Place], env: ProcessEnv, *, device: torch.device) -> Rates:
     """Of this rank, the better of two looks: what disturbs for a moment does not count, what lasts does.
 
     Nodes of one machine share its cores, so they take turns; real ones measure all at once.
@@ -133,7 +125,7 @@ def _take_turns(
     found = []
     for turn in [*range(num_turns)] * LOOKS:
         if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
-            found.append(measure_rates(device, seconds=seconds / num_turns / LOOKS))
+            found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / LOOKS))
         control.gather_text("", what="measuring of rates")
     return Rates(
         max(each.multiply_gflops for each in found),
@@ -142,14 +134,11 @@ def _take_turns(
     )
 
 
-def _measure_links(
-    places: Sequence[Place], env: ProcessEnv, *, device: torch.device, interface: str | None
-) -> dict[str, float]:
+def _measure_links(places: Sequence[Place], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
     """Bytes per second to the hosts that this rank met, if it is the first of its host. Collective."""
     communicator = connect(
         backend="nccl" if device.type == "cuda" else "tcp",
         algorithm="ring",
-        interface=interface,
         timeout_seconds=WORK_SECONDS,
         env=env,
         device=device,

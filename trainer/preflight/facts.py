@@ -6,8 +6,12 @@ import platform
 import shutil
 import subprocess
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +24,10 @@ from bigbatch.trainer.errors import DataError
 
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
 ASK_SECONDS = 8
-COUNT_SECONDS = 8.0
+STORAGE_SECONDS = 8.0
+"""For all that is asked of storage, at the same time."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class NodeFacts:
     """GPU_QUERY of each, as the driver writes it."""
     free_gb: dict[str, float]
     """Of each folder that a run writes to."""
+    disk_trouble: dict[str, str]
+    """Of those where it cannot be told."""
     pictures: dict[str, int]
     """Classes, and pictures of each split."""
     complaint: str | None
@@ -54,9 +63,10 @@ def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if not is_leader:
         return Facts(rank, host, name, None)
+    counting = start_counting(config)
+    free, trouble = free_disk(config)
     gpus = query_gpus()
-    pictures, complaint = count_in_time(config) if config else ({}, None)
-    node = NodeFacts(versions(device, gpus), gpus, free_disk(config), pictures, complaint)
+    node = NodeFacts(versions(device, gpus), gpus, free, trouble, *counting())
     return Facts(rank, host, name, node)
 
 
@@ -94,26 +104,50 @@ def query_gpus() -> tuple[str, ...]:
     return tuple(line.strip() for line in done.stdout.splitlines() if line.count(",") == GPU_QUERY.count(","))
 
 
-def free_disk(config: Config | None) -> dict[str, float]:
-    """GB that are free where a run writes."""
+def in_time(ask: Callable[[], T], *, late: T) -> Callable[[], T]:
+    """Ask storage; the answer to wait for, late after STORAGE_SECONDS: one that hangs must not hold the others."""
+    found: list[T] = []
+    asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
+    asking.start()
+    deadline = time.monotonic() + STORAGE_SECONDS
+
+    def answer() -> T:
+        asking.join(max(0.0, deadline - time.monotonic()))
+        return found[0] if found else late
+
+    return answer
+
+
+def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
+    """GB that are free where a run writes; and folders of which that cannot be told, with the reason."""
     folders = ["/dev/shm"]
     if config:
         folders += [config.run.directory, *([config.data.stage] if config.data.stage else [])]
-    found = {}
-    for folder in folders:
-        there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-        found[folder] = round(shutil.disk_usage(there).free / 1e9, 3)
-    return found
+    late = f"no answer within {STORAGE_SECONDS:g} s: see whether df hangs there, too"
+    answers: dict[str, Callable[[], float | str]] = {
+        folder: in_time(partial(free_gb, folder), late=late) for folder in folders
+    }
+    found = {folder: answer() for folder, answer in answers.items()}
+    numbers = {folder: told for folder, told in found.items() if isinstance(told, float)}
+    return numbers, {folder: told for folder, told in found.items() if isinstance(told, str)}
 
 
-def count_in_time(config: Config) -> tuple[dict[str, int], str | None]:
-    """count_pictures, for at most COUNT_SECONDS: storage that hangs must not hold the others."""
-    found: list[tuple[dict[str, int], str | None]] = []
-    counting = threading.Thread(target=lambda: found.append(count_pictures(config)), daemon=True)
-    counting.start()
-    counting.join(COUNT_SECONDS)
-    late = f"{config.data.root} was not read within {COUNT_SECONDS:g} s: slow storage; bigbatch data pack helps"
-    return found[0] if found else ({}, late)
+def free_gb(folder: str) -> float | str:
+    """Where it is, or would be made; or why that cannot be told."""
+    try:
+        path = Path(folder).absolute()
+        there = next(place for place in (path, *path.parents) if place.exists())
+        return round(shutil.disk_usage(there).free / 1e9, 3)
+    except OSError as error:
+        return f"{error.strerror}: let the job's user in there, or name another folder"
+
+
+def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], str | None]]:
+    """count_pictures, in time."""
+    if config is None:
+        return lambda: ({}, None)
+    late = f"{config.data.root} was not read within {STORAGE_SECONDS:g} s: slow storage; bigbatch data pack helps"
+    return in_time(partial(count_pictures, config), late=({}, late))
 
 
 def count_pictures(config: Config) -> tuple[dict[str, int], str | None]:
@@ -122,7 +156,7 @@ def count_pictures(config: Config) -> tuple[dict[str, int], str | None]:
         return {}, None
     try:
         train, val = (open_split(Path(config.data.root), split) for split in ("train", "val"))
-    except DataError as error:
+    except (DataError, OSError) as error:
         return {}, str(error)
     return {"classes": len(train.classes), "training": len(train), "validation": len(val)}, None
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bigbatch.trainer.energy import Clock
+from bigbatch.trainer.gpu_driver import Clock
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Node:
     num_ranks: int = 1
     address: str = ""
     free_gb: Mapping[str, float] = field(default_factory=dict)
+    disk_trouble: Mapping[str, str] = field(default_factory=dict)
+    """Folder -> why nobody can tell what is free there."""
     pictures: Mapping[str, int] = field(default_factory=dict)
     complaint: str | None = None
     gpus: Sequence[str] = ()

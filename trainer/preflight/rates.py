@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.energy import Clock, read_clock
+from bigbatch.trainer.gpu_driver import Clock, read_clock
 
 CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}

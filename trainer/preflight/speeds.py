@@ -30,15 +30,15 @@ def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
     return found
 
 
-def slow_clocks(nodes: Sequence[Node]) -> list[Finding]:
-    """GPUs that the hardware slows down, and those far below the median GPU's clock; both while they multiply."""
+def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[Finding]]:
+    """GPUs that the hardware slows down, by reason, and, under (), those far below the median GPU's clock; at work."""
     clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
-    found = []
+    found: dict[tuple[str, ...], list[Finding]] = {}
     usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
     for host, rank, clock in clocks:
         if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
             why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
-            found.append(
+            found.setdefault(clock.slowed_by, []).append(
                 Finding(
                     f"{host}: the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at "
                     f"{usual:,.0f}: look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there",

@@ -19,17 +19,17 @@ def judge(nodes: Sequence[Node]) -> list[Finding]:
         *shared(_addresses(nodes), nodes),
         *_reachability(nodes),
         *_differences(nodes),
-        *shared(_disks(nodes), nodes),
+        *_disks(nodes),
         *_data(nodes),
         *slow_nodes(nodes),
-        *shared(slow_clocks(nodes), nodes),
+        *_clocks(nodes),
         *slow_links(nodes),
     ]
 
 
 def shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
-    """What all nodes have is no node's fault: another one would have it, too."""
-    if {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
+    """Findings of one kind: what all of several nodes have is no node's fault, another one would have it, too."""
+    if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
     return found
 
@@ -100,17 +100,42 @@ def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _disks(nodes: Sequence[Node]) -> list[Finding]:
-    found = []
-    for node in nodes:
-        for folder, free in node.free_gb.items():
-            least = LEAST_SHM_GB if folder == "/dev/shm" else LEAST_FREE_GB
-            if free < least:
-                remedy = "free some"
-                if folder == "/dev/shm":
-                    remedy += ", or start the container with a larger one (--shm-size 1g)"
-                text = f"{node.host}: {folder} has {free:g} GB left, below {least:g}: {remedy}"
-                found.append(Finding(text, (node.host,)))
-    return found
+    """Folder by folder: one that all nodes share says nothing of a folder of their own."""
+    folders = dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble))
+    return [
+        finding
+        for folder in folders
+        for found in (_silent_disks(nodes, folder), _full_disks(nodes, folder))
+        for finding in shared(found, nodes)
+    ]
+
+
+def _silent_disks(nodes: Sequence[Node], folder: str) -> list[Finding]:
+    return [
+        Finding(f"{node.host}: {folder}: {node.disk_trouble[folder]}", (node.host,))
+        for node in nodes
+        if folder in node.disk_trouble
+    ]
+
+
+def _full_disks(nodes: Sequence[Node], folder: str) -> list[Finding]:
+    is_shm = folder == "/dev/shm"
+    least = LEAST_SHM_GB if is_shm else LEAST_FREE_GB
+    remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
+    return [
+        Finding(f"{node.host}: {folder} has {node.free_gb[folder]:g} GB left, below {least:g}: {remedy}", (node.host,))
+        for node in nodes
+        if node.free_gb.get(folder, least) < least
+    ]
+
+
+def _clocks(nodes: Sequence[Node]) -> list[Finding]:
+    """Those that are merely slower than the others are it by themselves."""
+    return [
+        finding
+        for reasons, found in slow_clocks(nodes).items()
+        for finding in (shared(found, nodes) if reasons else found)
+    ]
 
 
 def _data(nodes: Sequence[Node]) -> list[Finding]:
