@@ -214,6 +214,19 @@ def test_the_choice_follows_the_times() -> None:
     assert again == findings.chosen
 
 
+def test_no_yardstick_is_worse_than_the_choice() -> None:
+    """A plan that sends a large gradient alone and its small neighbours together is no cut into runs of neighbours."""
+    tensors = tuple(TensorSpec(name, n, 4, "float32") for name, n in (("a", 250), ("large", 25_000), ("b", 250)))
+    backward = Backward({"a": 1.0, "large": 2.0, "b": 3.0}, 3.0)
+    seconds = {1000: 3.0, 2000: 3.0, 100_000: 5.0, 101_000: 9.0, 102_000: 12.0}
+    times = {size: {"ring": exact(value)} for size, value in seconds.items()}
+    stated = PlanSizes(10_000_000, 10_000_000)
+    findings = choose(Links(None, None), times, backward, tensors, stated=stated, stated_algorithm="ring")
+    # large from 2 to 7, a and b together from 7 to 10; of runs: a 1 to 4, large 4 to 9, b 9 to 12
+    assert findings.chosen.exposed_seconds == pytest.approx(7.0)
+    assert findings.least_exposed_seconds == pytest.approx(7.0)
+
+
 def test_an_algorithm_that_was_not_measured_counts_as_the_table() -> None:
     stated = PlanSizes(10_000_000, 10_000_000)
     findings = choose(Links(None, None), TIMES, BACKWARD, MANY, stated=stated, stated_algorithm="hybrid")
