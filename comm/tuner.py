@@ -192,8 +192,8 @@ class Findings:
     stated_algorithm: str
     stated_with_table: PlanChoice
     least_exposed_seconds: float
-    """With the table: of the best of all cuts into runs of neighbours, or of the chosen plan, which may pass over a large
-    gradient and so be better still.
+    """With the table: of the best of all cuts into runs of neighbours, or of the chosen plan, which may pass over a
+    large gradient and so be better still.
     """
 
 
