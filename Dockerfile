@@ -120,6 +120,7 @@ WORKDIR /opt/bigbatch
 RUN pip install --no-cache-dir -c kept.txt pytest pytest-timeout hypothesis
 COPY pyproject.toml ./
 COPY docs docs
+COPY examples examples
 COPY tests tests
 USER 1000:1000
 CMD ["python", "-m", "pytest", "tests/laws", "tests/parallel"]

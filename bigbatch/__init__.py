@@ -9,22 +9,36 @@ _HOMES = {
     "LAMB": "bigbatch.trainer.optim.lamb",
     "LARS": "bigbatch.trainer.optim.lars",
     "param_groups": "bigbatch.trainer.optim.param_groups",
+    "Precision": "bigbatch.trainer.precision",
+    "Scaling": "bigbatch.trainer.loss_scale",
     "GradientReducer": "bigbatch.comm.reducer",
     "DistributedOptimizer": "bigbatch.comm.distributed_optimizer",
     "ddp_comm_hook": "bigbatch.comm.ddp_hook",
     "connect": "bigbatch.comm.connection",
 }
 
-__all__ = ["LAMB", "LARS", "DistributedOptimizer", "GradientReducer", "connect", "ddp_comm_hook", "param_groups"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "DistributedOptimizer",
+    "GradientReducer",
+    "Precision",
+    "Scaling",
+    "connect",
+    "ddp_comm_hook",
+    "param_groups",
+]
 
 if TYPE_CHECKING:
     from bigbatch.comm.connection import connect
     from bigbatch.comm.ddp_hook import ddp_comm_hook
     from bigbatch.comm.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.reducer import GradientReducer
+    from bigbatch.trainer.loss_scale import Scaling
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS
     from bigbatch.trainer.optim.param_groups import param_groups
+    from bigbatch.trainer.precision import Precision
 
 
 def __getattr__(name: str) -> Any:

@@ -69,6 +69,12 @@ RUN_ELSEWHERE |= {
     )
     for name in ("jobs", "preflight")
 }
+WORDS = "tests/parallel/test_language_example.py"
+RUN_ELSEWHERE |= {
+    "python examples/language_model.py": (WORDS, "alone(script, *SHORT)"),
+    "mpirun -n 2 python examples/language_model.py --precision bf16": (WORDS, 'pytest.param("mpirun"'),
+    "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (WORDS, '"torchrun"'),
+}
 DRY_RUN = ("make check", "make format", "make clean")
 DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"

@@ -1,0 +1,86 @@
+"""examples/language_model.py on the first pages of its novel: alone, by mpirun and by torchrun, in each precision."""
+
+import re
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from forked_ranks import places
+from test_other_scripts import run_script
+from test_parallel import fork_job, needs_mpi
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHORT = ["--epochs", "2", "--batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example beside 12,000 letters of its novel."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "text").mkdir()
+    novel = (EXAMPLES / "text/frankenstein.txt").read_text(encoding="ascii")
+    (folder / "text/frankenstein.txt").write_text(novel[:12_000])
+    return Path(shutil.copy(EXAMPLES / "language_model.py", folder))
+
+
+def run_copy(folder: str, *words: str) -> int:
+    """What a forked rank runs."""
+    sys.path.insert(0, folder)
+    return int(import_module("language_model").main(words))
+
+
+def alone(script: Path, *words: str) -> tuple[int, str]:
+    """Exit code and output of one process that nobody launched."""
+    return fork_job("test_language_example:run_copy", [str(script.parent), *words], [{}], timeout_seconds=100)
+
+
+def perplexities(output: str) -> list[tuple[float, float]]:
+    """(in training, held out), by epoch; rank 0 alone reports them."""
+    found = re.findall(r"^epoch \d of 2: perplexity (\d+\.\d\d) in training, (\d+\.\d\d) held out; ", output, re.M)
+    assert len(found) == 2, output
+    return [(float(seen), float(unseen)) for seen, unseen in found]
+
+
+@pytest.fixture(scope="module")
+def in_fp32(script: Path) -> list[tuple[float, float]]:
+    """Alone."""
+    code, output = alone(script, *SHORT)
+    assert code == 0, output
+    return perplexities(output)
+
+
+def test_it_learns(in_fp32: list[tuple[float, float]]) -> None:
+    assert in_fp32[1][0] < 0.7 * in_fp32[0][0]
+    assert in_fp32[1][1] < in_fp32[0][1]
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpi), "torchrun"])
+def test_two_ranks_train_the_same_model(launcher: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
+    together = perplexities(run_script(script, launcher, *SHORT, num_ranks=2))
+    for ours, theirs in zip(together, in_fp32, strict=True):
+        assert ours == pytest.approx(theirs, rel=3e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_as_fast(precision: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
+    code, output = alone(script, *SHORT, "--precision", precision)
+    assert code == 0, output
+    found = perplexities(output)
+    assert found != in_fp32
+    for ours, theirs in zip(found, in_fp32, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_a_batch_that_ranks_cannot_share(script: Path) -> None:
+    words = [str(script.parent), "--batch-size", "5"]
+    code, output = fork_job("test_language_example:run_copy", words, places(2), timeout_seconds=60)
+    assert code == 1
+    assert "language_model.py: --batch-size 5 does not divide by 2 ranks: give a multiple\n" in output
+
+
+def test_a_learning_rate_out_of_reach(script: Path) -> None:
+    code, output = alone(script, *SHORT, "--learning-rate", "1e30")
+    assert code == 1
+    assert "language_model.py: the loss of epoch 1 is no number: lower --learning-rate\n" in output
