@@ -27,6 +27,7 @@ COMMANDS = {
     "export": ("bigbatch.trainer.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
     "verify": ("bigbatch.trainer.verify", "compare runs with MLPerf's rules and reference convergence; write its log"),
     "tune": ("bigbatch.trainer.tune.command", "find a learning rate's range; search config values on short runs"),
+    "ablate": ("bigbatch.launch.ablate.command", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
         "bigbatch.launch.command",
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",

@@ -175,7 +175,16 @@ def make_plain_model(config: Config, *, weights: Path) -> nn.Module:
 
 def _build_model(config: Config, norm: NormFactory) -> nn.Module:
     model = config.model
-    options = {"width": model.width, "zero_init_residual": model.zero_gamma, "blurpool": model.blurpool}
+    options = {
+        "width": model.width,
+        "pool_first": model.pool_first,
+        "celu_alpha": model.celu_alpha,
+        "norm_scale": model.norm_scale,
+        "logit_scale": model.logit_scale,
+        "is_whitened": None if model.whitening_eps is None else True,
+        "zero_init_residual": model.zero_gamma,
+        "blurpool": model.blurpool,
+    }
     stated = {name: value for name, value in options.items() if value is not None}
     return build_model(model.name, num_classes=config.data.num_classes, norm=norm, **stated)
 

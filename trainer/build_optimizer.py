@@ -25,6 +25,7 @@ def make_optimizer(
         model,
         weight_decay=settings.weight_decay,
         exclude_bias_and_norm=settings.exclude_bias_and_norm,
+        bias_lr_factor=settings.bias_lr_factor,
         substitute=masters,
     )
     if is_foreign(settings.name):
@@ -36,7 +37,7 @@ def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:
     """Which settings of groups a resumed run takes from its config, not from the checkpoint; None for all of them."""
     if not is_foreign(settings.name):
         return None
-    return ("params", "names", "adapt", "lr", "weight_decay", *(settings.options or {}))
+    return ("params", "names", "adapt", "lr", "lr_factor", "weight_decay", *(settings.options or {}))
 
 
 def optimizer_notes(settings: OptimizerConfig) -> list[str]:

@@ -69,10 +69,15 @@ POSITIVE = (
     "data.prefetch_batches",
     "data.patience_seconds",
     "model.width",
+    "model.celu_alpha",
+    "model.norm_scale",
+    "model.logit_scale",
+    "model.whitening_eps",
     "batch.global_batch_size",
     "batch.microbatch_size",
     "batch.bn_span",
     "batch.virtual_ranks",
+    "optimizer.bias_lr_factor",
     "optimizer.trust_coefficient",
     "optimizer.clip_norm",
     "optimizer.ema_every_steps",
@@ -120,6 +125,8 @@ ONLY_FOR = {
     "data.num_synthetic_samples": ("data.loader", ("synthetic",)),
     "data.crop_area_min": ("data.crop", ("resized",)),
     "model.width": ("model.name", ("resnet9",)),
+    "model.pool_first": ("model.name", ("resnet9",)),
+    "model.logit_scale": ("model.name", ("resnet9",)),
     "model.zero_gamma": ("model.name", RESNETS),
     "model.blurpool": ("model.name", RESNETS),
     "optimizer.momentum": ("optimizer.name", ("lars", "sgd")),
@@ -133,6 +140,13 @@ ONLY_FOR = {
     "schedule.power": ("schedule.name", ("polynomial",)),
     "schedule.milestone_epochs": ("schedule.name", ("step",)),
     "schedule.gamma": ("schedule.name", ("step",)),
+}
+
+ALLOWED_FOR = {
+    # key: (the key that decides, its values for which this key may be given)
+    "model.celu_alpha": ("model.name", ("resnet9",)),
+    "model.norm_scale": ("model.name", ("resnet9",)),
+    "model.whitening_eps": ("model.name", ("resnet9",)),
 }
 
 SMALLEST_SHARPENED = 3
@@ -168,9 +182,9 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_choices(config: Config) -> None:
-    for key, (decider, values) in ONLY_FOR.items():
+    for key, (decider, values) in (ONLY_FOR | ALLOWED_FOR).items():
         value, choice = lookup(config, key), lookup(config, decider)
-        if choice in values and value is None:
+        if choice in values and value is None and key in ONLY_FOR:
             raise ConfigError(f"{key} is null, but {decider}={choice} needs it: give a value")
         if choice not in values and value is not None:
             raise ConfigError(f"{key}={value} has no meaning with {decider}={choice}: set it to null")

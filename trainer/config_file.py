@@ -28,7 +28,7 @@ ALIASES = {"--virtual-ranks": "--batch.virtual_ranks"}
 def packaged_configs() -> list[str]:
     """Names of the experiments that come with bigbatch, such as quickstart and imagenet/resnet50_8k."""
     names = (p.relative_to(PACKAGED).with_suffix("") for p in PACKAGED.rglob("*.yaml"))
-    return sorted(str(name) for name in names if name.parts[0] != "sweeps")
+    return sorted(str(name) for name in names if name.parts[0] not in ("ablations", "sweeps"))
 
 
 def find_config(name: str) -> Path:

@@ -116,6 +116,17 @@ class ModelConfig:
     """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
     width: int | None
     """Channels of resnet9's first layer; null for every other model."""
+    pool_first: bool | None
+    """Max-pool before norm and activation, which then have a quarter of the pixels; null for models but resnet9."""
+    celu_alpha: float | None
+    """CELU with this alpha instead of ReLU; null for ReLU, and for models but resnet9."""
+    norm_scale: float | None
+    """Batch norm's scales stay at this value; null to learn them, and for models but resnet9."""
+    logit_scale: float | None
+    """Factor on the logits; null for models but resnet9."""
+    whitening_eps: float | None
+    """Whiten 3x3 patches of the input, with this added to the variances, before a learned 1x1 convolution; null not
+    to, and for models but resnet9."""
     zero_gamma: bool | None
     """Start the last norm scale of every residual block at 0; null for models but the ResNets."""
     blurpool: bool | None
@@ -157,6 +168,8 @@ class OptimizerConfig:
     """Decay of weights: L2 in lars and sgd, decoupled in lamb and adamw."""
     exclude_bias_and_norm: bool
     """Bias and batch norm neither decay nor adapt (Jia et al. 2018: worth 1.3% top-1)."""
+    bias_lr_factor: float
+    """The learning rate of biases, batch norm's too, is the schedule's times this, and their decay is divided by it."""
     trust_coefficient: float | None
     """LARS eta; null but for lars."""
     eps: float | None

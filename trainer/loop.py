@@ -241,9 +241,9 @@ def train_step(step: int, plan: Plan, parts: Parts, stream: InputStream, window:
 
 
 def set_lr_(parts: Parts, *, step: int) -> None:
-    """The learning rate of a step into all groups."""
+    """The learning rate of a step into all groups, times the factor that a group may have of its own."""
     for group in parts.optimizer.param_groups:
-        group["lr"] = parts.schedule(step)
+        group["lr"] = parts.schedule(step) * group.get("lr_factor", 1.0)
 
 
 def end_if_input_failed(num_failed: float, loop: Loop) -> None:

@@ -43,6 +43,7 @@ REFERENCE = {
     "model.weights": None,
     "optimizer.nesterov": False,
     "optimizer.exclude_bias_and_norm": True,
+    "optimizer.bias_lr_factor": 1.0,
     "optimizer.clip_norm": None,
     "optimizer.ema_decay": None,
 }

@@ -16,6 +16,7 @@ from bigbatch.comm.environ import ProcessEnv, read_process_env
 from bigbatch.comm.tuned import Tuned
 from bigbatch.trainer import build, build_input
 from bigbatch.trainer.build_optimizer import stated_settings
+from bigbatch.trainer.build_whitening import fit_whitening_
 from bigbatch.trainer.checkpoint import save_checkpoint
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config, load_config
@@ -78,6 +79,8 @@ class _Run:
         )
         if start.path:
             restore_(self.parts, state, path=start.path, stated=stated_settings(config.optimizer))
+        else:
+            fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
         self.output = RunOutput(config, communicator, plan=self.plan, terminal_columns=env.terminal_columns)
         self.skipped = dict(start.skipped)
         """Grows with each bad picture that the run meets."""

@@ -18,8 +18,10 @@ from bigbatch.trainer.ema import evaluated_weights
 from bigbatch.trainer.errors import CheckpointError
 from bigbatch.trainer.models.exchange import from_foreign
 
-DECIDING = ("name", "width", "blurpool")
+DECIDING = ("name", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
 """Keys of the model section that decide what weights mean."""
+BEFORE = {"resnet9": {"pool_first": True, "logit_scale": 0.125}}
+"""Model -> keys that configs did not state at first, and what held then; of others null."""
 
 
 def load_weights_(model: nn.Module, path: Path, *, config: Config) -> None:
@@ -100,6 +102,7 @@ def _is_ours(state: object) -> bool:
 
 def _require_same_model(text: str, config: Config, *, path: Path) -> None:
     there, here = yaml.safe_load(text)["model"], asdict(config.model)
+    there = BEFORE.get(there["name"], {}) | there
     for key in DECIDING:
         if (there.get(key) or None) != (here[key] or None):  # older configs lack keys
             raise CheckpointError(

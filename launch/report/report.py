@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as Shown
 from rich.text import Text
 
 from bigbatch.launch.report import plots
@@ -24,6 +23,7 @@ from bigbatch.launch.report.tables import (
     percent,
     plain_cell,
     scaling_table,
+    show_table,
     split_table,
     unmeasured_table,
 )
@@ -92,12 +92,7 @@ class Report:
         for line in self.findings:
             console.print(Text(line))
         for table in self.tables:
-            shown = Shown(title=Text(table.title))
-            for name in table.head:
-                shown.add_column(Text(name))
-            for row in table.rows:
-                shown.add_row(*map(Text, row))
-            console.print(shown)
+            show_table(table, console)
 
     def write(self, folder: Path) -> None:
         """All files. Raises: RunFolderError."""

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table as Shown
+from rich.text import Text
+
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import SweepResults
 from bigbatch.launch.report.split import PARTS, Efficiency, by_variant
@@ -145,6 +149,16 @@ def percent(share: float) -> str:
 def count(number: int, thing: str) -> str:
     """2, 'rank' -> '2 ranks'."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def show_table(table: Table, console: Console) -> None:
+    """On a terminal, without taking its text for markup."""
+    shown = Shown(title=Text(table.title))
+    for name in table.head:
+        shown.add_column(Text(name))
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    console.print(shown)
 
 
 def markdown(table: Table) -> str:

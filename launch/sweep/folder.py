@@ -133,8 +133,8 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise ConfigError(
-                f"{path} has {key}={json.dumps(old.get(key))} instead of {json.dumps(new.get(key))}: the experiment "
-                f"{sweep.config} is another one than when the sweep began: put it back, or name another --folder"
+                f"{path} has {key}={json.dumps(old.get(key))} instead of {json.dumps(new.get(key))}: {sweep.config} or "
+                "what overrides it is not as it was when this folder was begun: put it back, or name another --folder"
             )
 
 

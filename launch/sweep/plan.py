@@ -5,7 +5,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -16,6 +16,7 @@ from bigbatch.trainer.config import all_keys
 from bigbatch.trainer.config_file import PACKAGED, StrictLoader
 from bigbatch.trainer.errors import ConfigError
 
+Stated = TypeVar("Stated")
 PLACES = ("local", "mpirun", "emulated", "slurm")
 SCALINGS = ("weak", "strong")
 EMULATED_OPTIONS = ("link", "delay", "launcher", "place")
@@ -88,9 +89,9 @@ class Sweep:
                 raise ConfigError(f"{key}: {value} must be a number from 1 on")
         if not 0 < self.timeout_minutes < 1e6:
             raise ConfigError(f"timeout_minutes: {self.timeout_minutes} must be above 0, and below a million")
-        _check_keys(self.options, legal=all_keys(), where="options")
-        _check_keys(self.grid, legal=("ranks", "scaling", *all_keys()), where="grid")
-        _check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
+        check_keys(self.options, legal=all_keys(), where="options")
+        check_keys(self.grid, legal=("ranks", "scaling", *all_keys()), where="grid")
+        check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
         _check_grid(self.grid)
         _check_launch(self.launch)
         if both := [key for key in self.grid if key in self.options]:
@@ -119,21 +120,29 @@ def launch_options(where: str) -> tuple[str, ...]:
 
 def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
     """A complete YAML file; where replaces its own. Raises: ConfigError, one line that names the file."""
+    return read_stated(path, Sweep, replaced={"where": where} if where else {}, example="sweeps/scaling.yaml")
+
+
+def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], example: str) -> Stated:
+    """A dataclass out of a YAML file that states all of its fields. Raises: ConfigError, one line that names the file.
+
+    example: a packaged file that is right.
+    """
     try:
         content: Any = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error
-    fields = {field.name: field.type for field in dataclasses.fields(Sweep)}
+        raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / example}") from error
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     try:
         if not isinstance(content, dict):
-            raise ConfigError(f"it holds no keys; see {PACKAGED / 'sweeps/scaling.yaml'}")
-        _check_keys(content, legal=tuple(fields), where="top level")
+            raise ConfigError(f"it holds no keys; see {PACKAGED / example}")
+        check_keys(content, legal=tuple(fields), where="top level")
         if absent := [name for name in fields if name not in content]:
-            raise ConfigError(f"{absent[0]} is missing; a sweep states every key")
+            raise ConfigError(f"{absent[0]} is missing; the file must state every key")
         for name, value in content.items():
             _check_type(name, value, fields[name])
-        return Sweep(**(content | ({"where": where} if where else {})))
+        return kind(**(content | replaced))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -144,20 +153,24 @@ def dump_sweep(sweep: Sweep) -> str:
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
-    if kind == dict[str, list[Any]]:
+    if kind == dict[str, dict[str, Any]]:
+        is_right = isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+        kind_name = "names with keys and values, or {}, each"
+    elif kind == dict[str, list[Any]]:
         is_right = isinstance(value, dict) and all(isinstance(each, list) for each in value.values())
         kind_name = "keys with lists of values"
     elif kind == dict[str, Any]:
         is_right, kind_name = isinstance(value, dict), "keys with values, or {}"
     else:
-        legal = {float: int | float, str: str, int: int}.get(kind, int | None)
+        legal = {float: int | float, float | None: int | float | None, str: str, int: int}.get(kind, int | None)
         is_right, kind_name = isinstance(value, legal) and not isinstance(value, bool), f"of type {legal}"
         kind_name = kind_name.replace("<class '", "").replace("'>", "")
     if not is_right:
         raise ConfigError(f"{name}: {value!r} must be {kind_name}")
 
 
-def _check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) -> None:
+def check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) -> None:
+    """Raise ConfigError for a key that is not legal, with the nearest one that is."""
     for key in given:
         if key not in legal:
             near = difflib.get_close_matches(str(key), legal, n=1, cutoff=0.0)

@@ -142,6 +142,8 @@ def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: 
         "schedule.base_lr": 0.01,
         "model.name": "resnet18",
         "model.width": "null",
+        "model.pool_first": "null",
+        "model.logit_scale": "null",
         "model.zero_gamma": "true",
         "model.blurpool": "false",
         "batch.global_batch_size": 24,

@@ -60,8 +60,8 @@ def test_every_picture_counts_once(ranks: int, microbatch_size: int, data: Path,
 def test_foreign_weights_score_the_same_at_any_world_size(data: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     torch.save(torchvision.models.resnet18(num_classes=NUM_CLASSES).state_dict(), tmp_path / "theirs.pth")
-    resnet18 = ("name=resnet18", "width=null", "zero_gamma=true", "blurpool=false")
-    options = [f"--data.root={data}", "--data.image_size=40", *(f"--model.{word}" for word in resnet18)]
+    words = "name=resnet18 width=null pool_first=null logit_scale=null zero_gamma=true blurpool=false"
+    options = [f"--data.root={data}", "--data.image_size=40", *(f"--model.{word}" for word in words.split())]
     command = ["evaluate", "--config", "quickstart", "--weights", str(tmp_path / "theirs.pth"), "--json", *options]
     records = []
     for ranks in (1, 2, 3):

@@ -45,6 +45,7 @@ RULES = {
     "model.weights": "null (reference)",
     "optimizer.nesterov": "false (reference)",
     "optimizer.exclude_bias_and_norm": "true (reference)",
+    "optimizer.bias_lr_factor": "1.0 (reference)",
     "optimizer.clip_norm": "null (reference)",
     "optimizer.ema_decay": "null (reference)",
     "data.crop_area_min": "0.08 (as in the recipes)",

@@ -207,7 +207,8 @@ def quickstart(*words: str) -> Config:
 @pytest.mark.parametrize("zero_gamma", [True, False])
 @pytest.mark.parametrize("blurpool", [True, False])
 def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> None:
-    words = ["model.name=resnet18", "model.width=null", f"model.zero_gamma={zero_gamma}", f"model.blurpool={blurpool}"]
+    words = ["model.name=resnet18", "model.width=null", "model.pool_first=null", "model.logit_scale=null"]
+    words += [f"model.zero_gamma={zero_gamma}", f"model.blurpool={blurpool}"]
     config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
     model = build.make_model(config, one_rank())
     scales = [block.bn2.weight for stage in (model.layer1, model.layer4) for block in stage]  # type: ignore[union-attr]

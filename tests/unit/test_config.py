@@ -67,6 +67,11 @@ BASE = {
     "augment.cutmix_alpha": 0.0,
     "model.name": "resnet9",
     "model.width": 8,
+    "model.pool_first": True,
+    "model.celu_alpha": None,
+    "model.norm_scale": None,
+    "model.logit_scale": 0.125,
+    "model.whitening_eps": None,
     "model.zero_gamma": None,
     "model.blurpool": None,
     "model.weights": None,
@@ -80,6 +85,7 @@ BASE = {
     "optimizer.betas": None,
     "optimizer.weight_decay": 0.0,
     "optimizer.exclude_bias_and_norm": True,
+    "optimizer.bias_lr_factor": 1.0,
     "optimizer.trust_coefficient": 0.001,
     "optimizer.eps": 0.0,
     "optimizer.momentum_form": "lr_inside",
@@ -114,6 +120,8 @@ BASE = {
     "comm.timeout_seconds": 2.5,
     "comm.timeline_steps": None,
 }
+ALEXNET = "model.name=alexnet_bn"
+NOT_RESNET9 = {"model.width": None, "model.pool_first": None, "model.logit_scale": None}
 STEP = {
     "schedule.name": "step",
     "schedule.end_lr": None,
@@ -174,9 +182,14 @@ POSITIVE = [
     ("data.patience_seconds", 0.0),
     ("data.patience_seconds", float("inf")),
     ("model.width", 0),
+    ("model.celu_alpha", 0.0),
+    ("model.norm_scale", -0.25),
+    ("model.logit_scale", 0.0),
+    ("model.whitening_eps", 0.0),
     ("batch.global_batch_size", 0),
     ("batch.microbatch_size", 0),
     ("batch.bn_span", 0),
+    ("optimizer.bias_lr_factor", 0.0),
     ("optimizer.trust_coefficient", 0.0),
     ("schedule.base_lr", 0.0),
     ("schedule.base_lr", float("inf")),
@@ -276,9 +289,10 @@ def test_no_number_goes_unchecked():
         ({"data.loader": "synthetic"}, "data.num_synthetic_samples", "data.loader=synthetic"),
         ({"data.crop_area_min": None}, "data.crop_area_min", "data.crop=resized"),
         ({"model.width": None}, "model.width", "model.name=resnet9"),
-        ({"model.name": "resnet18", "model.width": None}, "model.zero_gamma", "model.name=resnet18"),
+        ({"model.pool_first": None}, "model.pool_first", "model.name=resnet9"),
+        ({"model.name": "resnet18", **NOT_RESNET9}, "model.zero_gamma", "model.name=resnet18"),
         (
-            {"model.name": "resnet152", "model.width": None, "model.zero_gamma": False},
+            {"model.name": "resnet152", **NOT_RESNET9, "model.zero_gamma": False},
             "model.blurpool",
             "model.name=resnet152",
         ),
@@ -302,6 +316,9 @@ def test_a_key_that_the_choice_needs(changes, key, decider):
         ({"data.num_synthetic_samples": 5}, "data.num_synthetic_samples=5", "data.loader=torchvision"),
         ({**RESIDENT, "data.crop_area_min": 0.5}, "data.crop_area_min=0.5", "data.crop=padded"),
         ({"model.name": "resnet50"}, "model.width=8", "model.name=resnet50"),
+        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.celu_alpha": 0.3}, "model.celu_alpha=0.3", ALEXNET),
+        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.norm_scale": 0.25}, "model.norm_scale=0.25", ALEXNET),
+        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.whitening_eps": 0.01}, "model.whitening_eps=0.01", ALEXNET),
         ({"model.zero_gamma": False}, "model.zero_gamma=False", "model.name=resnet9"),
         ({"model.blurpool": True}, "model.blurpool=True", "model.name=resnet9"),
         ({"optimizer.name": "sgd"}, "optimizer.trust_coefficient=0.001", "optimizer.name=sgd"),
@@ -485,7 +502,7 @@ def test_resnets_are_those_that_are_built_as_such():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_smallest_picture_is_the_smallest_that_the_model_takes(name):
-    changes = {"model.width": 8 if name == "resnet9" else None}
+    changes = {} if name == "resnet9" else dict(NOT_RESNET9)
     if name in config_module.RESNETS:
         changes |= {"model.zero_gamma": True, "model.blurpool": False}
     smallest = config_module.SMALLEST_IMAGE.get(name, 1)
@@ -504,7 +521,7 @@ def test_smallest_picture_is_the_smallest_that_the_model_takes(name):
 def test_randaugment_needs_a_few_pixels():
     ops = {
         "model.name": "resnet18",
-        "model.width": None,
+        **NOT_RESNET9,
         "model.zero_gamma": True,
         "model.blurpool": False,
         "augment.randaugment_ops": 2,

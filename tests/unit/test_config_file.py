@@ -16,6 +16,9 @@ from bigbatch.trainer.errors import ConfigError
 QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
 NAMES = [
     "cifar10",
+    "cifar10_10epochs",
+    "cifar10_24epochs",
+    "cifar10_80epochs",
     "imagenet/alexnet_bn_64k",
     "imagenet/fast_resnet50_16",
     "imagenet/fast_resnet50_88",

@@ -251,6 +251,9 @@ def test_bigbatch_commands(
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
     elif words[:2] == ["tune", "search"]:  # tests/unit/test_tune_search_command.py runs it
         make_experiment(parse_search(words[2:]))
+    elif words[0] == "ablate":  # tests/unit/test_ablate.py and tests/parallel/test_real_ablation.py run it
+        monkeypatch.chdir(tmp_path)
+        assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
     elif words[0] == "sweep":  # tests/unit/test_sweep.py runs it
         monkeypatch.chdir(tmp_path)
         (tmp_path / "configs").symlink_to(ROOT / "configs")

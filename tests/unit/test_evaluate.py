@@ -19,11 +19,12 @@ from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.trained import read_trained, trained_parser
 
-RESNET = {"model.width": None, "model.zero_gamma": True, "model.blurpool": False}
+NOT_RESNET9 = {"model.width": None, "model.pool_first": None, "model.logit_scale": None}
+RESNET = {**NOT_RESNET9, "model.zero_gamma": True, "model.blurpool": False}
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # model: (its keys, what its function takes)
     "resnet18": (RESNET, {}),
-    "alexnet_bn": ({"model.width": None}, {}),
+    "alexnet_bn": (NOT_RESNET9, {}),
     "resnet9": ({"model.width": 4}, {"width": 4}),
 }
 

@@ -22,19 +22,24 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d
 
 SIZE = 32
 SMALL = ["--data.root=none", "--data.image_size=32"]
+NOT_RESNET9 = ["--model.width=null", "--model.pool_first=null", "--model.logit_scale=null"]
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "resnet9": ({"width": 2}, ["--model.width=2"]),
     "resnet18": (
         {},
-        ["--model.name=resnet18", "--model.width=null", "--model.zero_gamma=true", "--model.blurpool=false"],
+        ["--model.name=resnet18", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=false"],
     ),
     "resnet50": (
         {},
-        ["--model.name=resnet50", "--model.width=null", "--model.zero_gamma=true", "--model.blurpool=false"],
+        ["--model.name=resnet50", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=false"],
+    ),
+    "bag of tricks": (
+        {"width": 2, "celu_alpha": 0.3, "norm_scale": 1.0, "is_whitened": True},
+        ["--model.width=2", "--model.celu_alpha=0.3", "--model.norm_scale=1", "--model.whitening_eps=0.01"],
     ),
     "blurred": (
         {"blurpool": True},
-        ["--model.name=resnet18", "--model.width=null", "--model.zero_gamma=true", "--model.blurpool=true"],
+        ["--model.name=resnet18", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=true"],
     ),
 }
 
@@ -44,7 +49,8 @@ def trained(name: str) -> nn.Module:
     torch.manual_seed(0)
     options, _ = MODELS[name]
     norm = partial(GhostBatchNorm2d, bn_span=4, ghosts_per_step=1)
-    model = build_model("resnet18" if name == "blurred" else name, num_classes=10, norm=norm, **options)
+    built = {"blurred": "resnet18", "bag of tricks": "resnet9"}.get(name, name)
+    model = build_model(built, num_classes=10, norm=norm, **options)
     for key, tensor in model.state_dict().items():
         if "running_var" in key:
             tensor.uniform_(0.5, 1.5)
@@ -92,6 +98,7 @@ def test_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.Ca
     "model",
     [
         "resnet9",
+        "bag of tricks",
         "blurred",
         pytest.param("resnet18", marks=pytest.mark.slow),
         pytest.param("resnet50", marks=pytest.mark.slow),

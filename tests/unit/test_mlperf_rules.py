@@ -27,6 +27,7 @@ ANOTHER = {
     "model.blurpool": "true",
     "model.weights": "some.pt",
     "optimizer.nesterov": "true",
+    "optimizer.bias_lr_factor": "2.0",
     "optimizer.exclude_bias_and_norm": "false",
     "optimizer.clip_norm": 1.0,
     "optimizer.weight_decay": 1.5e-4,

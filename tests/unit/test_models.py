@@ -144,7 +144,7 @@ def test_resnet9_logits_are_an_eighth_of_the_linear_layer_on_the_maxima() -> Non
     ],
 )
 def test_resnet9_block_order(pool_first: bool, order: list[type[nn.Module]]) -> None:
-    model = resnet9(width=4, pool_first=pool_first, activation=partial(nn.CELU, 0.3))
+    model = resnet9(width=4, pool_first=pool_first, celu_alpha=0.3)
     assert isinstance(model.layer2, ConvBlock)
     assert [type(module) for module in model.layer2] == order
     assert not any(isinstance(module, nn.MaxPool2d) for module in model.prep)

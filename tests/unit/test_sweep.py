@@ -185,7 +185,7 @@ def test_wrong_files_are_refused_in_a_line(
         ("", "it holds no keys"),
         ("name: [", "is not readable YAML"),
         ("name: a\nname: b\n", "name is stated twice"),
-        ("name: a\n", "config is missing; a sweep states every key"),
+        ("name: a\n", "config is missing; the file must state every key"),
     ],
 )
 def test_files_that_are_no_sweep(text: str, complaint: str, file: Path) -> None:
@@ -521,7 +521,7 @@ def test_points_of_another_experiment_are_refused_and_stay_as_they_are(
         assert main([*command, *more]) == 1
         error = capsys.readouterr().err
         assert f"{fake.config(0)} has schedule.base_lr=" in error
-        assert "instead of 0.75: the experiment base.yaml is another one than when the sweep began" in error
+        assert "instead of 0.75: base.yaml or what overrides it is not as it was" in error
         assert error.count("\n") == 1
     assert [fake.config(number).read_text() for number in (0, 1)] == before
     fake.config(0).write_text("[")

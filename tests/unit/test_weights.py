@@ -19,7 +19,8 @@ from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.errors import CheckpointError
 from bigbatch.trainer.weights import digest, load_weights_
 
-RESNET = ("model.name=resnet18", "model.width=null", "model.zero_gamma=true", "model.blurpool=false")
+NOT_RESNET9 = ("model.width=null", "model.pool_first=null", "model.logit_scale=null")
+RESNET = ("model.name=resnet18", *NOT_RESNET9, "model.zero_gamma=true", "model.blurpool=false")
 
 
 def config_of(*words: str) -> Config:

@@ -1,11 +1,13 @@
 """The whole split decoded once into the device's memory: for small pictures, as those of CIFAR."""
 
+import copy
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.data.augment import center_crop
 from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.loader import Batch, Crop, PictureSource, Request
 from bigbatch.trainer.data.on_device import on_device
@@ -48,6 +50,12 @@ class ResidentLoader:
             if not self._is_open:
                 return
             yield self._gather(request)
+
+    def uncropped(self) -> "ResidentLoader":
+        """The same pictures in the same memory, each whole and as it is."""
+        whole = copy.copy(self)
+        whole._crop = center_crop(fraction=1.0)
+        return whole
 
     def close(self) -> None:
         """End all iterators and let the device's memory go."""

@@ -115,6 +115,14 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return f"{super().extra_repr()}, bn_span={self.bn_span}, ghosts_per_step={self.ghosts_per_step}"
 
 
+def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
+    """Fix the scales of a batch norm: a buffer of the same name in place of the parameter, which no optimizer sees."""
+    scale_C = torch.full_like(norm.get_parameter("weight"), value, requires_grad=False)
+    del norm.weight
+    norm.register_buffer("weight", scale_C)
+    return norm
+
+
 def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tensor:
     """Move all running means and variances of model into one flat fp32 tensor and return it (may be empty).
 

@@ -6,14 +6,10 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.norm import NormFactory, freeze_scale_
+from bigbatch.trainer.models.whitening import PATCH, PatchWhitening
 
 ActivationFactory = Callable[[], nn.Module]
-
-LOGIT_SCALE = 0.125
-"""Page's factor on the logits."""
-
-inplace_relu = partial(nn.ReLU, inplace=True)
 
 
 class ConvBlock(nn.Sequential):
@@ -59,9 +55,12 @@ class Residual(nn.Module):
 class ResNet9(nn.Module):
     """Eight convolutions and a linear layer; any input whose sides are at least 8 pixels."""
 
-    def __init__(self, *, num_classes: int, width: int, block: Callable[..., nn.Module]) -> None:
+    def __init__(
+        self, *, num_classes: int, width: int, logit_scale: float, prep: nn.Module, block: Callable[..., nn.Module]
+    ) -> None:
         super().__init__()
-        self.prep = block(3, width)
+        self.logit_scale = logit_scale
+        self.prep = prep
         self.layer1 = nn.Sequential(block(width, 2 * width, pool=True), Residual(2 * width, block=block))
         self.layer2 = block(2 * width, 4 * width, pool=True)
         self.layer3 = nn.Sequential(block(4 * width, 8 * width, pool=True), Residual(8 * width, block=block))
@@ -71,7 +70,7 @@ class ResNet9(nn.Module):
         features_BCHW = self.layer3(self.layer2(self.layer1(self.prep(images_BCHW))))
         # Page's MaxPool2d(4) for 32 x 32 input; amax would split the gradient between equal half values.
         features_BC = F.max_pool2d(features_BCHW, features_BCHW.shape[2:]).flatten(1)
-        logits_BK: Tensor = self.linear(features_BC) * LOGIT_SCALE
+        logits_BK: Tensor = self.linear(features_BC) * self.logit_scale
         return logits_BK
 
 
@@ -80,9 +79,29 @@ def resnet9(
     num_classes: int = 10,
     width: int = 64,
     norm: NormFactory = nn.BatchNorm2d,
-    activation: ActivationFactory = inplace_relu,
     pool_first: bool = True,
+    celu_alpha: float | None = None,
+    norm_scale: float | None = None,
+    logit_scale: float = 0.125,
+    is_whitened: bool = False,
 ) -> ResNet9:
-    """ResNet-9 with widths width, 2, 4 and 8 times width; Page's later activation is CELU(0.3)."""
-    block = partial(ConvBlock, pool_first=pool_first, norm=norm, activation=activation)
-    return ResNet9(num_classes=num_classes, width=width, block=block)
+    """ResNet-9 with widths width, 2, 4 and 8 times width, and what part 8 of Page's series adds to it.
+
+    celu_alpha: CELU instead of ReLU. norm_scale: batch norm's scales stay at it. is_whitened: the first convolution is
+    a fixed 3x3 one, to be fitted to pictures, and a learned 1x1 one. A positive s leaves the function as it is that
+    multiplies norm_scale, norm biases and celu_alpha, and divides logit_scale: Page has 1/4, and then 1.
+    """
+
+    def make_norm(num_channels: int) -> nn.Module:
+        layer = norm(num_channels)
+        return layer if norm_scale is None else freeze_scale_(layer, norm_scale)
+
+    def activation() -> nn.Module:
+        return nn.ReLU(inplace=True) if celu_alpha is None else nn.CELU(celu_alpha, inplace=True)
+
+    block = partial(ConvBlock, pool_first=pool_first, norm=make_norm, activation=activation)
+    prep: nn.Module = block(3, width)
+    if is_whitened:
+        pointwise = nn.Conv2d(PATCH, width, kernel_size=1, bias=False)
+        prep = nn.Sequential(PatchWhitening(), pointwise, make_norm(width), activation())
+    return ResNet9(num_classes=num_classes, width=width, logit_scale=logit_scale, prep=prep, block=block)

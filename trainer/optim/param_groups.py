@@ -18,8 +18,13 @@ def decays(model: nn.Module) -> dict[str, bool]:
     verdicts = {}
     for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        verdicts[name] = not isinstance(model.get_submodule(owner), NORM_LAYERS) and "bias" not in leaf
+        verdicts[name] = not isinstance(model.get_submodule(owner), NORM_LAYERS) and not is_bias(leaf)
     return verdicts
+
+
+def is_bias(name: str) -> bool:
+    """A parameter of that name is a bias, such as bn1.bias, in_proj_bias and bias_ih_l0."""
+    return "bias" in name.rpartition(".")[2]
 
 
 def param_groups(
@@ -27,11 +32,13 @@ def param_groups(
     *,
     weight_decay: float,
     exclude_bias_and_norm: bool = True,
+    bias_lr_factor: float = 1.0,
     substitute: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     """Two groups for any torch optimizer: [decaying and adapting, neither]; frozen parameters are left out.
 
-    Without exclude_bias_and_norm the second group is empty.
+    Without exclude_bias_and_norm the second group is empty. With another bias_lr_factor than 1, biases are a third
+    group: it carries the factor as lr_factor, for whoever sets the learning rate, and has weight_decay / the factor.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
     `names` keeps the parameters' names, in order; `adapt` is read by LARS and LAMB, torch's optimizers carry it along.
     Raises: ValueError for a substitute that names no trainable parameter.
@@ -42,8 +49,9 @@ def param_groups(
     tensors.update(substitute or {})
     verdicts = {n: decay or not exclude_bias_and_norm for n, decay in decays(model).items()}
 
-    def group(is_decaying: bool) -> dict[str, Any]:
-        names = [name for name in tensors if verdicts[name] is is_decaying]
+    biases = {name for name in tensors if bias_lr_factor != 1 and is_bias(name)}
+
+    def group(names: list[str], *, is_decaying: bool) -> dict[str, Any]:
         return {
             "params": [tensors[name] for name in names],
             "names": names,
@@ -51,7 +59,14 @@ def param_groups(
             "adapt": is_decaying,
         }
 
-    return [group(True), group(False)]
+    def others(is_decaying: bool) -> list[str]:
+        return [name for name in tensors if name not in biases and verdicts[name] is is_decaying]
+
+    groups = [group(others(is_decaying), is_decaying=is_decaying) for is_decaying in (True, False)]
+    if biases:
+        last = group([name for name in tensors if name in biases], is_decaying=not exclude_bias_and_norm)
+        groups.append(last | {"weight_decay": last["weight_decay"] / bias_lr_factor, "lr_factor": bias_lr_factor})
+    return groups
 
 
 def load_optimizer_state(

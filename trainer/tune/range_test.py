@@ -12,6 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.environ import read_process_env
 from bigbatch.comm.tuned import Tuned
 from bigbatch.trainer import build, build_input
+from bigbatch.trainer.build_whitening import fit_whitening_
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.errors import ConfigError, TrainingDiverged, TuneError
@@ -96,6 +97,7 @@ def _train(
     train_split, eval_split = build_input.make_splits(local, communicator)
     whole = build.make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
     parts = dataclasses.replace(build.make_parts(config, communicator, plan=whole, tuned=tuned), schedule=lr)
+    fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
     plan = dataclasses.replace(
         whole, num_steps=steps, log_every_steps=1, eval_every_steps=steps, checkpoint_every_steps=0
     )

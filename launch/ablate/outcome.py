@@ -1,0 +1,94 @@
+"""What an ablation leaves in its folder for people: the table in Markdown and JSON, and a plot."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bigbatch.launch.ablate.plan import STEP, Ablation
+from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
+from bigbatch.launch.report.collect import common_conditions, differences, whole_records
+from bigbatch.launch.report.plots import COLOURS
+from bigbatch.launch.report.tables import Table, markdown, plain_cell
+from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, read_state, read_summary
+from bigbatch.launch.sweep.points import Point
+from bigbatch.trainer.rundir import RunDir, writing
+
+NOTE = (
+    "Each step has the changes of all steps before it. Seconds are of training steps on one machine, without start, "
+    "evaluation and checkpoints."
+)
+
+
+def collect(ablation: Ablation, points: Sequence[Point], folder: SweepFolder) -> list[StepResult]:
+    """What there is of these points, step by step. Raises: ConfigError for a damaged folder."""
+    found = []
+    for name, changes in ablation.steps.items():
+        runs: list[RunResult] = []
+        undone: list[str] = []
+        for point in points:
+            if point.values[STEP] == name:
+                result = _read(point, folder, target=ablation.target_top1)
+                (undone if isinstance(result, str) else runs).append(result)  # type: ignore[arg-type]
+        if runs or undone:
+            found.append(StepResult(name, changes, tuple(runs), tuple(undone)))
+    return found
+
+
+def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResult | str:
+    """Of one point; or why it has no figures."""
+    if not folder.state(point.number).exists():
+        return MISSING
+    state = read_state(folder, point.number)
+    if state["state"] != DONE:
+        return str(state["reason"] or state["state"])
+    size = point.config.batch.global_batch_size
+    try:
+        records = whole_records(folder.run(point.number))
+        return run_result(records, seed=point.config.run.seed, global_batch_size=size, target=target)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return f"its files are damaged: {type(error).__name__} {error}"
+
+
+def conditions_of(points: Sequence[Point], folder: SweepFolder) -> dict[str, Any]:
+    """What the figures depend on."""
+    return common_conditions([summary for point in points if (summary := read_summary(folder, point.number))])
+
+
+def table_of(ablation: Ablation, steps: Sequence[StepResult]) -> Table:
+    """The table of times and accuracies."""
+    return make_table(f"Ablation: {ablation.name}", steps, target=ablation.target_top1)
+
+
+def write(ablation: Ablation, steps: Sequence[StepResult], conditions: dict[str, Any], *, folder: Path) -> None:
+    """ablation.md, ablation.json and ablation.png. Raises: RunFolderError."""
+    stated = Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in conditions.items()))
+    lines = [markdown(table_of(ablation, steps)), NOTE, *map(plain_cell, differences(conditions)), markdown(stated)]
+    facts = {**asdict(ablation), "steps": [asdict(step) for step in steps], "conditions": conditions}
+    out = RunDir(folder)
+    out.write_text(folder / "ablation.md", "\n\n".join(lines) + "\n")
+    out.write_text(folder / "ablation.json", json.dumps(facts, indent=1) + "\n")
+    with writing(folder / "ablation.png"):
+        _draw([step for step in steps if step.runs], title=ablation.name, path=folder / "ablation.png")
+
+
+def _draw(steps: Sequence[StepResult], *, title: str, path: Path) -> None:
+    """Seconds and accuracy of each step, one below the other as in the table."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.6 + 0.36 * max(1, len(steps))), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [step.name.replace("$", r"\$") for step in steps]  # else matplotlib's mathematics
+    seconds = [[run.seconds for run in step.runs] for step in steps]
+    left.barh(names, [statistics.median(each) for each in seconds], color=COLOURS[0])
+    for name, step, each in zip(names, steps, seconds, strict=True):
+        left.plot([min(each), max(each)], [name, name], color="black", linewidth=1)
+        right.plot([100 * run.top1 for run in step.runs], [name] * len(step.runs), "o", color=COLOURS[1], alpha=0.5)
+    right.plot([100 * statistics.fmean(run.top1 for run in step.runs) for step in steps], names, color=COLOURS[1])
+    left.invert_yaxis()
+    left.set(xlabel="training (s), median and range", title=title.replace("$", r"\$"))
+    right.set(xlabel="top-1 (%), runs and mean")
+    right.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,143 @@
+"""What an ablation's file says, and the points that it makes of it: each step has the changes of those before it."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
+from bigbatch.launch.sweep.points import Point
+from bigbatch.trainer.config import Config, all_keys
+from bigbatch.trainer.config_batch import accumulation_steps
+from bigbatch.trainer.config_file import PACKAGED, as_yaml, load_config
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.tune.short_run import shorten
+
+STEP = "step"
+"""What the value of a point is called."""
+OURS = ("run.directory", "run.eval_every_epochs", "run.eval_offset_epochs", "run.target_top1", "run.resume")
+"""Keys that an ablation sets itself."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """An ablation's file, as it is; each field is a key of it."""
+
+    name: str
+    """Of its folder, runs/ablations/NAME."""
+    config: str
+    """The experiment that the first step changes: a file, or the name of a packaged one."""
+    options: dict[str, Any]
+    """Keys of the experiment that are other values in all steps, as far as these do not state them."""
+    steps: dict[str, dict[str, Any]]
+    """Names of steps, and the keys that each changes, which stay so in those that follow."""
+    target_top1: float | None
+    """Evaluate each epoch, and tell how long the training to this top-1 took; null to evaluate the last epoch alone."""
+    ranks: int
+    """Of each run, on this machine."""
+    timeout_minutes: float
+    """A run that takes longer is ended and has failed."""
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError."""
+        if not self.steps:
+            raise ConfigError("steps: there is none")
+        if self.ranks < 1:
+            raise ConfigError(f"ranks: {self.ranks} must be a number from 1 on")
+        for where, given in {"options": self.options, **self.steps}.items():
+            check_keys(given, legal=all_keys(), where=where)
+            if taken := [key for key in given if key in OURS]:
+                raise ConfigError(f"{where}: {taken[0]}: the ablation sets it itself: leave it out")
+        if odd := [name for name in self.steps if "," in name]:
+            raise ConfigError(f"steps: {odd[0]!r} holds a comma, which stands between names: leave it out")
+        if self.target_top1 is not None and not 0 < self.target_top1 <= 1:
+            raise ConfigError(f"target_top1: {self.target_top1:g} must be a share of right answers, such as 0.94")
+        self.as_sweep()
+
+    @property
+    def folder(self) -> Path:
+        """Where its runs lie, unless --folder names another place."""
+        return Path("runs/ablations") / self.name
+
+    def as_sweep(self) -> Sweep:
+        """How and where its points run, for those who run points. Raises: ConfigError."""
+        return Sweep(
+            name=self.name,
+            config=self.config,
+            options=self.options,
+            steps=None,
+            where="local",
+            launch={},
+            ranks_per_node=self.ranks,
+            grid={"ranks": [self.ranks]},
+            repeats=1,
+            timeout_minutes=self.timeout_minutes,
+        )
+
+    def cumulative(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each step with all that it changes, those before it included."""
+        changes = dict(self.options)
+        for name, own in self.steps.items():
+            changes |= own
+            yield name, dict(changes)
+
+
+def packaged_ablations() -> list[str]:
+    """Names of the ablations that come with bigbatch."""
+    return sorted(path.stem for path in (PACKAGED / "ablations").glob("*.yaml"))
+
+
+def find_ablation(name: str) -> Ablation:
+    """A file, or the packaged ablation of that name. Raises: ConfigError."""
+    path, known = Path(name), packaged_ablations()
+    if not path.is_file():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{name}: there is no such file or packaged ablation; the nearest packaged one is {near}")
+        path = PACKAGED / "ablations" / f"{name}.yaml"
+    return read_stated(path, Ablation, replaced={}, example="ablations/bag_of_tricks.yaml")
+
+
+def make_points(
+    ablation: Ablation, *, folder: Path, epochs: int | None, seeds: int, overrides: Sequence[str]
+) -> list[Point]:
+    """All steps with the first seed, then with the next; overrides win over steps. More seeds keep the first points.
+
+    epochs: of every step, whose schedule shrinks or grows with it; None for those of each. Raises: ConfigError.
+    """
+    points: list[Point] = []
+    for repeat in range(seeds):
+        for name, changes in ablation.cumulative():
+            number = len(points)
+            words = [*(f"--{key}={as_yaml(value)}" for key, value in changes.items()), *overrides]
+            try:
+                config = load_config(["--config", ablation.config, *words], prog="bigbatch ablate")
+                accumulation_steps(config.batch, world_size=ablation.ranks)
+                whole = shorten(
+                    config,
+                    epochs=epochs or config.run.epochs,
+                    evaluate_each=ablation.target_top1 is not None,
+                    directory=folder / "points" / str(number) / "run",
+                )
+            except ConfigError as error:
+                raise ConfigError(f"step {name}: {error}") from error
+            config = _with_seed(whole, whole.run.seed + repeat)
+            points.append(Point(number, {STEP: name}, repeat, ablation.ranks, ablation.ranks, 1, config))
+    return points
+
+
+def _with_seed(config: Config, seed: int) -> Config:
+    return replace(config, run=replace(config.run, seed=seed))
+
+
+def choose(points: Sequence[Point], only: str | None) -> list[Point]:
+    """'a,b' -> the points of those steps. Raises: ConfigError."""
+    if only is None:
+        return list(points)
+    names, known = only.split(","), [point.values[STEP] for point in points]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"--only: there is no step {name!r}; the nearest is {near!r}")
+    return [point for point in points if point.values[STEP] in names]

@@ -1,0 +1,71 @@
+"""Laws 1 and 2 with all of the bag of tricks: whitening, frozen scales, raised biases."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigbatch.cli import main
+from bigbatch.trainer.checkpoint import list_checkpoints
+
+from .jobs import (
+    ROUNDING,
+    SGD,
+    alone,
+    assert_identical,
+    final_state,
+    forked,
+    gradient_distance,
+    records,
+    run,
+    statistics_distance,
+    step_gradients,
+    train_command,
+)
+
+BAG = {
+    "data.loader": "torchvision",
+    "model.celu_alpha": 0.3,
+    "model.norm_scale": 1.0,
+    "model.logit_scale": 0.0625,
+    "model.whitening_eps": 0.01,
+    "optimizer.bias_lr_factor": 64,
+    "optimizer.exclude_bias_and_norm": "false",
+}
+FILTERS = "model/prep.0.weight"
+AVERAGED = {**SGD, "schedule.base_lr": 0.1, "optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 2}
+
+
+def test_any_number_of_ranks_gives_the_same_update(data: Path, tmp_path: Path) -> None:
+    run(alone(train_command(data, tmp_path / "1", {**BAG, **SGD})))
+    run(forked(train_command(data, tmp_path / "2", {**BAG, **SGD}), ranks=2))
+    one, two = final_state(tmp_path / "1"), final_state(tmp_path / "2")
+    assert torch.equal(one[FILTERS], two[FILTERS])
+    assert not torch.equal(one[FILTERS], torch.eye(27).view(27, 3, 3, 3))
+    assert gradient_distance(step_gradients(tmp_path / "2"), step_gradients(tmp_path / "1")) < ROUNDING
+    assert statistics_distance(two, one) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [AVERAGED, {"optimizer.sharded": "true", "optimizer.precision": "bf16", "run.checkpoint_every_steps": 1}],
+    ids=["averaged", "sharded-lars-bf16"],
+)
+def test_resumed_run_ends_with_the_same_bits(
+    settings: dict[str, object], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    overrides = {**BAG, **settings, "run.keep_checkpoints": 100, "optimizer.bias_lr_factor": 4}
+    run(forked(train_command(data, whole, overrides), ranks=2))
+    shutil.copytree(whole, resumed)
+    (resumed / "summary.json").unlink()
+    checkpoints = list_checkpoints(resumed / "checkpoints")
+    for later in checkpoints[3:]:
+        shutil.rmtree(later.path)
+    done = run(forked(train_command(data, resumed, overrides), ranks=2))
+    assert f"resumed after step {checkpoints[2].step}" in done.stdout
+    assert_identical(final_state(resumed), final_state(whole))
+    last = list_checkpoints(whole / "checkpoints")[-1]
+    assert main(["evaluate", str(whole), "--checkpoint", str(last.path), "--json"]) == 0
+    assert f'"top1": {records(whole, "eval")[-1]["top1"]}' in capsys.readouterr().out
