@@ -60,10 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     code = _run(COMMANDS[arguments[0]][0], arguments[1:])
     worker = _worker()
-    if worker is not None:
-        _take_turns(worker, code)
     if worker is not None or _is_held():
-        _leave(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if worker is not None and code:
+            _take_turns(worker)
+        # Without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort: all files are
+        # closed and the job has said its farewells by now; a good run must exit with 0, and a failed rank must not
+        # wait for its peers or for a dead file system.
+        os._exit(code)
     return code
 
 
@@ -113,13 +118,11 @@ def _worker() -> "ProcessEnv | None":
     return env if env.world_size > 1 else None
 
 
-def _take_turns(env: "ProcessEnv", code: int) -> None:
+def _take_turns(env: "ProcessEnv") -> None:
     """Of ranks that fail together, let Open MPI see one first, and end the others: seeing several at once, its mpirun
     crashes now and then, or hangs (docs/decisions/039).
     """
-    if code and env.launcher == "openmpi":
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if env.launcher == "openmpi":
         time.sleep(env.rank % 10 * TURN_SECONDS)
 
 
@@ -127,14 +130,3 @@ def _is_held() -> bool:
     """A thread still waits for a file system that does not answer: the interpreter's teardown would wait with it."""
     threads = (thread for thread in threading.enumerate() if not thread.daemon)
     return any(thread.name.startswith("bigbatch-") for thread in threads)
-
-
-def _leave(code: int) -> None:
-    """End without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort.
-
-    All files are closed and the job has said its farewells by now; a good run must exit with 0, and a
-    failed rank must not wait for its peers or for a dead file system.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

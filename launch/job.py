@@ -78,6 +78,11 @@ class JobSpec:
         """Of num_nodes."""
         return self.num_ranks // (self.num_nodes or 1)
 
+    @property
+    def grace_seconds(self) -> int:
+        """As stop_seconds says, or this project's default."""
+        return 120 if self.stop_seconds is None else self.stop_seconds
+
 
 SCHEDULED = (
     *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude"),

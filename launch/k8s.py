@@ -94,11 +94,7 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
         "image": job.image,
         "command": [_literal(word) for word in (*words, "--", *job.command)],
     }
-    return {"terminationGracePeriodSeconds": _grace_seconds(job), **_pod(job), "containers": [container]}
-
-
-def _grace_seconds(job: JobSpec) -> int:
-    return 120 if job.stop_seconds is None else job.stop_seconds
+    return {"terminationGracePeriodSeconds": job.grace_seconds, **_pod(job), "containers": [container]}
 
 
 def _worker(job: JobSpec) -> dict[str, Any]:
@@ -119,7 +115,7 @@ def _worker(job: JobSpec) -> dict[str, Any]:
         "resources": {"limits": limits},
     }
     return {
-        "terminationGracePeriodSeconds": _grace_seconds(job) + 30,
+        "terminationGracePeriodSeconds": job.grace_seconds + 30,
         **_pod(job),
         "containers": [container],
         "volumes": volumes,

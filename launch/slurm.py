@@ -10,7 +10,6 @@ from bigbatch.launch.preflight import preflight_command
 from bigbatch.launch.slurm_preflight import ACTIONS, ASKED, LOOK
 from bigbatch.trainer.errors import ConfigError
 
-STOP_SECONDS = 120
 LEAVE_SECONDS = 90
 """How long the ranks have to notice that one of them has ended, and to say so: more than the recipes'
 comm.timeout_seconds, or Slurm would end them first, with a code of its own."""
@@ -73,7 +72,7 @@ def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folde
     Raises: ConfigError for what Slurm cannot do, and for an array whose jobs would share their files.
     """
     refuse(job, launcher="slurm", refused=REFUSED)
-    check_time(job, stop_seconds=_stop_seconds(job))
+    check_time(job, stop_seconds=job.grace_seconds)
     if (job.array is not None) != any(INDEX in word for word in job.command):
         raise ConfigError(
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
@@ -111,13 +110,9 @@ def directives(job: JobSpec) -> list[str]:
         "array": job.array,
         "output": log_path(job),
         "open-mode": "append",
-        "signal": f"B:USR1@{_stop_seconds(job)}",  # 0: when the job is preempted alone
+        "signal": f"B:USR1@{job.grace_seconds}",  # 0: when the job is preempted alone
     }
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue"]
-
-
-def _stop_seconds(job: JobSpec) -> int:
-    return STOP_SECONDS if job.stop_seconds is None else job.stop_seconds
 
 
 def _head(job: JobSpec, *, folder: str | None) -> str:

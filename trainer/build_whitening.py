@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bigbatch.comm.broadcast import broadcast_parameters
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.build_input import Split
 from bigbatch.trainer.config import Config
@@ -33,9 +34,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
         sums += patch_sums(batch.images_BCHW[batch.valid_B.to(batch.images_BCHW.device)].to(sums.device))
     communicator.sum_(sums.view(-1), label="all-reduce of patches")
     filters = whitening_filters(sums, std=config.data.std, eps=eps).float().to(sums.device)
-    if communicator.rank != 0:  # ranks may have other libraries, whose last digit differs
-        filters.zero_()
-    communicator.sum_(filters.view(-1), label="whitening of rank 0")
+    broadcast_parameters({"whitening": filters}, communicator)  # ranks may have other libraries: other last digits
     for layer in model.modules():
         if isinstance(layer, PatchWhitening):
             layer.weight.copy_(filters)

@@ -2,17 +2,17 @@
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
+from bigbatch.errors import nearest
 from bigbatch.trainer.config import Config, all_keys
 from bigbatch.trainer.errors import ConfigError, RunFolderError
 from bigbatch.trainer.rundir import RunDir
@@ -39,8 +39,8 @@ def find_config(name: str) -> Path:
     known = packaged_configs()
     if name in known:
         return PACKAGED / f"{name}.yaml"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"; the nearest packaged one is {near[0]}" if near else ""
+    near = nearest(name, known)
+    hint = f"; the nearest packaged one is {near}" if near else ""
     raise ConfigError(f"--config '{name}': there is no such file or packaged experiment{hint}")
 
 
@@ -91,6 +91,11 @@ def dump_config(config: Config) -> str:
         for section, values in dataclasses.asdict(config).items()
     }
     return yaml.safe_dump(plain, sort_keys=False)
+
+
+def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{'run': {'seed': 0}} -> {'run.seed': 0}."""
+    return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
 def as_yaml(value: object) -> str:
@@ -167,8 +172,7 @@ def _refuse_unknown_options(arguments: Sequence[str]) -> None:
 
 def _refuse_unknown(key: str, *, known: Sequence[str], where: str) -> None:
     if key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {near[0]}")
+        raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {nearest(key, known)}")
 
 
 def _one_line(text: str) -> str:

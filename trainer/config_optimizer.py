@@ -1,7 +1,6 @@
 """Which settings of the optimizer go together."""
 
-import difflib
-
+from bigbatch.errors import nearest
 from bigbatch.trainer.config_sections import CommConfig, OptimizerConfig
 from bigbatch.trainer.errors import ConfigError
 
@@ -19,10 +18,10 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Raise ConfigError for a name that is none, and for settings that contradict each other."""
     name = optimizer.name
     if not is_foreign(name) and name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}; the nearest is {near}. Others go by their "
-            "dotted names, such as schedulefree.SGDScheduleFree"
+            f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}; the nearest is "
+            f"{nearest(name.lower(), OPTIMIZERS)}. Others go by their dotted names, such as "
+            "schedulefree.SGDScheduleFree"
         )
     if is_foreign(name):
         _check_foreign(optimizer)

@@ -9,7 +9,7 @@ import yaml
 
 from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint, read_manifest, restoring
 from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import as_yaml, dump_config
+from bigbatch.trainer.config_file import as_yaml, dump_config, flatten
 from bigbatch.trainer.errors import CheckpointError
 from bigbatch.trainer.loop import Parts
 from bigbatch.trainer.models.exchange import from_foreign
@@ -164,10 +164,7 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
 
 def changes(old: str, new: str) -> dict[str, str]:
     """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
-    before, after = (
-        {f"{section}.{key}": value for section, values in yaml.safe_load(text).items() for key, value in values.items()}
-        for text in (old, new)
-    )
+    before, after = (flatten(yaml.safe_load(text)) for text in (old, new))
     where_and_how = ("run.directory", "run.resume")
     return {
         key: f"{as_yaml(value)} (was {as_yaml(before.get(key))})"

@@ -5,20 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.plan import Ablation, choose, find_ablation, make_points, packaged_ablations
-from bigbatch.launch.report.tables import show_table
-from bigbatch.launch.sweep.folder import FAILED, MISSING, SweepFolder, alone_in, prepare, require_same, state_of
-from bigbatch.launch.sweep.points import Point
+from bigbatch.launch.report.tables import show_table, stdout_console
+from bigbatch.launch.sweep import SOME_FAILED
+from bigbatch.launch.sweep.folder import FAILED, SweepFolder, alone_in, prepare, require_same, state_of, to_run
+from bigbatch.launch.sweep.points import Point, describe_values
 from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, print_table
-from bigbatch.trainer.config_file import as_yaml
 from bigbatch.trainer.errors import ConfigError
-
-SOME_FAILED = 3
-"""Exit code of an ablation some of whose runs failed, as of a sweep."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,14 +28,13 @@ def main(argv: Sequence[str]) -> int:
     points = make_points(ablation, folder=folder.path, epochs=epochs, seeds=seeds, overrides=overrides)
     chosen = choose(points, arguments.only)
     require_same(folder, ablation.as_sweep(), points)
-    again = (MISSING, FAILED) if arguments.retry_failed else (MISSING,)
     if arguments.dry_run:
         _explain(ablation, overrides)
         print_table(folder, chosen)
         return 0
     with alone_in(folder):
         prepare(folder, ablation.as_sweep(), points)
-        missing = [point for point in chosen if state_of(folder, point.number) in again]
+        missing = to_run(folder, chosen, retry_failed=arguments.retry_failed)
         print(f"{folder.path}: {len(chosen)} runs, {len(missing)} to do", flush=True)
         return _run(ablation, missing, folder, points=points, chosen=chosen)
 
@@ -72,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def _explain(ablation: Ablation, overrides: Sequence[str]) -> None:
     print(f"{ablation.name}: {len(ablation.steps)} steps from {ablation.config}, each on top of those before it")
     for name, changes in ablation.steps.items():
-        print(f"  {name}: " + (", ".join(f"{key}={as_yaml(value)}" for key, value in changes.items()) or "no change"))
+        print(f"  {name}: " + (describe_values(changes) or "no change"))
     if overrides:
         print(f"  in all steps: {' '.join(overrides)}")
 
@@ -95,7 +89,7 @@ def _run(
         show.close()
     steps = outcome.collect(ablation, points, folder)
     outcome.write(ablation, steps, outcome.conditions_of(points, folder), folder=folder.path)
-    show_table(outcome.table_of(ablation, steps), Console(width=None if sys.stdout.isatty() else 200))
+    show_table(outcome.table_of(ablation, steps), stdout_console())
     print(f"written: {folder.path / 'ablation.md'} (and .json and .png beside it)")
     failed = sum(state_of(folder, point.number) == FAILED for point in chosen)
     if failed:

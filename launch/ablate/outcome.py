@@ -10,8 +10,8 @@ from typing import Any
 from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
 from bigbatch.launch.report.collect import common_conditions, differences, whole_records
-from bigbatch.launch.report.plots import COLOURS
-from bigbatch.launch.report.tables import Table, markdown, plain_cell
+from bigbatch.launch.report.plots import COLOURS, plain_text
+from bigbatch.launch.report.tables import Table, conditions_table, markdown, plain_cell
 from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.rundir import RunDir, writing
@@ -64,8 +64,12 @@ def table_of(ablation: Ablation, steps: Sequence[StepResult]) -> Table:
 
 def write(ablation: Ablation, steps: Sequence[StepResult], conditions: dict[str, Any], *, folder: Path) -> None:
     """ablation.md, ablation.json and ablation.png. Raises: RunFolderError."""
-    stated = Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in conditions.items()))
-    lines = [markdown(table_of(ablation, steps)), NOTE, *map(plain_cell, differences(conditions)), markdown(stated)]
+    lines = [
+        markdown(table_of(ablation, steps)),
+        NOTE,
+        *map(plain_cell, differences(conditions)),
+        markdown(conditions_table(conditions)),
+    ]
     facts = {**asdict(ablation), "steps": [asdict(step) for step in steps], "conditions": conditions}
     out = RunDir(folder)
     out.write_text(folder / "ablation.md", "\n\n".join(lines) + "\n")
@@ -80,7 +84,7 @@ def _draw(steps: Sequence[StepResult], *, title: str, path: Path) -> None:
 
     figure = Figure(figsize=(9, 1.6 + 0.36 * max(1, len(steps))), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    names = [step.name.replace("$", r"\$") for step in steps]  # else matplotlib's mathematics
+    names = [plain_text(step.name) for step in steps]
     seconds = [[run.seconds for run in step.runs] for step in steps]
     left.barh(names, [statistics.median(each) for each in seconds], color=COLOURS[0])
     for name, step, each in zip(names, steps, seconds, strict=True):
@@ -88,7 +92,7 @@ def _draw(steps: Sequence[StepResult], *, title: str, path: Path) -> None:
         right.plot([100 * run.top1 for run in step.runs], [name] * len(step.runs), "o", color=COLOURS[1], alpha=0.5)
     right.plot([100 * statistics.fmean(run.top1 for run in step.runs) for step in steps], names, color=COLOURS[1])
     left.invert_yaxis()
-    left.set(xlabel="training (s), median and range", title=title.replace("$", r"\$"))
+    left.set(xlabel="training (s), median and range", title=plain_text(title))
     right.set(xlabel="top-1 (%), runs and mean")
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

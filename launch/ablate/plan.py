@@ -1,11 +1,11 @@
 """What an ablation's file says, and the points that it makes of it: each step has the changes of those before it."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import nearest
 from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.config import Config, all_keys
@@ -93,7 +93,7 @@ def find_ablation(name: str) -> Ablation:
     path, known = Path(name), packaged_ablations()
     if not path.is_file():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            near = nearest(name, known)
             raise ConfigError(f"{name}: there is no such file or packaged ablation; the nearest packaged one is {near}")
         path = PACKAGED / "ablations" / f"{name}.yaml"
     return read_stated(path, Ablation, replaced={}, example="ablations/bag_of_tricks.yaml")
@@ -138,6 +138,6 @@ def choose(points: Sequence[Point], only: str | None) -> list[Point]:
     names, known = only.split(","), [point.values[STEP] for point in points]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            near = nearest(name, known)
             raise ConfigError(f"--only: there is no step {name!r}; the nearest is {near!r}")
     return [point for point in points if point.values[STEP] in names]

@@ -72,7 +72,7 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
             [100 * each.top1 for each in run.evaluations],
             marker=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
-            label=_plain(label),
+            label=plain_text(label),
         )
     axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
     axes.legend(fontsize=8)
@@ -81,15 +81,16 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
 
 def label_of(each: Efficiency) -> str:
     """The values of a variant, for matplotlib."""
-    return _plain(variant_name(each))
+    return plain_text(variant_name(each))
 
 
 def _title(title: str, name: str | None) -> str:
-    return f"{title}\n{_plain(name)}" if name else title
+    return f"{title}\n{plain_text(name)}" if name else title
 
 
-def _plain(text: str) -> str:
-    return text.replace("$", r"\$")  # else matplotlib's mathematics
+def plain_text(text: str) -> str:
+    """Without matplotlib's mathematics between dollar signs."""
+    return text.replace("$", r"\$")
 
 
 def legend_of(part: str, points: Sequence[Efficiency]) -> str:

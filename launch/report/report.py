@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from bigbatch.launch.report import plots
@@ -17,6 +15,7 @@ from bigbatch.launch.report.split import Efficiency, compare
 from bigbatch.launch.report.tables import (
     Table,
     accuracy_table,
+    conditions_table,
     cost,
     findings,
     markdown,
@@ -25,6 +24,7 @@ from bigbatch.launch.report.tables import (
     scaling_table,
     show_table,
     split_table,
+    stdout_console,
     unmeasured_table,
 )
 from bigbatch.trainer.rundir import RunDir, writing
@@ -88,7 +88,7 @@ class Report:
 
     def print(self) -> None:
         """On the terminal."""
-        console = Console(width=None if sys.stdout.isatty() else 200)
+        console = stdout_console()
         for line in self.findings:
             console.print(Text(line))
         for table in self.tables:
@@ -114,8 +114,11 @@ class Report:
             tables=self.tables,
             conditions=self.conditions,
         )
-        conditions = Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in self.conditions.items()))
-        lines = [f"# {title}", *map(plain_cell, self.findings), *map(markdown, (*self.tables, conditions))]
+        lines = [
+            f"# {title}",
+            *map(plain_cell, self.findings),
+            *map(markdown, (*self.tables, conditions_table(self.conditions))),
+        ]
         text = "\n\n".join(lines)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,11 @@
 """What a report says in words and tables, for the terminal, Markdown and the page alike."""
 
 import html
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Shown
@@ -131,6 +133,11 @@ def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tupl
     )
 
 
+def conditions_table(conditions: Mapping[str, Any]) -> Table:
+    """What the figures depend on."""
+    return Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in conditions.items()))
+
+
 def _energy(joules: float | None, *, images: float = 1.0) -> str:
     return "not told by a driver" if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
 
@@ -149,6 +156,11 @@ def percent(share: float) -> str:
 def count(number: int, thing: str) -> str:
     """2, 'rank' -> '2 ranks'."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def stdout_console() -> Console:
+    """As wide as the terminal; where there is none, wide enough not to break rows."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def show_table(table: Table, console: Console) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.launch.command import job_script, slurm_job
+from bigbatch.launch.sweep import SOME_FAILED
 from bigbatch.launch.sweep.check import check_launch
 from bigbatch.launch.sweep.folder import (
     FAILED,
-    MISSING,
     SUBMITTED,
     SweepFolder,
     alone_in,
@@ -19,6 +19,7 @@ from bigbatch.launch.sweep.folder import (
     read_state,
     require_same,
     state_of,
+    to_run,
 )
 from bigbatch.launch.sweep.jobs import array_words, arrays, point_command
 from bigbatch.launch.sweep.plan import PLACES, Sweep, read_sweep
@@ -28,9 +29,6 @@ from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, outcome, print_table
 from bigbatch.trainer.config_file import PACKAGED
 from bigbatch.trainer.errors import ConfigError
-
-SOME_FAILED = 3
-"""Exit code of a sweep some of whose points failed."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         require_same(folder, sweep, points)
         print_table(folder, chosen)
-        _print_commands(sweep, _to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
+        _print_commands(sweep, to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
         return 0
     with alone_in(folder):
         prepare(folder, sweep, points)
         find_submitted(chosen, folder)
-        missing = _to_run(folder, chosen, retry_failed=arguments.retry_failed)
+        missing = to_run(folder, chosen, retry_failed=arguments.retry_failed)
         submitted = _in_queue(folder, chosen)
         print(
             f"{folder.path}: {len(points)} points, {len(missing)} to run"
@@ -108,11 +106,6 @@ def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
             raise ConfigError(f"--points {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
         numbers |= set(range(first, last + 1))
     return [point for point in points if point.number in numbers]
-
-
-def _to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
-    again = (MISSING, FAILED) if retry_failed else (MISSING,)
-    return [point for point in points if state_of(folder, point.number) in again]
 
 
 def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:

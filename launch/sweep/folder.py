@@ -13,7 +13,7 @@ import yaml
 
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
-from bigbatch.trainer.config_file import dump_config
+from bigbatch.trainer.config_file import dump_config, flatten
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.rundir import RunDir, writing
 
@@ -124,10 +124,10 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
 def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) -> None:
     path = folder.config(point.number)
     try:
-        old = _flatten(yaml.safe_load(path.read_text()))
+        old = flatten(yaml.safe_load(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable: remove {folder.point(point.number)}") from error
-    new = _flatten(yaml.safe_load(dump_config(point.config)))
+    new = flatten(yaml.safe_load(dump_config(point.config)))
     if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
         old["run.directory"] = point.config.run.directory
     for key in (*new, *old):
@@ -136,11 +136,6 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
                 f"{path} has {key}={json.dumps(old.get(key))} instead of {json.dumps(new.get(key))}: {sweep.config} or "
                 "what overrides it is not as it was when this folder was begun: put it back, or name another --folder"
             )
-
-
-def _flatten(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """{'run': {'seed': 0}} -> {'run.seed': 0}."""
-    return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
@@ -154,6 +149,12 @@ def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
 def state_of(folder: SweepFolder, number: int) -> str:
     """One of MISSING and so on; that of a point which no sweep has begun, too. Raises: ConfigError."""
     return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
+
+
+def to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
+    """Those that no run was made of yet; failed ones too, where they are to be run again."""
+    again = (MISSING, FAILED) if retry_failed else (MISSING,)
+    return [point for point in points if state_of(folder, point.number) in again]
 
 
 def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """What a sweep's file says: a base experiment, where to run it, and the grid of values to try."""
 
 import dataclasses
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from bigbatch.errors import nearest
 from bigbatch.launch import mpirun, slurm, torchrun
 from bigbatch.launch.job_words import NAME, option
 from bigbatch.launch.options import job_options
@@ -173,8 +173,7 @@ def check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) -> 
     """Raise ConfigError for a key that is not legal, with the nearest one that is."""
     for key in given:
         if key not in legal:
-            near = difflib.get_close_matches(str(key), legal, n=1, cutoff=0.0)
-            raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {near[0]}")
+            raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {nearest(str(key), legal)}")
 
 
 def _check_launch(launch: dict[str, Any]) -> None:

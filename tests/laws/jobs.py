@@ -179,6 +179,16 @@ def copy_of(data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(data, tmp_path / "data"))
 
 
+def cut_back(whole: Path, resumed: Path, *, num_checkpoints: int) -> int:
+    """Copy a finished run as it was when it had so many checkpoints, all of which it keeps; the step of the last."""
+    shutil.copytree(whole, resumed)
+    (resumed / "summary.json").unlink()
+    checkpoints = list_checkpoints(resumed / "checkpoints")
+    for later in checkpoints[num_checkpoints:]:
+        shutil.rmtree(later.path)
+    return checkpoints[num_checkpoints - 1].step
+
+
 def start(job: Job, log: Path) -> "subprocess.Popen[bytes] | ForkedJob":
     """Run in the background, output to log; a launcher in a process group of its own."""
     if isinstance(job, Forked):

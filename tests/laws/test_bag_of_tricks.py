@@ -1,6 +1,5 @@
 """Laws 1 and 2 with all of the bag of tricks: whitening, frozen scales, raised biases."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from .jobs import (
     SGD,
     alone,
     assert_identical,
+    cut_back,
     final_state,
     forked,
     gradient_distance,
@@ -58,13 +58,9 @@ def test_resumed_run_ends_with_the_same_bits(
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     overrides = {**BAG, **settings, "run.keep_checkpoints": 100, "optimizer.bias_lr_factor": 4}
     run(forked(train_command(data, whole, overrides), ranks=2))
-    shutil.copytree(whole, resumed)
-    (resumed / "summary.json").unlink()
-    checkpoints = list_checkpoints(resumed / "checkpoints")
-    for later in checkpoints[3:]:
-        shutil.rmtree(later.path)
+    step = cut_back(whole, resumed, num_checkpoints=3)
     done = run(forked(train_command(data, resumed, overrides), ranks=2))
-    assert f"resumed after step {checkpoints[2].step}" in done.stdout
+    assert f"resumed after step {step}" in done.stdout
     assert_identical(final_state(resumed), final_state(whole))
     last = list_checkpoints(whole / "checkpoints")[-1]
     assert main(["evaluate", str(whole), "--checkpoint", str(last.path), "--json"]) == 0

@@ -20,6 +20,7 @@ from .jobs import (
     Job,
     alone,
     assert_identical,
+    cut_back,
     final_state,
     forked,
     gradient_distance,
@@ -153,13 +154,9 @@ def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: 
     }
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run(forked(train_command(data, whole, overrides), ranks=3))
-    shutil.copytree(whole, resumed)
-    (resumed / "summary.json").unlink()
-    checkpoints = list_checkpoints(resumed / "checkpoints")
-    for later in checkpoints[2:]:
-        shutil.rmtree(later.path)
+    step = cut_back(whole, resumed, num_checkpoints=2)
     done = run(forked(train_command(data, resumed, overrides), ranks=3))
-    assert f"resumed after step {checkpoints[1].step}" in done.stdout
+    assert f"resumed after step {step}" in done.stdout
     assert_identical(final_state(resumed), final_state(whole))
 
 

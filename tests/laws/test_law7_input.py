@@ -25,6 +25,7 @@ from .jobs import (
     alone,
     assert_identical,
     copy_of,
+    cut_back,
     fails,
     final_state,
     forked,
@@ -158,9 +159,7 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
     no_picture(victim)
     overrides = {"data.max_skipped": 3, "run.checkpoint_every_steps": 1, "run.keep_checkpoints": 100}
     run(forked(train_command(damaged, whole, overrides), ranks=2))
-    shutil.copytree(whole, resumed)
-    (resumed / "summary.json").unlink()
-    shutil.rmtree(list_checkpoints(resumed / "checkpoints")[-1].path)
+    assert cut_back(whole, resumed, num_checkpoints=9) == 9
     done = run(forked(train_command(damaged, resumed, overrides), ranks=2))
     assert "resumed after step 9" in done.stdout
     assert "skipped: " not in done.stdout.partition("resumed after")[2].partition("skipped_pictures")[0]

@@ -1,11 +1,11 @@
 """Classifiers, with torchvision's parameter names where torchvision has the model."""
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from bigbatch.errors import nearest
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.models.alexnet import alexnet_bn
 from bigbatch.trainer.models.norm import NormFactory
@@ -29,6 +29,6 @@ def build_model(name: str, *, num_classes: int, norm: NormFactory, **options: An
     Raises: ConfigError for an unknown name, with the nearest known one.
     """
     if name not in MODELS:
-        nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"model {name!r} is unknown; the nearest is {nearest!r}, all are {', '.join(MODELS)}")
+        near = nearest(name, MODELS)
+        raise ConfigError(f"model {name!r} is unknown; the nearest is {near!r}, all are {', '.join(MODELS)}")
     return MODELS[name](num_classes=num_classes, norm=norm, **options)

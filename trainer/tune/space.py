@@ -1,12 +1,12 @@
 """Which values of which keys a search tries: KEY=log:1:40 and so on, and how a range shrinks around its best value."""
 
-import difflib
 import math
 from dataclasses import dataclass, replace
 from typing import get_args, get_type_hints
 
 import yaml
 
+from bigbatch.errors import nearest
 from bigbatch.trainer.config import Config, all_keys
 from bigbatch.trainer.config_file import as_yaml
 from bigbatch.trainer.errors import ConfigError
@@ -144,8 +144,7 @@ def flags(values: dict[str, str]) -> list[str]:
 
 def _check_key(key: str, text: str) -> None:
     if key not in all_keys():
-        near = difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.0)[0]
-        raise ConfigError(f"--space {text}: unknown key {key}; the nearest legal one is {near}")
+        raise ConfigError(f"--space {text}: unknown key {key}; the nearest legal one is {nearest(key, all_keys())}")
     if key in SET_BY_SEARCH:
         raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
 
