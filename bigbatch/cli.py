@@ -24,6 +24,7 @@ COMMANDS = {
         "bigbatch.trainer.evaluate",
         "accuracy of a run's checkpoint, or of any weights, on the validation pictures",
     ),
+    "predict": ("bigbatch.trainer.predict", "classes of any pictures, by a run's checkpoint or by any weights"),
     "export": ("bigbatch.trainer.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
     "verify": ("bigbatch.trainer.verify", "compare runs with MLPerf's rules and reference convergence; write its log"),
     "tune": ("bigbatch.trainer.tune.command", "find a learning rate's range; search config values on short runs"),

@@ -41,7 +41,7 @@ def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Spli
         return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
     train_index, val_index = _read_indices(config, communicator)
     train = _picture_split(config, communicator, train_index, crop=_train_crop(config), image_size=_train_size(config))
-    return train, _eval_split(config, communicator, val_index)
+    return train, split_of(config, communicator, val_index)
 
 
 def make_eval_split(config: Config, communicator: Communicator) -> Split:
@@ -52,7 +52,7 @@ def make_eval_split(config: Config, communicator: Communicator) -> Split:
     index = open_split(root, "val", classes=read_classes(root, "train"))
     _require_num_classes(config, index)
     communicator.agree(f"the pictures in {root}", f"{len(index)} validation pictures ({_digest(index)})")
-    return _eval_split(config, communicator, index)
+    return split_of(config, communicator, index)
 
 
 def _read_indices(config: Config, communicator: Communicator) -> tuple[PictureSource, PictureSource]:
@@ -127,7 +127,8 @@ def _train_crop(config: Config) -> Crop:
     return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
 
 
-def _eval_split(config: Config, communicator: Communicator, index: PictureSource) -> Split:
+def split_of(config: Config, communicator: Communicator, index: PictureSource) -> Split:
+    """Any pictures, cropped and resized as for evaluation."""
     crop = center_crop(fraction=config.data.eval_crop_fraction)
     return _picture_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
 

@@ -23,6 +23,10 @@ class ExportError(UserError, RuntimeError):
     """A model cannot be exported so, or what was exported computes something else."""
 
 
+class CompileError(UserError, RuntimeError):
+    """A model cannot be compiled on this machine; the message tells why."""
+
+
 class RunFolderError(UserError, RuntimeError):
     """The run folder cannot be written, or does not hold what is asked of it; the message names the path."""
 

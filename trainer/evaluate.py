@@ -3,14 +3,19 @@
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.environ import read_process_env
 from bigbatch.trainer import build, build_input
+from bigbatch.trainer.config import Config
 from bigbatch.trainer.data.bad_pictures import require_few
-from bigbatch.trainer.evaluation import evaluate
-from bigbatch.trainer.precision import COMPUTE_DTYPES, to_half_
+from bigbatch.trainer.evaluation import evaluate, predict
+from bigbatch.trainer.inference import compile_, for_inference, forward_rate, num_norms
+from bigbatch.trainer.precision import COMPUTE_DTYPES
 from bigbatch.trainer.progress import describe_evaluation
 from bigbatch.trainer.stage_data import stage_data
 from bigbatch.trainer.trained import read_trained, trained_parser
@@ -24,13 +29,38 @@ def main(argv: Sequence[str]) -> int:
     config = build.without_choices(config, world_size=env.world_size)
     build.bind_rank(config, env)
     communicator, _ = build.join_job(config, env)
-    model = build.make_plain_model(config, weights=path)
-    communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(model)}")
-    model.to(device=communicator.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    to_half_(model, COMPUTE_DTYPES[config.optimizer.precision])
-    skipped: dict[int, str] = {}
+    plain = build.make_plain_model(config, weights=path)
+    communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}")
     config, _ = stage_data(config, communicator)
     split = build_input.make_eval_split(config, communicator)
+    precision = config.optimizer.precision
+    model = for_inference(plain, device=communicator.device, dtype=COMPUTE_DTYPES[precision], fold=arguments.fold)
+    speed = {
+        "model_images_per_second": _model_rate(model, config, communicator, is_compiled=arguments.compile),
+        "precision": precision,
+        "num_norms": num_norms(plain),
+        "num_folded": num_norms(plain) - num_norms(model),
+        "compiled": arguments.compile,
+    }
+    record, skipped = _evaluate(model, config, communicator, split)
+    if communicator.rank == 0:
+        for reason in skipped:
+            print(f"skipped: {reason}")
+        record |= {"images_per_second": record["count"] / record["seconds"], **speed}
+        size = config.data.image_size
+        print(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
+        print(_describe_speed(record))
+        if arguments.json:
+            print(json.dumps({"checkpoint": str(path), **record}))
+    communicator.close()
+    return 0
+
+
+def _evaluate(
+    model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split
+) -> tuple[dict[str, Any], list[str]]:
+    """The record, and why pictures were skipped. Collective. Raises: DataError."""
+    skipped: dict[int, str] = {}
     record = evaluate(
         model,
         build_input.eval_batches(config, communicator, split),
@@ -42,15 +72,36 @@ def main(argv: Sequence[str]) -> int:
     )
     split.loader.close()
     require_few(list(skipped.values()), max_skipped=config.data.max_skipped)
-    if communicator.rank == 0:
-        for reason in skipped.values():
-            print(f"skipped: {reason}")
-        size = config.data.image_size
-        print(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
-        if arguments.json:
-            print(json.dumps({"checkpoint": str(path), **record}))
-    communicator.close()
-    return 0
+    return record, list(skipped.values())
+
+
+def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:
+    """Images per second of the model alone on all ranks, as many times that of the slowest; compiles it before.
+
+    Collective. Raises: CompileError.
+    """
+    size, count, device = config.data.image_size, config.batch.microbatch_size, communicator.device
+    pixels_BHWC = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
+    images_BCHW = build_input.make_normalize(config, communicator)(pixels_BHWC.permute(0, 3, 1, 2))
+    if is_compiled:
+        compile_(model, images_BCHW)
+    rate = forward_rate(
+        lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
+    )
+    return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
+
+
+def _describe_speed(record: dict[str, Any]) -> str:
+    """One line: with pictures from the storage, without, and what was done for it."""
+    done = [record["precision"]]
+    if record["num_folded"]:
+        done.append(f"{record['num_folded']} of {record['num_norms']} norms folded")
+    if record["compiled"]:
+        done.append("compiled")
+    return (
+        f"speed: {record['images_per_second']:,.0f} images/s, of the model alone "
+        f"{record['model_images_per_second']:,.0f} ({', '.join(done)})"
+    )
 
 
 def _parser() -> ArgumentParser:
@@ -59,5 +110,7 @@ def _parser() -> ArgumentParser:
         description="Count the correct answers of a run's best checkpoint, or of any weights, on the validation "
         "pictures.",
     )
+    parser.add_argument("--fold", action="store_true", help="fold batch norms into the convolutions before them")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--json", action="store_true", help="also print the record as JSON")
     return parser

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from bigbatch import __version__
 from bigbatch.trainer.build import make_plain_model
 from bigbatch.trainer.config import Config
-from bigbatch.trainer.data.shards import read_classes
 from bigbatch.trainer.errors import ExportError
 from bigbatch.trainer.export_formats import FORMATS, INPUT, OUTPUT, Classify, require_format
-from bigbatch.trainer.trained import read_trained, trained_parser
+from bigbatch.trainer.inference import fold_norms, num_norms
+from bigbatch.trainer.trained import class_names, read_trained, trained_parser
 
 TRACED_BATCH, COMPARED_BATCH = 2, 3
 """Pictures: two numbers, since the batch must stay free."""
@@ -30,13 +30,15 @@ def main(argv: Sequence[str]) -> int:
     """Write the file that argv describes, compare it with our model, tell of it in JSON beside it; the exit code."""
     arguments, config, weights = read_trained(_parser(), argv)
     out: Path = arguments.out
-    chosen = require_format(arguments.format, config, out)
+    chosen = require_format(arguments.format, config, out, fold=arguments.fold)
     facts = {"format": arguments.format, "weights": str(weights), **_describe(config)}
     model = make_plain_model(config, weights=weights)
+    written = fold_norms(model) if arguments.fold else model
+    facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
     aside = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.write(model, _pictures(TRACED_BATCH, config), aside)
+        chosen.write(written, _pictures(TRACED_BATCH, config), aside)
         facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         aside.replace(out)
         Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -46,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         raise ExportError(_explain(error, out, form=arguments.format)) from error
     finally:
         aside.unlink(missing_ok=True)
+    if arguments.fold:
+        print(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
     print(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")
     return 0
 
@@ -63,6 +67,7 @@ def _parser() -> ArgumentParser:
         description="Write a run's best checkpoint, or any weights, in a form that others read.",
     )
     parser.add_argument("--format", required=True, choices=FORMATS, help="who will read it")
+    parser.add_argument("--fold", action="store_true", help="onnx, torch_export: fold batch norms into convolutions")
     parser.add_argument("--out", type=Path, required=True, help="the file, such as resnet50.onnx")
     return parser
 
@@ -95,14 +100,8 @@ def _pictures(count: int, config: Config) -> Tensor:
 
 
 def _describe(config: Config) -> dict[str, Any]:
-    """What serving needs to know besides the file. Raises: ExportError for data of other classes; DataError."""
+    """What serving needs to know besides the file. Raises: ConfigError for data of other classes; DataError."""
     data = config.data
-    classes = None if data.loader == "synthetic" else read_classes(Path(data.root), "train")
-    if classes is not None and len(classes) != data.num_classes:
-        raise ExportError(
-            f"data.root={data.root} holds {len(classes)} classes and data.num_classes is {data.num_classes}: name the "
-            "data of these weights, or a folder that is not there for a file without the names of classes"
-        )
     return {
         "model": config.model.name,
         "input": {
@@ -114,6 +113,6 @@ def _describe(config: Config) -> dict[str, Any]:
             "std": data.std,
             "eval_crop_fraction": data.eval_crop_fraction,
         },
-        "output": {"name": OUTPUT, "shape": ["batch", data.num_classes], "classes": classes},
+        "output": {"name": OUTPUT, "shape": ["batch", data.num_classes], "classes": class_names(config)},
         "made_by": f"bigbatch {__version__}, torch {torch.__version__}",
     }

@@ -29,8 +29,8 @@ class Format:
     """What it takes is the library's own model."""
 
 
-def require_format(name: str, config: Config, out: Path) -> Format:
-    """The format of that name. Raises: ExportError where the model or the file's name does not go with it."""
+def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Format:
+    """The format of that name. Raises: ExportError where model, fold or the file's name does not go with it."""
     chosen = FORMATS[name]
     if out.is_dir():
         file = out / f"{config.model.name}{chosen.suffix or '.pth'}"
@@ -42,6 +42,8 @@ def require_format(name: str, config: Config, out: Path) -> Format:
             f"{name}'s {config.model.name} does not blur and this one does (model.blurpool): choose --format onnx or "
             "torch_export"
         )
+    if chosen.only_resnets and fold:
+        raise ExportError(f"{name}'s {config.model.name} has batch norms: leave out --fold, or choose --format onnx")
     if chosen.suffix is not None and out.suffix != chosen.suffix:
         raise ExportError(f"--out {out}: {name} writes {chosen.suffix}; name it {out.with_suffix(chosen.suffix)}")
     return chosen

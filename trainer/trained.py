@@ -8,15 +8,18 @@ from pathlib import Path
 from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config, load_run_config
-from bigbatch.trainer.errors import CheckpointError
+from bigbatch.trainer.data.shards import read_classes
+from bigbatch.trainer.errors import CheckpointError, ConfigError
 from bigbatch.trainer.rundir import RunDir
 
 
-def trained_parser(prog: str, *, description: str) -> ArgumentParser:
-    """A command line that names trained weights."""
+def trained_parser(prog: str, *, description: str, takes_pictures: bool = False) -> ArgumentParser:
+    """A command line that names trained weights; takes_pictures: and then pictures, which read_trained returns."""
+    pictures = " PICTURE ..." if takes_pictures else ""
     parser = ArgumentParser(
         prog=prog,
-        usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE) [--section.key VALUE ...]",
+        usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE){pictures} "
+        "[--section.key VALUE ...]",
         description=f"{description} Any key of the config can be overridden, such as --data.root or "
         "--batch.microbatch_size.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -25,6 +28,7 @@ def trained_parser(prog: str, *, description: str) -> ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, help="another checkpoint of RUN than the best")
     parser.add_argument("--config", help="without a run folder: the experiment, such as imagenet/resnet50_8k")
     parser.add_argument("--weights", type=Path, help="its weights: as model.weights, a file of ours or of others")
+    parser.set_defaults(pictures=[] if takes_pictures else None)
     return parser
 
 
@@ -34,6 +38,8 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for a command line that makes no sense.
     """
     arguments, overrides = parser.parse_known_args(_joined(argv))
+    if arguments.pictures is not None:
+        overrides = _take_pictures(arguments, overrides)
     overrides = [*_batch_alone(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:
@@ -48,6 +54,21 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     return arguments, config, arguments.checkpoint or _best_path(rundir)
 
 
+def class_names(config: Config) -> tuple[str, ...] | None:
+    """Those of the training folders in data.root, in the order of the logits; None where it is not there.
+
+    Raises: ConfigError for data of other classes; DataError.
+    """
+    data = config.data
+    classes = None if data.loader == "synthetic" else read_classes(Path(data.root), "train")
+    if classes is not None and len(classes) != data.num_classes:
+        raise ConfigError(
+            f"data.root={data.root} holds {len(classes)} classes and data.num_classes is {data.num_classes}: name the "
+            "data of these weights, or a folder that is not there to do without the names of classes"
+        )
+    return classes
+
+
 def _joined(argv: Sequence[str]) -> list[str]:
     """--section.key VALUE as one word: argparse, which does not know the key, would take VALUE for the run folder."""
     joined: list[str] = []
@@ -58,6 +79,18 @@ def _joined(argv: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def _take_pictures(arguments: Namespace, words: Sequence[str]) -> list[str]:
+    """Put the pictures among words where they belong; the other words.
+
+    argparse has no positional for them: of two it would give the second what stands before the first option.
+    """
+    arguments.pictures = [Path(word) for word in words if not word.startswith("--")]
+    if arguments.config is not None and arguments.run is not None:
+        arguments.pictures.insert(0, arguments.run)
+        arguments.run = None
+    return [word for word in words if word.startswith("--")]
 
 
 def _batch_alone(overrides: Sequence[str]) -> list[str]:

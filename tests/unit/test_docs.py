@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from bigbatch.cli import main
 from bigbatch.comm.command import _parser as bench_parser
@@ -15,12 +16,15 @@ from bigbatch.launch.command import _parser as launch_parser
 from bigbatch.launch.report.command import _parser as report_parser
 from bigbatch.launch.sweep.plan import read_sweep
 from bigbatch.launch.sweep.points import make_points
+from bigbatch.trainer.checkpoint import save_checkpoint
 from bigbatch.trainer.config_batch import accumulation_steps
 from bigbatch.trainer.config_file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.data.command import _parser as data_parser
 from bigbatch.trainer.data.generated import write_dataset
 from bigbatch.trainer.evaluate import _parser as evaluate_parser
 from bigbatch.trainer.export import _parser as export_parser
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.predict import _parser as predict_parser
 from bigbatch.trainer.trained import read_trained
 from bigbatch.trainer.tune.experiment import make_experiment
 from bigbatch.trainer.tune.range_test import _parser as range_parser
@@ -78,6 +82,7 @@ RUN_ELSEWHERE |= {
 DRY_RUN = ("make check", "make format", "make clean")
 DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
+INFERENCE = "gpu/inference.py --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/training.py --quickstart --out benchmarks/results/training.json": (
@@ -111,6 +116,8 @@ SMALLER = {  # benchmark: the same with sizes for a test
         "sharded_update.py --ranks 2 --model resnet18 --repetitions 1 --out out.json"
     ),
     ".venv/bin/python benchmarks/largebatch/lars_step.py --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
+    ".venv/bin/python benchmarks/gpu/inference.py --out benchmarks/results/inference-cuda.json": INFERENCE,
+    ".venv/bin/python benchmarks/gpu/inference.py --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
     ".venv/bin/python benchmarks/largebatch/lars_step.py --out benchmarks/results/lars-step-cpu.json": STEP,
     ".venv/bin/python benchmarks/largebatch/ablations.py --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
         "largebatch/ablations.py --dataset cifar10 --form short --dry-run"
@@ -150,7 +157,18 @@ def write_shapes(text: str, *, below: Path) -> None:
         write_dataset(below / "data/shapes", train_per_class=10, val_per_class=1)
 
 
-TRAINED = {"evaluate": evaluate_parser, "export": export_parser}
+def write_quickstart(text: str, *, below: Path) -> None:
+    """The quick start's run folder, with the random weights of its first step, where text wants it."""
+    if "runs/quickstart" in text:
+        config = load_config(["--config", "quickstart"])
+        options = {"width": config.model.width, "pool_first": config.model.pool_first}
+        model = build_model("resnet9", num_classes=config.data.num_classes, norm=nn.BatchNorm2d, **options)
+        state = {"step": 0, "config": dump_config(config), "model": model.state_dict()}
+        save_checkpoint(below / config.run.directory / "checkpoints", state, step=0, top1=None, keep=1)
+        (below / config.run.directory / "config.yaml").write_text(dump_config(config))
+
+
+TRAINED = {"evaluate": evaluate_parser, "export": export_parser, "predict": predict_parser}
 
 
 def write_run_folders(folder: Path) -> None:
@@ -279,6 +297,7 @@ def test_bigbatch_commands(
 @pytest.mark.parametrize("code", [code for page in PAGES for code in blocks(page, "python")])
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     write_shapes(code, below=tmp_path)
+    write_quickstart(code, below=tmp_path)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
 
 
