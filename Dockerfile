@@ -5,13 +5,16 @@
 ARG BASE_IMAGE=debian:bookworm-slim
 
 # python: an environment that sees what the base brings, such as a torch of its own; user 1000; RDMA's libraries,
-# without which NCCL falls back to TCP without a word
+# without which NCCL falls back to TCP without a word; the compiler and headers that torch.compile calls
 FROM ${BASE_IMAGE} AS python
 USER root
 ENV PATH=/opt/venv/bin:$PATH
 RUN set -e; export DEBIAN_FRONTEND=noninteractive; need=; apt-get update; \
     python3 -c 'import ensurepip, sys; assert sys.version_info >= (3, 10)' 2>/dev/null || need='python3 python3-venv'; \
     ldconfig -p | grep -q libibverbs.so.1 || need="$need libibverbs1 ibverbs-providers"; \
+    command -v g++ >/dev/null || need="$need g++"; \
+    headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || true); \
+    [ -f "$headers/Python.h" ] || need="$need python3-dev"; \
     apt-get install -y --no-install-recommends ca-certificates $need; \
     rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
     python3 -m venv --system-site-packages /opt/venv; \
