@@ -73,6 +73,10 @@ RUN_ELSEWHERE |= {
     )
     for name in ("jobs", "preflight")
 }
+RUN_ELSEWHERE[".venv/bin/python benchmarks/gpu/run.py --small --out runs/gpu-small"] = (
+    "tests/unit/test_gpu_benchmarks.py",
+    '"benchmarks/gpu/run.py"), "--small", "--out"',
+)
 WORDS = "tests/parallel/test_language_example.py"
 RUN_ELSEWHERE |= {
     "python examples/language_model.py": (WORDS, "alone(script, *SHORT)"),
@@ -83,11 +87,12 @@ DRY_RUN = ("make check", "make format", "make clean")
 DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
 INFERENCE = "gpu/inference.py --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
+GPU = "gpu/run.py --guard --data d --cifar c --vision v --airbench a --list --out ."
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
 SMALLER = {  # benchmark: the same with sizes for a test
-    ".venv/bin/python benchmarks/training.py --quickstart --out benchmarks/results/training.json": (
-        "training.py --model resnet18 --image-size 32 --batch 4 --steps 4 --repeats 1 --precisions fp32 --out out.json"
-    ),
+    ".venv/bin/python benchmarks/gpu/run.py --out benchmarks/results": GPU,
+    ".venv/bin/python benchmarks/gpu/run.py --guard --out benchmarks/results": GPU,
+    ".venv/bin/python benchmarks/gpu/run.py --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench --out benchmarks/results": GPU,  # noqa: E501
     ".venv/bin/python benchmarks/comm/reducer_overhead.py --device cuda --out benchmarks/results/comm-reducer-overhead.json": (  # noqa: E501
         "comm/reducer_overhead.py --device cpu --repetitions 2 --out out.json"
     ),

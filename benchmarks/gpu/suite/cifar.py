@@ -1,0 +1,120 @@
+"""CIFAR-10 to 94%: our recipe's training beside airbench94's, on the same pictures, in turn."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bigbatch.trainer.data.encoded import open_picture
+from bigbatch.trainer.data.loader import PictureSource
+from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.errors import ConfigError
+
+from .context import Context, Found, ratios
+from .job import as_options
+from .pictures import small_pictures
+
+RECIPE = "cifar10_10epochs"
+SCRIPTS = ("legacy/airbench94.py", "airbench94.py")
+"""Where a checkout has it, today and before March 2025."""
+CHILD = Path(__file__).with_name("airbench_child.py")
+TINY = {
+    "run.epochs": 9,
+    "model.width": 2,
+    "batch.global_batch_size": 10,
+    "batch.microbatch_size": 10,
+    "batch.bn_span": 10,
+    "optimizer.precision": "fp32",
+    "optimizer.loss_scale": None,
+    "optimizer.loss_scale_growth_steps": None,
+    "data.probe_seconds": 0,
+}
+
+
+def measure(context: Context) -> Found:
+    """Each seed in fresh processes. Seconds are of training with its evaluation, the reading of pictures left out."""
+    found = Found()
+    root = context.cifar or (small_pictures(context.scratch, side=32) if context.is_small else None)
+    if root is None:
+        found.left_out["cifar"] = "needs CIFAR-10 in class folders: name the folder by --cifar"
+        return found
+    script, why_not = find_script(context)
+    if script is None:
+        found.left_out["airbench94"] = why_not
+    else:
+        as_tensors(root, context.scratch / "cifar10")
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "airbench94": []}
+    for seed in range(1 if context.is_small else context.seeds):
+        runs["ours"].append(train(context, root, seed=seed))
+        if script is not None:
+            runs["airbench94"].append(airbench(script, context.scratch, seed=seed))
+    describe(found, **runs)
+    return found
+
+
+def describe(found: Found, *, ours: list[dict[str, Any]], airbench94: list[dict[str, Any]]) -> None:
+    """Times and accuracies; ratios of the two of each seed."""
+    for name, runs in ((RECIPE, ours), ("airbench94", airbench94)):
+        for key, unit in (("seconds", "s"), ("first_seconds", "s"), ("process_seconds", "s"), ("top1", "share")):
+            if values := [run[key] for run in runs if key in run]:
+                found.add(f"{name} {key}", values, unit=unit)
+    for key in ("seconds", "first_seconds") if airbench94 else ():
+        ratio = ratios([run["seconds"] for run in ours], [run[key] for run in airbench94])
+        found.add(f"{RECIPE} seconds / airbench94 {key}", ratio, unit="ratio")
+
+
+def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
+    """Our recipe in a process of its own; its summary's seconds and accuracy, and the whole process's seconds."""
+    folder = context.scratch / f"ours-{seed}"
+    settings = {"data.root": str(root), "run.directory": str(folder), "run.seed": seed}
+    settings |= TINY if context.is_small else {}
+    command = [sys.executable, "-m", "bigbatch", "train", "--config", RECIPE, *as_options(settings)]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"seconds": summary["seconds"], "process_seconds": seconds, "top1": summary["top1"]}
+
+
+def find_script(context: Context) -> tuple[Path | None, str]:
+    """airbench94.py, or why it does not take part. Raises: ConfigError where --airbench is no such checkout."""
+    if context.airbench is None:
+        return None, "needs a checkout of KellerJordan/cifar10-airbench: name it by --airbench"
+    found = [context.airbench / name for name in SCRIPTS if (context.airbench / name).is_file()]
+    if not found:
+        raise ConfigError(f"--airbench {context.airbench} holds neither {' nor '.join(SCRIPTS)}")
+    return (found[0], "") if context.device.type == "cuda" else (None, "airbench94 runs on CUDA alone")
+
+
+def airbench(script: Path, folder: Path, *, seed: int) -> dict[str, Any]:
+    """By its own clock: first_seconds of its warm-up run, seconds of the run that follows; its accuracy."""
+    command = [sys.executable, str(CHILD), str(script.resolve()), str(seed)]
+    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def as_tensors(root: Path, folder: Path) -> None:
+    """train.pt and test.pt as airbench94 keeps them: pictures (N, 32, 32, 3) uint8, labels, names of the classes.
+
+    Shuffled, as the archive is and class folders are not: it takes its whitening from the first 5,000.
+    """
+    folder.mkdir(exist_ok=True)
+    for split, name in (("train", "train.pt"), ("val", "test.pt")):
+        pictures = open_split(root, split)
+        order_N = np.random.default_rng(0).permutation(len(pictures))
+        images = [_pixels(pictures, int(position)) for position in order_N]
+        content = {
+            "images": torch.from_numpy(np.stack(images)),
+            "labels": torch.from_numpy(pictures.labels_N[order_N]),
+            "classes": list(pictures.classes),
+        }
+        torch.save(content, folder / name)
+
+
+def _pixels(pictures: PictureSource, position: int) -> np.ndarray:
+    return np.asarray(open_picture(pictures.read(position), path=pictures.name(position)).convert("RGB"))

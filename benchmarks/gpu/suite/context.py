@@ -1,0 +1,120 @@
+"""What a case is told, and what it gives back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large a measurement is."""
+
+    name: str
+    model: str
+    image_size: int
+    num_classes: int
+    batch: int
+    local_batches: tuple[int, ...]
+    steps: int
+    """Between two looks at the clock."""
+    rounds: int
+    """Turns of each contestant."""
+    eval_pictures: int
+    matmul: int
+    """Rows and columns of the product that shows the device's peak."""
+    copy_bytes: int
+    repeats: int
+    """Looks at the clock for a peak."""
+    calls: int
+    """Between two of them: a launch and a look take longer than the smallest layers."""
+
+
+FULL = Size(
+    name="full",
+    model="resnet50",
+    image_size=224,
+    num_classes=1000,
+    batch=256,
+    local_batches=(16, 32, 50, 64, 128, 256, 400),
+    steps=20,
+    rounds=7,
+    eval_pictures=50_000,
+    matmul=8192,
+    copy_bytes=2**30,
+    repeats=7,
+    calls=10,
+)
+SMALL = Size(
+    name="small",
+    model="resnet18",
+    image_size=32,
+    num_classes=10,
+    batch=2,
+    local_batches=(2, 3),
+    steps=1,
+    rounds=1,
+    eval_pictures=20,
+    matmul=128,
+    copy_bytes=2**20,
+    repeats=1,
+    calls=1,
+)
+
+
+TOO_LONG = "left out small on a CPU: compiling takes longer than all the rest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where and how large to measure, and the folders that only the user can name."""
+
+    size: Size
+    device: torch.device
+    scratch: Path
+    """An empty folder, for what a case makes."""
+    data: Path | None = None
+    """Pictures in class folders or shards, as of ImageNet."""
+    cifar: Path | None = None
+    vision: Path | None = None
+    """references/classification of a checkout of torchvision."""
+    airbench: Path | None = None
+    """A checkout of cifar10-airbench."""
+    seeds: int = 5
+
+    @property
+    def is_small(self) -> bool:
+        return self.size.name == "small"
+
+    @property
+    def compiles(self) -> bool:
+        """Not small on a CPU: compiling takes longer there than all the rest."""
+        return not (self.is_small and self.device.type == "cpu")
+
+
+@dataclass
+class Found:
+    """What a case measured."""
+
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name: unit and spread."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """What was not measured, and why."""
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Title: rows with the same columns, computed from the figures."""
+
+    def add(self, name: str, values: Sequence[float], *, unit: str) -> None:
+        """A figure. The guard watches images/s, s, TFLOP/s and GB/s, not ratio and share."""
+        self.figures[name] = {"unit": unit, **spread(values)}
+
+    def median(self, name: str) -> float:
+        """Of a figure."""
+        return float(self.figures[name]["median"])
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of the two of each round."""
+    return [value / other for value, other in zip(values, others, strict=True)]

@@ -1,0 +1,55 @@
+"""An evaluation of a whole validation set beside its decoding alone."""
+
+from contextlib import closing
+from importlib.util import find_spec
+
+from bigbatch.trainer import build_input
+from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.evaluation import evaluate
+
+from .context import Context, Found, ratios
+from .job import Job, seconds_of, settings_for
+from .pictures import like_imagenet, small_pictures
+from .torchvision_peer import num_workers
+
+ROUNDS = 3
+
+
+def measure(context: Context) -> Found:
+    """The loader drained, and the evaluation, in turn; the first round is thrown away."""
+    found, size = Found(), context.size
+    made = (
+        small_pictures if context.is_small else lambda scratch: like_imagenet(scratch, num_pictures=size.eval_pictures)
+    )
+    root = context.data or made(context.scratch)
+    loader = "dali" if find_spec("nvidia.dali") else "torchvision"
+    pictures = {
+        "data.loader": loader,
+        "data.root": str(root),
+        "data.num_synthetic_samples": None,
+        "data.num_classes": len(open_split(root, "train").classes),
+        "data.num_threads": num_workers(context),
+    }
+    job = Job(settings_for(size, batch=size.batch, precision="bf16") | pictures)
+
+    def drain() -> None:
+        for _ in build_input.eval_batches(job.config, job.communicator, job.eval_split):
+            pass
+
+    def whole() -> None:
+        evaluate(
+            job.parts.model,
+            build_input.eval_batches(job.config, job.communicator, job.eval_split),
+            normalize=job.parts.normalize,
+            communicator=job.communicator,
+            num_samples=job.eval_split.num_samples,
+        )
+
+    with closing(job):
+        rounds = [[seconds_of(action, device=context.device) for action in (drain, whole)] for _ in range(ROUNDS + 1)]
+    drained, evaluated = zip(*rounds[1:], strict=True)
+    num = job.eval_split.num_samples
+    found.add(f"{loader} alone, {num:,} pictures", drained, unit="s")
+    found.add(f"evaluation with {loader}, {num:,} pictures", evaluated, unit="s")
+    found.add("evaluation / decoding", ratios(evaluated, drained), unit="ratio")
+    return found

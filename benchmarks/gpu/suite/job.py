@@ -1,0 +1,170 @@
+"""A config's real parts and training step, and the rates of several contestants in turn."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.environ import ProcessEnv
+from bigbatch.trainer import build, build_input
+from bigbatch.trainer.config import all_keys
+from bigbatch.trainer.config_file import as_yaml, load_config
+from bigbatch.trainer.input_stream import InputStream
+from bigbatch.trainer.loop import Window, train_step
+
+from .context import Size
+
+COMPILED = {"compute.compile": "default"}
+CAPTURED = {**COMPILED, "compute.cuda_graph": True}
+"""The fastest step that we have: compiled, and in one CUDA graph."""
+ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What configs and peers switch for the whole process: each contestant gets its own back at its turn."""
+
+    cudnn_benchmark: bool = field(default_factory=lambda: torch.backends.cudnn.benchmark)
+    convolutions: str = field(default_factory=lambda: torch.backends.cudnn.conv.fp32_precision)
+    products: str = field(default_factory=lambda: torch.backends.cuda.matmul.fp32_precision)
+
+    def switch(self) -> None:
+        """As they were when this was made."""
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.conv.fp32_precision = self.convolutions
+        torch.backends.cuda.matmul.fp32_precision = self.products
+
+
+AS_TORCH_STARTS = Flags()
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Trains so many steps of a batch."""
+
+    run: Callable[[int], object]
+    batch: int
+    close: Callable[[], None] = lambda: None
+    flags: Flags = field(default_factory=Flags)
+
+
+def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
+    """Overrides of imagenet/resnet50_8k: that model on generated tensors, one microbatch a step."""
+    return {
+        "model.name": size.model,
+        "data.loader": "synthetic",
+        "data.num_synthetic_samples": 1000 * batch,
+        "data.num_classes": size.num_classes,
+        "data.image_size": size.image_size,
+        "batch.global_batch_size": batch,
+        "batch.microbatch_size": batch,
+        "batch.bn_span": batch,
+        "schedule.base_lr": 0.1,
+        "schedule.warmup_epochs": 0,
+        "schedule.decay_epochs": None,
+        **in_precision(precision),
+    }
+
+
+def in_precision(precision: str) -> dict[str, Any]:
+    """With the loss scale that fp16 needs."""
+    scale = ("optimizer.loss_scale", "optimizer.loss_scale_growth_steps")
+    values = (65536.0, 2000) if precision.startswith("fp16") else (None, None)
+    return {"optimizer.precision": precision, **dict(zip(scale, values, strict=True))}
+
+
+def as_options(settings: Settings) -> list[str]:
+    """For the command line."""
+    return [f"--{key}={as_yaml(value)}" for key, value in settings.items()]
+
+
+def unknown_keys(settings: Settings) -> list[str]:
+    """Keys that this version's configs do not have."""
+    return [key for key in settings if key not in all_keys()]
+
+
+class Job:
+    """One rank's training, step by step, without reports, evaluations and checkpoints."""
+
+    def __init__(self, settings: Settings, *, with_nccl: bool = False) -> None:
+        """with_nccl: sums go through NCCL, as on a cluster; a world of one leaves them out otherwise.
+
+        Raises: ConfigError; DataError.
+        """
+        config = load_config(["--config", "imagenet/resnet50_8k", *as_options(settings)])
+        communicator, tuned = build.join_job(config, ALONE)
+        if with_nccl:
+            nccl = TorchDistributedBackend(ALONE, communicator.control, library="nccl", device=communicator.device)
+            communicator = replace(communicator, backend=nccl, memory=None).with_algorithm("native")
+        self.config, self.communicator = config, communicator
+        self.train_split, self.eval_split = build_input.make_splits(config, communicator)
+        self.plan = build.make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)
+        self.parts = build.make_parts(config, communicator, plan=self.plan, tuned=tuned)
+        self._stream = InputStream(build_input.train_batches(config, communicator, self.train_split, plan=self.plan))
+        self._window = Window(communicator.device)
+        self._step = 0
+
+    def run(self, steps: int) -> None:
+        """So many further steps."""
+        self.parts.model.train()
+        for _ in range(steps):
+            train_step(self._step, self.plan, self.parts, self._stream, self._window)
+            self._step += 1
+
+    def run_reading_the_loss(self, steps: int) -> None:
+        """The same, and the host waits for the loss of each step, as many training scripts do."""
+        for _ in range(steps):
+            self.run(1)
+            self._window.sums_3.tolist()
+
+    def close(self) -> None:
+        """Stop what works ahead, leave the job."""
+        self.train_split.loader.close()
+        self.eval_split.loader.close()
+        self.communicator.close()
+        if "torch._dynamo" in sys.modules:  # something was compiled
+            torch._dynamo.reset()  # or the next batch size counts as a dynamic shape
+
+
+def contestant(settings: Settings, *, reads_loss: bool = False, with_nccl: bool = False) -> Contestant:
+    """Our step with those settings. Raises: ConfigError; DataError."""
+    job = Job(settings, with_nccl=with_nccl)
+    run = job.run_reading_the_loss if reads_loss else job.run
+    return Contestant(run, job.plan.global_batch_size, job.close)
+
+
+def seconds_of(action: Callable[[], object], *, device: torch.device) -> float:
+    """Until the device is done with it."""
+    synchronize(device)
+    start = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def turn(each: Contestant, *, steps: int, device: torch.device) -> float:
+    """Images per second of so many steps."""
+    each.flags.switch()
+    return steps * each.batch / seconds_of(lambda: each.run(steps), device=device)
+
+
+def rates_in_turn(
+    contestants: Mapping[str, Contestant], *, size: Size, device: torch.device
+) -> dict[str, Sequence[float]]:
+    """Images per second of each, interleaved, so that a slow spell hits all alike; the first round is thrown away."""
+    rounds = [
+        {name: turn(each, steps=size.steps, device=device) for name, each in contestants.items()}
+        for _ in range(size.rounds + 1)
+    ]
+    return {name: [each[name] for each in rounds[1:]] for name in contestants}

@@ -1,0 +1,39 @@
+"""Images per second by local batch: on many GPUs the global batch leaves little to each."""
+
+from contextlib import ExitStack, closing
+from functools import partial
+
+from bigbatch.errors import UserError
+
+from .context import TOO_LONG, Context, Found
+from .job import CAPTURED, COMPILED, contestant, rates_in_turn, settings_for, unknown_keys
+
+MODES = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
+
+
+def measure(context: Context, *, batch: int) -> Found:
+    """One local batch in every mode, in turn. On a GPU the sums of a world of one go through NCCL all the same."""
+    found, contestants = Found(), {}
+    with ExitStack() as stack:
+        for mode, settings in MODES.items():
+            if unknown := unknown_keys(settings):
+                found.left_out[mode] = f"not available: no key {unknown[0]} in this version"
+            elif settings and not context.compiles:
+                found.left_out[mode] = TOO_LONG
+            else:
+                everything = settings_for(context.size, batch=batch, precision="bf16") | settings
+                try:
+                    made = contestant(everything, with_nccl=context.device.type == "cuda")
+                except UserError as error:
+                    found.left_out[mode] = f"not available: {error}"
+                    continue
+                contestants[mode] = stack.enter_context(closing(made))
+        rates = rates_in_turn(contestants, size=context.size, device=context.device)
+    for mode, values in rates.items():
+        found.add(mode, values, unit="images/s")
+    return found
+
+
+def cases(local_batches: tuple[int, ...]) -> dict[str, partial[Found]]:
+    """One for each local batch, so that each is written when it is done."""
+    return {f"small_batches/{batch}": partial(measure, batch=batch) for batch in local_batches}

@@ -1,0 +1,65 @@
+"""What the figures should reach."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .cifar import RECIPE
+from .torchvision_peer import SCRIPT
+
+
+@dataclass(frozen=True)
+class Target:
+    """The median of a figure, or its ratio to the median of another one."""
+
+    words: str
+    figure: tuple[str, str]
+    """Case, and name in it."""
+    over: tuple[str, str] | None = None
+    least: float | None = None
+    most: float | None = None
+
+    def value(self, cases: Mapping[str, Any]) -> float | None:
+        """None where it was not measured."""
+        medians = [_median(cases, where) for where in (self.figure, self.over) if where is not None]
+        if None in medians:
+            return None
+        return medians[0] if len(medians) == 1 else medians[0] / medians[1]
+
+    def is_met(self, value: float) -> bool:
+        """Whether a value is enough."""
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    @property
+    def bound(self) -> str:
+        return f"at least {self.least:,g}" if self.least is not None else f"at most {self.most:,g}"
+
+
+TARGETS = (
+    *(
+        Target(f"ResNet-50 {precision}, {what}, against {SCRIPT}", (case, f"{precision} / {SCRIPT}"), least=1.3)
+        for case, what in (("training/generated", "generated tensors"), ("training/pictures", "DALI"))
+        for precision in ("bf16", "fp16")
+    ),
+    Target("ResNet-50 bf16, images/s on an H200: the published record's class", ("steps", "CUDA graph"), least=7960),
+    *(
+        Target(
+            f"images/s at 32 per GPU, of those at 256, {mode}",
+            ("small_batches/32", mode),
+            over=("small_batches/256", mode),
+            least=0.9,
+        )
+        for mode in ("eager", "compile", "cuda_graph")
+    ),
+    Target("CIFAR-10: our seconds against airbench94's", ("cifar", f"{RECIPE} seconds / airbench94 seconds"), most=1.0),
+    Target("CIFAR-10: our top-1, median of the seeds", ("cifar", f"{RECIPE} top1"), least=0.94),
+    Target("evaluation against decoding alone", ("evaluation", "evaluation / decoding"), most=1.05),
+    Target("seconds to the first step, eager", ("startup", "eager"), most=15),
+    Target("seconds to the first step, compiled, warm cache", ("startup", "compile, warm cache"), most=15),
+)
+
+
+def _median(cases: Mapping[str, Any], where: tuple[str, str]) -> float | None:
+    case, name = where
+    figure = cases.get(case, {}).get("figures", {}).get(name)
+    return None if figure is None else float(figure["median"])

@@ -1,0 +1,156 @@
+"""torchvision's reference training script with AMP and channels-last, or a stand-in where it is not at hand."""
+
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.trainer.errors import ConfigError
+
+from .context import Context
+from .job import AS_TORCH_STARTS, Contestant
+
+SCRIPT = "torchvision's script"
+STAND_IN = f"stand-in for {SCRIPT}"
+NEEDED = ("model", "criterion", "optimizer", "data_loader", "device", "epoch", "args", "scaler")
+OF_SCRIPT = {"print_freq": 10, "clip_grad_norm": None, "model_ema_steps": 32}
+"""Its defaults, as far as an epoch reads them."""
+
+Epoch = Callable[..., Any]
+Batches = Generator[tuple[Tensor, Tensor], None, None]
+
+
+@dataclass(frozen=True)
+class Few:
+    """So many batches of an endless stream, with the length for which the script asks."""
+
+    batches: Batches
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return islice(self.batches, self.count)
+
+
+def peer_name(context: Context) -> str:
+    """What the figures of this peer are called: the stand-in is never called torchvision's."""
+    return STAND_IN if context.vision is None else SCRIPT
+
+
+def script_epoch(vision: Path) -> Epoch:
+    """train_one_epoch of a checkout's references/classification. Raises: ConfigError."""
+    if not (vision / "train.py").is_file():
+        raise ConfigError(
+            f"--vision {vision} holds no train.py: name references/classification of torchvision's sources"
+        )
+    sys.path.insert(0, str(vision.resolve()))
+    try:
+        epoch = importlib.import_module("train").train_one_epoch
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--vision {vision}: its train.py cannot be used: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if missing := [name for name in NEEDED if name not in inspect.signature(epoch).parameters]:
+        raise ConfigError(
+            f"--vision {vision}: train_one_epoch takes no {missing[0]}; torchvision 0.12 and later have it"
+        )
+    return epoch
+
+
+def stand_in_epoch(
+    model: nn.Module,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    data_loader: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    epoch: int,
+    args: Namespace,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """What such a script does in an epoch: autocast, scaled update, loss and accuracies read at every step."""
+    model.train()
+    for batch_images, batch_labels in data_loader:
+        images, labels = batch_images.to(device), batch_labels.to(device)
+        with torch.autocast(device.type, dtype=torch.float16, enabled=scaler is not None):
+            logits = model(images)
+            loss = criterion(logits, labels)
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        hits = logits.topk(5).indices == labels[:, None]
+        loss.item(), hits[:, 0].float().mean().item(), hits.any(1).float().mean().item()
+
+
+def peer(context: Context, batches: Batches, *, num_classes: int) -> Contestant:
+    """The script's model, update and epoch, on those batches. Raises: ConfigError."""
+    import torchvision
+
+    device = context.device
+    epoch = stand_in_epoch if context.vision is None else script_epoch(context.vision)
+    model = torchvision.models.get_model(context.size.model, num_classes=num_classes)
+    model = model.to(device=device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    scaler = torch.amp.GradScaler("cuda") if device.type == "cuda" else None
+    args = Namespace(**OF_SCRIPT, amp=scaler is not None)
+
+    def run(steps: int) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            epoch(model, F.cross_entropy, optimizer, Few(batches, steps), device, 0, args, scaler=scaler)
+
+    flags = replace(AS_TORCH_STARTS, cudnn_benchmark=True)  # as the script has it
+    return Contestant(run, context.size.batch, batches.close, flags)
+
+
+def generated_batches(context: Context) -> Batches:
+    """One batch, for ever, ready for the model on the device."""
+    size, device = context.size, context.device
+    images_BCHW = torch.randn(size.batch, 3, size.image_size, size.image_size, device=device)
+    images_BCHW = images_BCHW.to(memory_format=torch.channels_last)
+    labels_B = torch.randint(size.num_classes, (size.batch,), device=device)
+    while True:
+        yield images_BCHW, labels_B
+
+
+def picture_batches(context: Context, root: Path) -> Batches:
+    """Training pictures as the script's preset makes them, by torch's DataLoader with a worker per core."""
+    import torchvision
+    from torchvision.transforms import v2
+
+    steps = [v2.RandomResizedCrop(context.size.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    pictures = torchvision.datasets.ImageFolder(str(root / "train"), v2.Compose(steps))
+    loader = torch.utils.data.DataLoader(
+        pictures,
+        batch_size=context.size.batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=num_workers(context),
+        pin_memory=context.device.type == "cuda",
+    )
+    while True:
+        for images_BCHW, labels_B in loader:
+            yield images_BCHW.to(memory_format=torch.channels_last), labels_B
+
+
+def num_workers(context: Context) -> int:
+    """Processes that read for the script."""
+    return 1 if context.is_small else len(os.sched_getaffinity(0))

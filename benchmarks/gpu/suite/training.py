@@ -1,0 +1,105 @@
+"""ResNet-50 at 224 in bf16 and fp16, on generated tensors and on pictures, beside torchvision's reference script."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from bigbatch.trainer.data.shards import open_split
+
+from . import torchvision_peer
+from .context import Context, Found, ratios
+from .job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn, unknown_keys
+from .pictures import small_pictures
+
+MOST_BATCHES_AHEAD = 2
+"""Of each worker of torch's DataLoader, which have to be used up before the clock starts."""
+
+
+def measure_generated(context: Context) -> Found:
+    """All resident on the device, so that nothing but the steps counts; the contestants take turns."""
+    size, found, contestants = context.size, Found(), {}
+    peer = torchvision_peer.peer_name(context)
+    with ExitStack() as stack:
+        for precision in precisions(context):
+            made = contestant(fastest(context, found, precision=precision))
+            contestants[precision] = stack.enter_context(closing(made))
+        batches = torchvision_peer.generated_batches(context)
+        contestants[peer] = torchvision_peer.peer(context, batches, num_classes=size.num_classes)
+        rates = rates_in_turn(contestants, size=size, device=context.device)
+    describe(found, rates, peer=peer)
+    return found
+
+
+def measure_pictures(context: Context) -> Found:
+    """The same from JPEG files: DALI beside torch's DataLoader, each alone with the cores at its turn."""
+    found = Found()
+    root = context.data or (small_pictures(context.scratch) if context.is_small else None)
+    if root is None:
+        found.left_out["pictures"] = "needs a data set: name its folder by --data"
+        return found
+    peer = torchvision_peer.peer_name(context)
+    num_classes = len(open_split(root, "train").classes)
+    makers: dict[str, Callable[[], Contestant]] = {
+        precision: lambda precision=precision: ours(context, found, root, precision=precision, num_classes=num_classes)
+        for precision in precisions(context)
+    }
+    if (root / "train").is_dir() and any(each.is_dir() for each in (root / "train").iterdir()):
+        makers[peer] = lambda: theirs(context, root, num_classes=num_classes)
+    else:
+        found.left_out[peer] = f"reads class folders alone, and {root.name} has shards"
+    rates: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(context.size.rounds):
+        for name, make in makers.items():
+            with closing(make()) as each:
+                rates[name].append(rate_alone(each, context))
+    describe(found, rates, peer=peer)
+    return found
+
+
+def precisions(context: Context) -> tuple[str, ...]:
+    """Without fp16 on a CPU, which takes its time."""
+    return ("bf16",) if context.is_small else ("bf16", "fp16")
+
+
+def fastest(context: Context, found: Found, *, precision: str) -> dict[str, Any]:
+    """Settings on generated tensors: compiled and captured, as far as this version can; the steps show each alone."""
+    settings = settings_for(context.size, batch=context.size.batch, precision=precision)
+    if not context.compiles:
+        return settings
+    unknown = unknown_keys(CAPTURED)
+    found.left_out |= dict.fromkeys(unknown, "not available: no such key in this version")
+    return settings | {key: value for key, value in CAPTURED.items() if key not in unknown}
+
+
+def ours(context: Context, found: Found, root: Path, *, precision: str, num_classes: int) -> Contestant:
+    """DALI into our step."""
+    pictures = {
+        "data.loader": "dali",
+        "data.root": str(root),
+        "data.num_synthetic_samples": None,
+        "data.num_classes": num_classes,
+        "data.num_threads": torchvision_peer.num_workers(context),
+    }
+    return contestant(fastest(context, found, precision=precision) | pictures)
+
+
+def theirs(context: Context, root: Path, *, num_classes: int) -> Contestant:
+    """torch's DataLoader into the script's epoch."""
+    batches = torchvision_peer.picture_batches(context, root)
+    return torchvision_peer.peer(context, batches, num_classes=num_classes)
+
+
+def rate_alone(each: Contestant, context: Context) -> float:
+    """Images per second once all that was read ahead has been used up."""
+    ahead = MOST_BATCHES_AHEAD * torchvision_peer.num_workers(context)
+    turn(each, steps=ahead + context.size.steps, device=context.device)
+    return turn(each, steps=3 * context.size.steps, device=context.device)
+
+
+def describe(found: Found, rates: dict[str, Any], *, peer: str) -> None:
+    """Rates of all, and ratios of ours to the peer's, round by round."""
+    for name, values in rates.items():
+        found.add(name, values, unit="images/s")
+        if peer in rates and name != peer:
+            found.add(f"{name} / {peer}", ratios(values, rates[peer]), unit="ratio")
