@@ -1,12 +1,14 @@
 """Who am I: the only reader of what mpirun, srun and torchrun put into the environment."""
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from bigbatch.errors import UserError
 
@@ -29,6 +31,9 @@ Of Slurm's variables only those of the step count: an interactive shell of eight
 
 MPI_LAUNCHERS = ("openmpi", "mpich")
 """Those whose ranks can talk by MPI before anything else."""
+
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
 
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
@@ -204,6 +209,23 @@ def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
     """
     text = (os.environ if environ is None else environ).get("SLURM_STEP_NODELIST")
     return expand_hostlist(text) if text else []
+
+
+def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torchs_own: str) -> Path:
+    """The folder in which torch.compile is to keep its code from run to run, told to it; the user's own goes first.
+
+    torchs_own: what torch sets the variable to, as it is imported, where the user has not. It stays where there is no
+    home, or none to write to.
+    Ranks, runs and nodes may share the folder: entries are named by what they depend on and put in place whole.
+    """
+    variables = os.environ if environ is None else environ
+    if variables.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigbatch" / "compiled"
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                variables[COMPILED_VARIABLE] = str(folder)
+    return Path(variables[COMPILED_VARIABLE])
 
 
 def expand_hostlist(text: str) -> list[str]:

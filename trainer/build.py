@@ -19,6 +19,7 @@ from bigbatch.comm.tuned import Tuned, TunedError, parse_tuned, read_text
 from bigbatch.errors import UserError
 from bigbatch.trainer import build_input
 from bigbatch.trainer.accumulation import WideAccumulation, half_parameters
+from bigbatch.trainer.build_compute import memory_format, set_up_compute_
 from bigbatch.trainer.build_optimizer import make_optimizer
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
@@ -34,7 +35,12 @@ from bigbatch.trainer.host import settle
 from bigbatch.trainer.loop import Parts, Plan
 from bigbatch.trainer.loss_scale import Scaling
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, flatten_running_statistics
+from bigbatch.trainer.models.norm import (
+    GhostBatchNorm2d,
+    MicrobatchStatistics,
+    NormFactory,
+    flatten_running_statistics,
+)
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.numa import bind
 from bigbatch.trainer.optim.schedule import Schedule, make_schedule
@@ -72,7 +78,7 @@ def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | Non
         raise
     except ValueError as error:
         raise ConfigError(f"comm: {error}") from error
-    settle(communicator)
+    settle(communicator, cudnn_benchmark=config.compute.cudnn_benchmark)
     return communicator, tuned
 
 
@@ -151,7 +157,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         group=_rank_group(config.batch, communicator, exposed=exposed or ExposedTime()),
     )
     model = _build_model(config, norm)
-    return model.to(device=communicator.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
 
 
 def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: ExposedTime) -> RankGroup | None:
@@ -199,7 +205,8 @@ def make_parts(
 ) -> Parts:
     """Everything that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
 
-    model.weights are read for the first step of a run only. Raises: ConfigError; TunedError; CheckpointError.
+    model.weights are read for the first step of a run only. Raises: ConfigError; TunedError; CheckpointError;
+    CompileError.
     """
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
@@ -208,7 +215,9 @@ def make_parts(
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     statistics_N = flatten_running_statistics(model, num_spare=1)
+    MicrobatchStatistics(model, statistics_N, microbatches_per_step=plan.accumulation_steps)
     normalize = build_input.make_normalize(config, communicator)
+    notes = set_up_compute_(config, model, communicator, normalize=normalize)
     # before the reducer: its hooks come first
     accumulation = WideAccumulation(half_parameters(model) if plan.accumulation_steps > 1 else [])
     is_sharded = config.optimizer.sharded
@@ -235,6 +244,7 @@ def make_parts(
         stop=StopRequest(),
         average=_make_average(config, precision),
         energy=make_energy_meter(communicator.device),
+        notes=tuple(notes),
     )
 
 

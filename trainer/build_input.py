@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.build_compute import memory_format
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.data import imagenet
 from bigbatch.trainer.data.augment import center_crop, padded_crop, random_resized_crop
@@ -172,6 +173,7 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
         std=config.data.std,
         device=communicator.device,
         dtype=COMPUTE_DTYPES[config.optimizer.precision],
+        memory_format=memory_format(config.compute),
     )
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from bigbatch.trainer.config_batch import check_batch, ranks_per_ghost
+from bigbatch.trainer.config_compute import check_compute
 from bigbatch.trainer.config_optimizer import check_optimizer, check_sharded
 from bigbatch.trainer.config_precision import check_average, check_precision
 from bigbatch.trainer.config_schedule import check_evaluations, check_schedule
@@ -12,6 +13,7 @@ from bigbatch.trainer.config_sections import (
     AugmentConfig,
     BatchConfig,
     CommConfig,
+    ComputeConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -31,6 +33,7 @@ class Config:
     augment: AugmentConfig
     model: ModelConfig
     batch: BatchConfig
+    compute: ComputeConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     comm: CommConfig
@@ -38,6 +41,7 @@ class Config:
     def __post_init__(self) -> None:
         _check_ranges(self)
         check_batch(self.batch)
+        check_compute(self.compute, self.batch, model=self.model.name)
         check_optimizer(self.optimizer)
         check_sharded(self.optimizer, self.comm)
         _check_choices(self)
@@ -107,6 +111,7 @@ NOT_NEGATIVE = (
     "augment.cutout_size",
     "augment.mixup_alpha",
     "augment.cutmix_alpha",
+    "compute.recomputed_blocks",
     "optimizer.weight_decay",
     "optimizer.eps",
     "schedule.warmup_epochs",

@@ -153,6 +153,23 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How forward and backward are computed: speed and memory, never what is learned."""
+
+    compile: Literal["default", "max-autotune"] | None
+    """torch.compile of the model's forward; max-autotune also tries several kernels for each operation, which takes
+    minutes longer. null for none."""
+    compile_fallback: bool
+    """Go on without, and say so, where this machine cannot compile; else end there. false without compile."""
+    channels_last: bool
+    """Pictures and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
+    cudnn_benchmark: bool
+    """Let cuDNN try its algorithms on each new shape and keep the fastest; without effect on a CPU."""
+    recomputed_blocks: int
+    """Residual blocks, counted from the input, whose activations are not kept but computed again in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update."""
 

@@ -24,7 +24,7 @@ class ExportError(UserError, RuntimeError):
 
 
 class CompileError(UserError, RuntimeError):
-    """A model cannot be compiled on this machine; the message tells why."""
+    """This machine cannot compile the model; the message tells why, and what to do."""
 
 
 class RunFolderError(UserError, RuntimeError):

@@ -34,7 +34,13 @@ def main(argv: Sequence[str]) -> int:
     config, _ = stage_data(config, communicator)
     split = build_input.make_eval_split(config, communicator)
     precision = config.optimizer.precision
-    model = for_inference(plain, device=communicator.device, dtype=COMPUTE_DTYPES[precision], fold=arguments.fold)
+    model = for_inference(
+        plain,
+        device=communicator.device,
+        dtype=COMPUTE_DTYPES[precision],
+        fold=arguments.fold,
+        channels_last=config.compute.channels_last,
+    )
     speed = {
         "model_images_per_second": _model_rate(model, config, communicator, is_compiled=arguments.compile),
         "precision": precision,

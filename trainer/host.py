@@ -11,10 +11,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
 
 
-def settle(communicator: Communicator) -> None:
-    """Once, before training: cuDNN's search on a GPU; cores and memory on a CPU. Collective."""
+def settle(communicator: Communicator, *, cudnn_benchmark: bool) -> None:
+    """Once, before training: cuDNN's search, or none, on a GPU; cores and memory on a CPU. Collective."""
     if communicator.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True  # our shapes are few, so a search pays
+        torch.backends.cudnn.benchmark = cudnn_benchmark
         return
     torch.set_num_threads(cores_per_rank(communicator))
     keep_freed_memory()

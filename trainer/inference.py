@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from bigbatch.trainer.compiling import compile_failure
 from bigbatch.trainer.errors import CompileError
 from bigbatch.trainer.precision import to_half_
 
@@ -90,19 +90,8 @@ def compile_(model: nn.Module, images_BCHW: Tensor) -> None:
     Raises: CompileError.
     """
     model.compile(fullgraph=True, dynamic=False)
-    try:
-        model(images_BCHW)
-    except TorchDynamoException as error:
-        raise CompileError(
-            f"the model does not compile: {_reason(error)}; mend that, or leave out --compile"
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what the compiler said that tells more than the name of an error."""
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines()]
-    return next((line for line in lines if line), type(inner).__name__).rstrip(".")
+    if failure := compile_failure(lambda: model(images_BCHW)):
+        raise CompileError(f"the model does not compile: {failure}; mend that, or leave out --compile")
 
 
 @torch.no_grad()

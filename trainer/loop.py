@@ -70,6 +70,8 @@ class Parts:
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
     energy: EnergyMeter = field(default_factory=Untold)
+    notes: tuple[str, ...] = ()
+    """Lines to say before the first step: how these parts differ from what the config asks for."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,10 @@ class Classifier:
         plain = build.make_plain_model(config, weights=weights)
         self._communicator: Communicator = build.join_job(self._config, env)[0]
         self._model: nn.Module = for_inference(
-            plain, device=self._communicator.device, dtype=COMPUTE_DTYPES[config.optimizer.precision]
+            plain,
+            device=self._communicator.device,
+            dtype=COMPUTE_DTYPES[config.optimizer.precision],
+            channels_last=config.compute.channels_last,
         )
 
     def __call__(self, pictures: Sequence[Path | str], *, top: int = 5) -> Iterator[Prediction]:

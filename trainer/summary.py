@@ -34,6 +34,7 @@ def introduction(
         *replayed(batch.virtual_ranks, world_size=communicator.world_size),
         *str(parts.reducer.plan).splitlines(),
         *optimizer_notes(config.optimizer),
+        *parts.notes,
         *placement,
         *([notice] if notice else []),
         *_how_it_starts(config, plan),

@@ -79,6 +79,11 @@ BASE = {
     "batch.microbatch_size": 64,
     "batch.bn_span": 32,
     "batch.virtual_ranks": None,
+    "compute.compile": None,
+    "compute.compile_fallback": False,
+    "compute.channels_last": True,
+    "compute.cudnn_benchmark": True,
+    "compute.recomputed_blocks": 0,
     "optimizer.name": "lars",
     "optimizer.momentum": 0.9,
     "optimizer.nesterov": False,
@@ -205,6 +210,7 @@ POSITIVE = [
     ("comm.timeout_seconds", float("inf")),
 ]
 NOT_NEGATIVE = [
+    ("compute.recomputed_blocks", -1),
     ("run.seed", -1),
     ("run.checkpoint_every_steps", -1),
     ("run.eval_offset_epochs", -1),

@@ -334,7 +334,7 @@ def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
     for key in all_keys():
         assert f" --{key} " in text
     docstrings = inspect.getsource(config_sections).split('"""')[3::2]  # [1] is the module's
-    assert len(docstrings) == len(all_keys()) + 8
+    assert len(docstrings) == len(all_keys()) + 9
     for docstring in docstrings:
         assert " ".join(docstring.split()).rstrip(".") in text
     assert "bigbatch train --config NAME_OR_FILE" in text

@@ -88,6 +88,10 @@ DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --re
 STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
 INFERENCE = "gpu/inference.py --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
 GPU = "gpu/run.py --guard --data d --cifar c --vision v --airbench a --list --out ."
+RECOMPUTE = (
+    "gpu/recompute.py --model resnet18 --precision fp32 --image-size 32 --batch 2 --blocks 4 8 --repetitions 1 "
+    "--out out.json --plot out.png"
+)
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/gpu/run.py --out benchmarks/results": GPU,
@@ -105,6 +109,8 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ),
     ".venv/bin/python benchmarks/input/decode.py data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
     ".venv/bin/python benchmarks/input/decode.py data/imagenet --split val --threads 8 --device-id 0 --out benchmarks/results/input-decode-gpu.json": DECODE,  # noqa: E501
+    ".venv/bin/python benchmarks/gpu/recompute.py --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
+    ".venv/bin/python benchmarks/gpu/recompute.py --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python benchmarks/input/plot.py benchmarks/results/input-decode-1core.json --out docs/input.png": (
         f"input/plot.py {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
     ),

@@ -4,6 +4,7 @@ import io
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from bigbatch.comm.environ import (
     LaunchError,
     ProcessEnv,
     expand_hostlist,
+    keep_compiled_code,
     prefer_interface,
     read_process_env,
     step_hosts,
@@ -291,3 +293,24 @@ def test_a_users_own_interface_wins(interface: str | None) -> None:
 def test_nodes_of_a_step_are_told_by_slurm_alone() -> None:
     assert step_hosts({"SLURM_STEP_NODELIST": "n[0-1],x"}) == ["n0", "n1", "x"]
     assert step_hosts({"SLURM_JOB_NODELIST": "n[0-1]"}) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "home/.cache/bigbatch/compiled"),
+        ({"XDG_CACHE_HOME": "scratch"}, "scratch/bigbatch/compiled"),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchs"}, "home/.cache/bigbatch/compiled"),
+        ({"XDG_CACHE_HOME": "scratch", "TORCHINDUCTOR_CACHE_DIR": "/mine"}, "/mine"),
+        ({"XDG_CACHE_HOME": "file"}, "/tmp/torchs"),  # no folder can be made in it
+    ],
+)
+def test_compiled_code_is_kept_from_run_to_run(
+    variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "home")
+    Path("file").touch()
+    variables = dict(variables)
+    assert str(keep_compiled_code(variables, torchs_own="/tmp/torchs")) == folder
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == folder

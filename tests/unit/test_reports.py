@@ -501,7 +501,7 @@ def test_ranks_share_the_cores_that_they_have_in_common(
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
     env = SimpleNamespace(host="here")
     communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
-    host.settle(communicator)
+    host.settle(communicator, cudnn_benchmark=True)
     assert chosen == [threads]
 
 

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.regions import Region
 
 
 def conv_norm_relu(
@@ -50,8 +51,21 @@ class AlexNetBN(nn.Module):
         )
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        logits_BK: Tensor = self.classifier(self.avgpool(self.features(images_BCHW)).flatten(1))
+        logits_BK: Tensor = self.head(self.features(images_BCHW))
         return logits_BK
+
+    def head(self, features_BCHW: Tensor) -> Tensor:
+        """All after the last convolution: the logits."""
+        logits_BK: Tensor = self.classifier(self.avgpool(features_BCHW).flatten(1))
+        return logits_BK
+
+    def residual_blocks(self) -> list[nn.Module]:
+        """None."""
+        return []
+
+    def regions(self) -> list[Region]:
+        """Convolutions, head."""
+        return [(self.features, "forward"), (self, "head")]
 
 
 def alexnet_bn(*, num_classes: int = 1000, norm: NormFactory = nn.BatchNorm2d, dropout: float = 0.5) -> AlexNetBN:

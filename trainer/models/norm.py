@@ -53,9 +53,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         self.part_size = bn_span // group.num_ranks if group else bn_span
         """Samples of a ghost batch on this rank."""
         self.ghosts_per_step = ghosts_per_step
-        # Not in the state_dict: a checkpoint is taken between steps, where it is 0. torch.compile makes a
-        # graph for each value met at the start of a forward: as many as there are accumulation steps.
+        # Not in the state_dict: a checkpoint is taken between steps, where it is 0.
         self.ghost_index = 0
+        self.gathered: tuple[Tensor, Tensor] | None = None
+        """Where MicrobatchStatistics wants mean and variance instead of in the running ones."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalise each ghost batch by itself; in eval mode, plain batch norm with running statistics.
@@ -85,10 +86,11 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
         if self.group:
             return self._normalize_shared(ghost_BCHW, self.group, momentum=momentum)
+        running_mean, running_var = self.gathered or (self.running_mean, self.running_var)
         return F.batch_norm(
             ghost_BCHW,
-            self.running_mean,
-            self.running_var,
+            running_mean,
+            running_var,
             self.weight,
             self.bias,
             training=True,
@@ -97,14 +99,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         )
 
     def _normalize_shared(self, part_BCHW: Tensor, group: RankGroup, *, momentum: float) -> Tensor:
-        assert self.running_mean is not None
-        assert self.running_var is not None
+        running_mean, running_var = self.gathered or (self.running_mean, self.running_var)
+        assert running_mean is not None
+        assert running_var is not None
         with torch.no_grad():  # SpreadNormalize knows the gradient through the moments
             mean_C, inverse_C = moments(
                 part_BCHW,
                 group,
-                running_mean_C=self.running_mean,
-                running_var_C=self.running_var,
+                running_mean_C=running_mean,
+                running_var_C=running_var,
                 momentum=momentum,
                 eps=self.eps,
             )
@@ -130,12 +133,7 @@ def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tenso
     forward and backward. num_spare elements behind them are for what else is to be summed with them.
     Call after model.to(...), which would replace the views.
     """
-    slots = [
-        (norm, name)
-        for norm in model.modules()
-        if isinstance(norm, _BatchNorm) and norm.track_running_stats
-        for name in ("running_mean", "running_var")
-    ]
+    slots = _slots(model)
     buffers = [getattr(norm, name) for norm, name in slots]
     devices = [tensor.device for tensor in (*buffers, *model.parameters())]
     spare = torch.zeros(num_spare, device=devices[0] if devices else None)
@@ -146,3 +144,51 @@ def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tenso
         # in training, and would refuse to run after a change through a shared counter.
         setattr(norm, name, view.data)
     return statistics_N
+
+
+def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
+    """Norms, and names of their running statistics, in the order of the flat tensor."""
+    return [
+        (norm, name)
+        for norm in model.modules()
+        if isinstance(norm, _BatchNorm) and norm.track_running_stats
+        for name in ("running_mean", "running_var")
+    ]
+
+
+class MicrobatchStatistics:
+    """Folds what a training forward of model finds into its running statistics at its end, in one kernel for all norms.
+
+    statistics_N: as flatten_running_statistics gives it. The norms then gather the mean over the ghost batches of a
+    microbatch elsewhere, always from the first one on. So forward is the same program for each of the step's
+    microbatches, which torch.compile makes one graph of; and a block may run again in backward, when the running
+    statistics are already on their way to other ranks. Only model(...) folds, not model.forward(...).
+    """
+
+    def __init__(self, model: nn.Module, statistics_N: Tensor, *, microbatches_per_step: int) -> None:
+        self._gathered_N = torch.zeros_like(statistics_N)
+        slots = _slots(model)
+        sizes = [getattr(norm, name).numel() for norm, name in slots]
+        self._num_statistics = sum(sizes)
+        self._statistics_N = statistics_N
+        self._microbatches_per_step = microbatches_per_step
+        self._microbatch = 0
+        self._momentum = 0.0
+        views = [view.data for view in self._gathered_N[: self._num_statistics].split(sizes)]
+        norms = [norm for norm, _ in slots[::2]]
+        for norm, mean_C, var_C in zip(norms, views[::2], views[1::2], strict=True):
+            assert isinstance(norm, GhostBatchNorm2d)
+            assert norm.momentum is not None
+            self._momentum = norm.momentum  # the same in all
+            norm.momentum = 1.0  # the first ghost batch of a microbatch replaces what is there
+            norm.ghosts_per_step //= microbatches_per_step
+            norm.gathered = mean_C, var_C
+        model.register_forward_hook(self._fold)
+
+    def _fold(self, model: nn.Module, _inputs: object, _logits: object) -> None:
+        if model.training and self._num_statistics:
+            count = self._microbatches_per_step
+            momentum = ghost_momentum(self._microbatch, momentum=self._momentum, ghosts_per_step=count)
+            self._microbatch = (self._microbatch + 1) % count
+            end = self._num_statistics
+            self._statistics_N[:end].lerp_(self._gathered_N[:end], momentum)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch.trainer.models.blurpool import BlurConv2d
 from bigbatch.trainer.models.norm import NormFactory
+from bigbatch.trainer.models.regions import Region
 
 
 def conv(
@@ -128,10 +129,27 @@ class ResNet(nn.Module):
         init_(self, zero_init_residual=zero_init_residual)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        features_BCHW = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
-        features_BCHW = self.layer4(self.layer3(self.layer2(self.layer1(features_BCHW))))
+        features_BCHW = self.stem(images_BCHW)
+        logits_BK: Tensor = self.head(self.layer4(self.layer3(self.layer2(self.layer1(features_BCHW)))))
+        return logits_BK
+
+    def stem(self, images_BCHW: Tensor) -> Tensor:
+        """All before the first block: a sixteenth of the pixels, 64 channels."""
+        features_BCHW: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
+        return features_BCHW
+
+    def head(self, features_BCHW: Tensor) -> Tensor:
+        """All after the last block: the logits."""
         logits_BK: Tensor = self.fc(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
+
+    def residual_blocks(self) -> list[nn.Module]:
+        """From the input on."""
+        return [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
+
+    def regions(self) -> list[Region]:
+        """Stem, blocks, head."""
+        return [(self, "stem"), *((block, "forward") for block in self.residual_blocks()), (self, "head")]
 
 
 def init_(model: ResNet, *, zero_init_residual: bool) -> None:

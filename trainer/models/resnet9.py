@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.trainer.models.norm import NormFactory, freeze_scale_
+from bigbatch.trainer.models.regions import Region
 from bigbatch.trainer.models.whitening import PATCH, PatchWhitening
 
 ActivationFactory = Callable[[], nn.Module]
@@ -67,11 +68,24 @@ class ResNet9(nn.Module):
         self.linear = nn.Linear(8 * width, num_classes, bias=False)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        features_BCHW = self.layer3(self.layer2(self.layer1(self.prep(images_BCHW))))
+        logits_BK: Tensor = self.head(self.layer3(self.layer2(self.layer1(self.prep(images_BCHW)))))
+        return logits_BK
+
+    def head(self, features_BCHW: Tensor) -> Tensor:
+        """All after the last block: the logits."""
         # Page's MaxPool2d(4) for 32 x 32 input; amax would split the gradient between equal half values.
         features_BC = F.max_pool2d(features_BCHW, features_BCHW.shape[2:]).flatten(1)
         logits_BK: Tensor = self.linear(features_BC) * self.logit_scale
         return logits_BK
+
+    def residual_blocks(self) -> list[nn.Module]:
+        """From the input on."""
+        return [self.layer1[1], self.layer3[1]]
+
+    def regions(self) -> list[Region]:
+        """Blocks, head."""
+        blocks = (self.prep, *self.layer1, self.layer2, *self.layer3)
+        return [*((block, "forward") for block in blocks), (self, "head")]
 
 
 def resnet9(

@@ -1,0 +1,204 @@
+"""The curve of memory against time when residual blocks are computed again in backward instead of kept.
+
+    python benchmarks/gpu/recompute.py --out recompute.json --plot recompute.png
+
+For each number of blocks, counted from the input: what a forward keeps for backward (exact, on any machine: it counts
+the bytes of tensors that autograd saves, without weights), on a GPU also the peak of allocated memory in forward and
+backward, and images/s of forward and backward, the numbers of blocks taking turns. On a CPU the clock is the processor
+time of one thread, to which others on the machine matter less.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+
+from record import conditions, spread, write_record
+
+from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
+from bigbatch.trainer.models.regions import recompute_
+from bigbatch.trainer.precision import COMPUTE_DTYPES, to_half_
+from bigbatch.trainer.summary import device_name
+
+GB = 1e9
+
+
+def main() -> None:
+    """Measure, print, write the record, draw."""
+    options = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    clock = "seconds" if device.type == "cuda" else "processor seconds of one thread"
+    facts = {**conditions(options), "device": device_name(device), "clock": clock}
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+    else:
+        torch.set_num_threads(1)
+    curve = measure(options, device)
+    record = {"benchmark": "recompute", "conditions": facts, "curve": curve}
+    for point in curve:
+        tell(point, whole=curve[0])
+    write_record(options.out, record)
+    if options.plot:
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        draw(record).savefig(options.plot, dpi=120)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = [name for name, count in RESIDUAL_BLOCKS.items() if count]
+    parser.add_argument("--model", choices=models, default="resnet50")
+    parser.add_argument("--precision", choices=sorted(COMPUTE_DTYPES), default="bf16")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels")
+    parser.add_argument("--batch", type=int, default=256, help="pictures a step")
+    parser.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks; default: from 0 to all")
+    parser.add_argument("--repetitions", type=int, default=10, help="steps timed with each number")
+    parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
+    parser.add_argument("--plot", type=Path, help="PNG file")
+    options = parser.parse_args(argv)
+    most = RESIDUAL_BLOCKS[options.model]
+    options.blocks = sorted({0, *(range(most + 1) if options.blocks is None else options.blocks)})
+    if options.blocks[0] < 0 or options.blocks[-1] > most:
+        parser.error(f"--blocks: {options.model} has {most} residual blocks")
+    return options
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """A point for each number of blocks. Two steps are thrown away, of which one counts memory."""
+    dtype = COMPUTE_DTYPES[options.precision]
+    shape = (options.batch, 3, options.image_size, options.image_size)
+    images_BCHW = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    points = []
+    for count in options.blocks:
+        kept_bytes = count_kept(make_model(options, device, count), images_BCHW)
+        peak_bytes = measure_peak(make_model(options, device, count), images_BCHW)
+        points.append({"recomputed_blocks": count, "kept_bytes": kept_bytes, "peak_bytes": peak_bytes})
+    models = {count: make_model(options, device, count) for count in options.blocks}
+    seconds: dict[int, list[float]] = {count: [] for count in options.blocks}
+    for turn in range(options.repetitions + 2):
+        for count in options.blocks if turn % 2 else options.blocks[::-1]:
+            took = timed(partial(step, models[count], images_BCHW), device)
+            if turn >= 2:
+                seconds[count].append(took)
+    for point in points:
+        took = seconds[point["recomputed_blocks"]]
+        point["images_per_second"] = spread([options.batch / each for each in took])
+        point["relative_time"] = spread([a / b for a, b in zip(took, seconds[0], strict=True)])
+    return points
+
+
+def make_model(options: argparse.Namespace, device: torch.device, count: int) -> nn.Module:
+    """As `bigbatch train` makes it."""
+    torch.manual_seed(0)
+    norm = partial(GhostBatchNorm2d, bn_span=options.batch, ghosts_per_step=1)
+    model = build_model(options.model, num_classes=1000, norm=norm)
+    model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    to_half_(model, COMPUTE_DTYPES[options.precision])
+    MicrobatchStatistics(model, flatten_running_statistics(model), microbatches_per_step=1)
+    recompute_(model, count)
+    return model
+
+
+def loss_of(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """Of one class for all."""
+    labels_B = torch.zeros(len(images_BCHW), dtype=torch.int64, device=images_BCHW.device)
+    return F.cross_entropy(model(images_BCHW).float(), labels_B)
+
+
+def step(model: nn.Module, images_BCHW: Tensor) -> None:
+    """Forward and backward; gradients stay allocated, as in training."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    loss_of(model, images_BCHW).backward()
+
+
+def count_kept(model: nn.Module, images_BCHW: Tensor) -> int:
+    """Bytes that lie saved between forward and backward, each memory counted once, without weights and pictures."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images_BCHW)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, images_BCHW)
+    return sum(kept.values())
+
+
+def measure_peak(model: nn.Module, images_BCHW: Tensor) -> int | None:
+    """Bytes allocated at once in a step, weights, gradients and cuDNN's workspace included; None on a CPU."""
+    if not images_BCHW.is_cuda:
+        return None
+    step(model, images_BCHW)  # cuDNN's search wants more, once
+    torch.cuda.reset_peak_memory_stats()
+    step(model, images_BCHW)
+    return torch.cuda.max_memory_allocated()
+
+
+def timed(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds until the device has done it; on a CPU, those of processor time."""
+    if device.type == "cpu":
+        begin = time.process_time()
+        work()
+        return time.process_time() - begin
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def tell(point: dict[str, Any], *, whole: dict[str, Any]) -> None:
+    """A line for people, on standard error, beside the record."""
+    peak = "" if point["peak_bytes"] is None else f"peak {point['peak_bytes'] / GB:8.3f} GB  "
+    print(
+        f"{point['recomputed_blocks']:3} blocks  kept {point['kept_bytes'] / GB:8.3f} GB "
+        f"({point['kept_bytes'] / whole['kept_bytes']:.2f})  {peak}"
+        f"{point['images_per_second']['median']:9,.1f} images/s  time x {point['relative_time']['median']:.2f}",
+        file=sys.stderr,
+    )
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Memory and time against the number of blocks, as shares of those without."""
+    curve, facts = record["curve"], record["conditions"]
+    blocks = [point["recomputed_blocks"] for point in curve]
+    key, what = ("kept_bytes", "kept for backward") if curve[0]["peak_bytes"] is None else ("peak_bytes", "peak memory")
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(blocks, [point[key] / curve[0][key] for point in curve], marker="o", label=what)
+    times = [point["relative_time"] for point in curve]
+    medians = [each["median"] for each in times]
+    errors = [[abs(each["median"] - each[end]) for each in times] for end in ("q1", "q3")]
+    axes.errorbar(blocks, medians, yerr=errors, marker="s", capsize=3, label="time of forward and backward")
+    options = facts["options"]
+    axes.set(
+        xlabel="residual blocks computed again, from the input",
+        ylabel="relative to none",
+        ylim=(0, None),
+        title=f"{options['model']}, {options['batch']} pictures of {options['image_size']} pixels, "
+        f"{options['precision']}\n{facts['device']}, n = {times[0]['n']}",
+    )
+    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How a model's forward and backward are computed, and whether this machine can compile them."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.compiling import compile_failure
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_sections import ComputeConfig
+from bigbatch.trainer.errors import CompileError
+from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
+
+MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""torch.compile's names. Its own CUDA graphs would end at each region, and own the memory of gradients."""
+
+
+def memory_format(compute: ComputeConfig) -> torch.memory_format:
+    """Of weights and pictures."""
+    return torch.channels_last if compute.channels_last else torch.contiguous_format
+
+
+def set_up_compute_(
+    config: Config, model: nn.Module, communicator: Communicator, *, normalize: Callable[[Tensor], Tensor]
+) -> list[str]:
+    """Compile and recompute, in place, as the config asks for it; lines for the log. Collective.
+
+    Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
+    Raises: CompileError, on all ranks alike, where one of them cannot compile.
+    """
+    notes = []
+    if config.compute.compile is not None:
+        compile_regions_(model, mode=MODES[config.compute.compile])
+        failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize))
+        failure = _common_failure(failure, communicator)
+        if failure and not config.compute.compile_fallback:
+            raise CompileError(
+                f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
+                "compute.compile_fallback=true to go on without"
+            )
+        if failure:
+            restore_regions_(model)
+            notes.append(f"not compiled: {failure}")
+    recompute_(model, config.compute.recomputed_blocks)
+    return notes
+
+
+def _run_once(config: Config, model: nn.Module, device: torch.device, normalize: Callable[[Tensor], Tensor]) -> None:
+    """All that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
+
+    model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
+    """
+    data, count = config.data, config.batch.microbatch_size
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def logits(size: int) -> Tensor:
+        pictures_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
+        forward: Callable[[Tensor], Tensor] = model.forward
+        return forward(normalize(pictures_BCHW.contiguous(memory_format=torch.channels_last))).float()
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train()
+        for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
+            logits_BK = logits(size)
+            labels_B = torch.zeros(count, dtype=torch.int64, device=logits_BK.device)
+            torch.autograd.grad(F.cross_entropy(logits_BK, labels_B), weights)
+        model.eval()
+        with torch.no_grad():
+            logits(data.image_size)
+        model.train()
+
+
+def _common_failure(own: str, communicator: Communicator) -> str:
+    """The first rank's that has one, by name where there are several ranks. Collective."""
+    for rank, failure in enumerate(communicator.gather_text(own)):
+        if failure:
+            return f"rank {rank}: {failure}" if communicator.world_size > 1 else failure
+    return ""

@@ -1,0 +1,65 @@
+"""Parts of a model's forward that are compiled, or computed again in backward, each by itself."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Region: TypeAlias = tuple[nn.Module, str]
+"""Who has the method, and its name."""
+
+
+@runtime_checkable
+class DividedModel(Protocol):
+    """A model that tells its parts, from the input on. All regions together are its forward; none overlap."""
+
+    def residual_blocks(self) -> list[nn.Module]:
+        """Those whose activations can be computed again in backward; they draw no random numbers."""
+        ...
+
+    def regions(self) -> list[Region]:
+        """Those that are compiled each by itself."""
+        ...
+
+
+def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Let torch.compile have each region of model: one graph without breaks for each of its shapes.
+
+    Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
+    first call with each shape.
+    """
+    assert isinstance(model, DividedModel)
+    # Blocks share one forward: in training and in evaluation, at each size of the pictures, it meets every shape of a
+    # block. None of them is to be compiled for sizes in general, which is slower.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
+    for owner, name in model.regions():
+        compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, mode=mode, backend=backend)
+        setattr(owner, name, compiled)
+
+
+def restore_regions_(model: nn.Module) -> None:
+    """Take back what compile_regions_ did."""
+    assert isinstance(model, DividedModel)
+    for owner, name in model.regions():
+        delattr(owner, name)
+
+
+def recompute_(model: nn.Module, num_blocks: int) -> None:
+    """Let backward compute the activations of the first num_blocks residual blocks again. In place, as the above.
+
+    The running statistics of batch norm must be such that a second forward changes nothing: see MicrobatchStatistics.
+    """
+    assert isinstance(model, DividedModel)
+    blocks = model.residual_blocks()
+    assert num_blocks <= len(blocks)
+    for block in blocks[:num_blocks]:
+        again: Callable[[Tensor], Tensor] = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,  # no block draws any; a CUDA graph could not read the state
+        )
+        block.forward = again
