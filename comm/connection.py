@@ -1,5 +1,8 @@
 """Meeting the other ranks: what connect() takes, checks and makes."""
 
+import re
+import warnings
+
 import torch
 
 from bigbatch.comm.algorithms.wire import Wire
@@ -18,16 +21,21 @@ from bigbatch.comm.topology import Topology, make_topology
 
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
+TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
+"""What torch says of a driver, and the newest CUDA that it supports: 12080 is 12.8."""
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     """This rank's GPU where the host has one for it, else the CPU. gloo and horovod keep to the CPU.
 
-    Raises: CommError for nccl without a GPU, and where a host has some, but fewer than ranks.
+    Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, and where their driver is too
+    old for this torch.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend in ("gloo", "horovod") or (backend != "nccl" and num_gpus == 0):
+    if backend in ("gloo", "horovod"):
+        return torch.device("cpu")
+    num_gpus = _count_gpus()
+    if backend != "nccl" and num_gpus == 0:
         return torch.device("cpu")
     if num_gpus < env.local_size:
         raise CommError(
@@ -38,6 +46,25 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _count_gpus() -> int:
+    """Those that torch can use; with too old a driver torch would warn and find none, and training go to the CPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", TOO_OLD)  # is said below
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        if found := re.search(TOO_OLD, str(error)):
+            major, minor = divmod(int(found[1]) // 10, 100)
+            raise CommError(
+                f"the NVIDIA driver supports CUDA {major}.{minor}, and this torch was built for CUDA "
+                f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier, or set "
+                "comm.backend to gloo to train on the CPU"
+            ) from None
+    return 0
 
 
 def connect(

@@ -25,7 +25,6 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import UserError
 from bigbatch.trainer.errors import ConfigError, TrainingDiverged
 from bigbatch.trainer.optim.schedule import one_cycle
-from bigbatch.trainer.precision import COMPUTE_DTYPES
 
 NOVEL = Path(__file__).with_name("text") / "frankenstein.txt"
 UNKNOWN, IGNORED = 0, -100
@@ -156,7 +155,7 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """What the script runs; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", choices=COMPUTE_DTYPES, default="fp32", help="of the weights (fp32)")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (fp32)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the training words (4)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of text, of all ranks together (16)")
     parser.add_argument("--learning-rate", type=float, default=0.03, help="at its peak (0.03)")

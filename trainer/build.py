@@ -44,7 +44,7 @@ from bigbatch.trainer.models.norm import (
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.numa import bind
 from bigbatch.trainer.optim.schedule import Schedule, make_schedule
-from bigbatch.trainer.precision import Precision
+from bigbatch.trainer.precision import Precision, set_tf32
 from bigbatch.trainer.seeding import seed_weights
 from bigbatch.trainer.sharded import shard_update
 from bigbatch.trainer.signals import StopRequest
@@ -58,7 +58,7 @@ def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | Non
     """
     accumulation_steps(config.batch, world_size=env.world_size)
     device = choose_device(env, backend=config.comm.backend)
-    _require_hardware(config, device)
+    _settle_arithmetic(config, device)
     try:
         communicator = connect(
             backend=config.comm.backend,
@@ -82,10 +82,11 @@ def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | Non
     return communicator, tuned
 
 
-def _require_hardware(config: Config, device: torch.device) -> None:
+def _settle_arithmetic(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         require_hardware(config.optimizer.precision, capability=capability, device=name)
+        set_tf32(config.optimizer.precision == "tf32")
 
 
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:
@@ -217,7 +218,7 @@ def make_parts(
     statistics_N = flatten_running_statistics(model, num_spare=1)
     MicrobatchStatistics(model, statistics_N, microbatches_per_step=plan.accumulation_steps)
     normalize = build_input.make_normalize(config, communicator)
-    notes = set_up_compute_(config, model, communicator, normalize=normalize)
+    notes = set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
     accumulation = WideAccumulation(half_parameters(model) if plan.accumulation_steps > 1 else [])
     is_sharded = config.optimizer.sharded

@@ -1,6 +1,8 @@
 """How a model's forward and backward are computed, and whether this machine can compile them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +25,23 @@ def memory_format(compute: ComputeConfig) -> torch.memory_format:
 
 
 def set_up_compute_(
-    config: Config, model: nn.Module, communicator: Communicator, *, normalize: Callable[[Tensor], Tensor]
+    config: Config,
+    model: nn.Module,
+    communicator: Communicator,
+    *,
+    normalize: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]],
 ) -> list[str]:
     """Compile and recompute, in place, as the config asks for it; lines for the log. Collective.
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
+    forward: makes what surrounds the model's forward, as Precision.forward does.
     Raises: CompileError, on all ranks alike, where one of them cannot compile.
     """
     notes = []
     if config.compute.compile is not None:
         compile_regions_(model, mode=MODES[config.compute.compile])
-        failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize))
+        failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
         failure = _common_failure(failure, communicator)
         if failure and not config.compute.compile_fallback:
             raise CompileError(
@@ -47,7 +55,13 @@ def set_up_compute_(
     return notes
 
 
-def _run_once(config: Config, model: nn.Module, device: torch.device, normalize: Callable[[Tensor], Tensor]) -> None:
+def _run_once(
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    normalize: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]],
+) -> None:
     """All that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
 
     model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
@@ -57,8 +71,10 @@ def _run_once(config: Config, model: nn.Module, device: torch.device, normalize:
 
     def logits(size: int) -> Tensor:
         pictures_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
-        forward: Callable[[Tensor], Tensor] = model.forward
-        return forward(normalize(pictures_BCHW.contiguous(memory_format=torch.channels_last))).float()
+        images_BCHW = normalize(pictures_BCHW.contiguous(memory_format=torch.channels_last))
+        with forward():
+            logits_BK: Tensor = model.forward(images_BCHW)
+        return logits_BK.float()
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bigbatch.trainer.config_batch import check_batch, ranks_per_ghost
 from bigbatch.trainer.config_compute import check_compute
 from bigbatch.trainer.config_optimizer import check_optimizer, check_sharded
-from bigbatch.trainer.config_precision import check_average, check_precision
+from bigbatch.trainer.config_precision import SCALED, check_average, check_precision
 from bigbatch.trainer.config_schedule import check_evaluations, check_schedule
 from bigbatch.trainer.config_sections import (
     AugmentConfig,
@@ -139,7 +139,7 @@ ONLY_FOR = {
     "optimizer.betas": ("optimizer.name", ("lamb", "adamw")),
     "optimizer.trust_coefficient": ("optimizer.name", ("lars",)),
     "optimizer.eps": ("optimizer.name", ("lars", "lamb", "adamw")),
-    "optimizer.loss_scale": ("optimizer.precision", ("fp16",)),
+    "optimizer.loss_scale": ("optimizer.precision", SCALED),
     "optimizer.momentum_form": ("optimizer.name", ("lars",)),
     "schedule.end_lr": ("schedule.name", ("polynomial", "cosine", "one_cycle")),
     "schedule.power": ("schedule.name", ("polynomial",)),

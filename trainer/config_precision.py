@@ -1,4 +1,4 @@
-"""What goes together in half precision: the loss scale, the moving average, and what a GPU's hardware can do."""
+"""What goes together in a precision: the loss scale, the moving average, and what a GPU's hardware can do."""
 
 import math
 
@@ -10,14 +10,19 @@ SMALLEST_SCALE = 1.0
 LARGEST_SCALE = 2.0**24
 """Lifts gradients down to 2**-48 to fp16's smallest number, 2**-24."""
 
-CAPABILITY = {"fp16": (5, 3), "bf16": (8, 0)}
+SCALED = ("fp16", "fp16_autocast")
+"""Precisions with a loss scale."""
+
+CAPABILITY = {"tf32": (8, 0), "fp16": (5, 3), "fp16_autocast": (5, 3), "bf16": (8, 0), "bf16_autocast": (8, 0)}
 """First CUDA compute capability with arithmetic of that precision (CUDA C++ Programming Guide)."""
+TENSOR_CORES = (7, 0)
+"""First CUDA compute capability that has them."""
 
 
 def check_precision(optimizer: OptimizerConfig) -> None:
     """Raises: ConfigError."""
     scale, growth_steps = optimizer.loss_scale, optimizer.loss_scale_growth_steps
-    if growth_steps is not None and optimizer.precision != "fp16":
+    if growth_steps is not None and optimizer.precision not in SCALED:
         raise ConfigError(
             f"optimizer.loss_scale_growth_steps={growth_steps} has no meaning with optimizer.precision="
             f"{optimizer.precision}: set it to null"
@@ -58,11 +63,18 @@ def require_hardware(precision: str, *, capability: tuple[int, int], device: str
         )
 
 
-def emulation_notice(precision: str, *, device_type: str) -> str | None:
-    """A line for who trains in half precision on a CPU; None where there is nothing to say."""
-    if precision not in CAPABILITY or device_type == "cuda":
+def precision_notice(precision: str, *, capability: tuple[int, int] | None) -> str | None:
+    """A line for who may expect another speed; None where there is nothing to say. capability: CUDA's; None: a CPU."""
+    if precision not in CAPABILITY or (capability is not None and capability >= TENSOR_CORES):
         return None
+    if capability is not None:
+        return (
+            f"optimizer.precision={precision} saves memory here; its speed comes from tensor cores, which GPUs before "
+            f"compute capability 7.0 do not have (this one: {capability[0]}.{capability[1]})"
+        )
+    if precision == "tf32":
+        return "optimizer.precision=tf32 trains as fp32 on a CPU, which has no TF32"
     return (
-        f"optimizer.precision={precision} is emulated on a CPU: the numbers are those of half precision, the speed is "
-        "not; fp32 is faster here"
+        f"optimizer.precision={precision} on a CPU gives the numbers of half precision; it may be slower than fp32, "
+        "or faster where the CPU has instructions for it (AVX512-BF16, AMX)"
     )

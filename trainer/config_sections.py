@@ -207,12 +207,12 @@ class OptimizerConfig:
     """Steps between two steps of the average; null without one."""
     label_smoothing: float
     """Share of the target spread over all classes, in [0, 1)."""
-    precision: Literal["fp32", "bf16", "fp16"]
-    """Weights, activations and gradients; master weights, update and batch norm are fp32 always. On a GPU, fp32
-    convolutions use TF32, torch's default."""
+    precision: Literal["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "fp16"]
+    """bf16, fp16: of weights, activations and gradients. bf16_autocast, fp16_autocast: of activations alone. tf32: of
+    the factors in convolutions and matrix products on a GPU. Master weights, update and batch norm are fp32 always."""
     loss_scale: float | None
-    """The loss is multiplied by this power of two, against underflow; null but for fp16. A scale that changes is
-    this one at first, and in a resumed run the one of its checkpoint."""
+    """The loss is multiplied by this power of two, against underflow; null but for fp16 and fp16_autocast. A scale that
+    changes is this one at first, and in a resumed run the one of its checkpoint."""
     loss_scale_growth_steps: int | None
     """Double the loss scale after so many steps without overflow, halve it at each overflow; null for a static one."""
 

@@ -27,6 +27,10 @@ class CompileError(UserError, RuntimeError):
     """This machine cannot compile the model; the message tells why, and what to do."""
 
 
+class OutOfMemory(UserError, RuntimeError):
+    """A run does not fit into memory; the message says what does."""
+
+
 class RunFolderError(UserError, RuntimeError):
     """The run folder cannot be written, or does not hold what is asked of it; the message names the path."""
 

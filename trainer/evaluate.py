@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from bigbatch.trainer.config import Config
 from bigbatch.trainer.data.bad_pictures import require_few
 from bigbatch.trainer.evaluation import evaluate, predict
 from bigbatch.trainer.inference import compile_, for_inference, forward_rate, num_norms
-from bigbatch.trainer.precision import COMPUTE_DTYPES
+from bigbatch.trainer.precision import COMPUTE_DTYPES, in_forward
 from bigbatch.trainer.progress import describe_evaluation
 from bigbatch.trainer.stage_data import stage_data
 from bigbatch.trainer.trained import read_trained, trained_parser
@@ -73,6 +74,7 @@ def _evaluate(
         normalize=build_input.make_normalize(config, communicator),
         communicator=communicator,
         num_samples=split.num_samples,
+        forward=partial(in_forward, config.optimizer.precision, device=communicator.device),
         flip=config.data.eval_flip,
         skipped=skipped.update,
     )
@@ -89,11 +91,12 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
     size, count, device = config.data.image_size, config.batch.microbatch_size, communicator.device
     pixels_BHWC = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
     images_BCHW = build_input.make_normalize(config, communicator)(pixels_BHWC.permute(0, 3, 1, 2))
-    if is_compiled:
-        compile_(model, images_BCHW)
-    rate = forward_rate(
-        lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
-    )
+    with in_forward(config.optimizer.precision, device=device):
+        if is_compiled:
+            compile_(model, images_BCHW)
+        rate = forward_rate(
+            lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
+        )
     return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count as count_up
 from typing import Any
 
@@ -28,11 +29,13 @@ def evaluate(
     normalize: Callable[[Tensor], Tensor],
     communicator: Communicator,
     num_samples: int,
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     flip: bool = False,
     skipped: Callable[[dict[int, str]], None] = lambda pictures: None,
 ) -> dict[str, Any]:
     """top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
 
+    forward: makes what surrounds the model's forward, as Precision.forward does.
     flip: the mean of the logits for the picture and for its mirror image. skipped is told the positions of bad
     pictures and why; they are not counted.
     Collective, with equally many batches on all ranks. Leaves the model in evaluation mode.
@@ -45,7 +48,8 @@ def evaluate(
     replaced: dict[int, str] = {}
     for batch in in_touch(batches, communicator):
         labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
-        logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
+        with forward():
+            logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
         sums_4 += count_batch(logits_BK, labels_B, valid_B)
         replaced |= {picture.position: picture.reason for picture in batch.replaced}
     skipped_1 = torch.tensor([len(replaced)], dtype=torch.float64, device=device)

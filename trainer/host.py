@@ -47,3 +47,10 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20)):
             mallopt(option, value)
+
+
+def give_back_freed_memory() -> None:
+    """What glibc keeps after all. Does nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -87,7 +87,7 @@ def _augment_better(settings: InputSettings) -> list[str]:
     fewer = [f"leave out {some}{', '.join(settings.augmentations)}"] if settings.augmentations else []
     if not settings.is_on_gpu:
         return fewer or [_more_cores(settings)]
-    return fewer + (["set optimizer.precision to bf16"] if settings.precision == "fp32" else [])
+    return fewer + (["set optimizer.precision to bf16"] if settings.precision in ("fp32", "tf32") else [])
 
 
 REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better, "augment": _augment_better}

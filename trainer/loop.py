@@ -221,7 +221,7 @@ def train_step(step: int, plan: Plan, parts: Parts, stream: InputStream, window:
         prepared = parts.prepare(batch)
         seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
         parts.reducer.is_active = is_last
-        with span("forward"):
+        with span("forward"), parts.precision.forward():
             logits_BK = parts.model(prepared.images_BCHW).float()
         if is_last:
             parts.statistics_N[-1] = float(stream.failure is not None)

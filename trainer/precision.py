@@ -1,7 +1,9 @@
-"""fp32, bf16 and fp16: half-precision weights and gradients around fp32 master weights."""
+"""In what precision a model computes: half weights around fp32 masters, autocast of fp32 weights, TF32, fp32."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,16 +14,27 @@ from bigbatch.trainer.guarded_step import clip_divisor, step_or_skip_
 from bigbatch.trainer.loss_scale import LossScale, Scaling, Unscaled
 from bigbatch.trainer.masters import Weights, WholeWeights, grads_of
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16_autocast": torch.float32,
+    "fp16_autocast": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""By precision: of the pictures that the model is given, and of its weights but those of norm layers."""
+
+AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
+"""To which autocast rounds both for convolutions and matrix products."""
 
 
 class Precision:
     """The form in which Jia et al. 2018 train: half weights, activations and gradients; fp32 for the rest.
 
-    Batch norm stays fp32. For every half-precision weight there is an fp32 master, which the optimizer
-    updates and checkpoints keep. With a scaling, the loss is scaled and an update that overflows is skipped; with a
-    clip_norm, longer gradients are shortened to it. Both are decided by the norm of the summed gradients, of which
-    all ranks hold the same bits, without a host sync.
+    Or autocast: half activations alone. Batch norm stays fp32. For every half-precision weight there is an fp32 master,
+    which the optimizer updates and checkpoints keep. With a scaling, the loss is scaled and an update that overflows is
+    skipped; with a clip_norm, longer gradients are shortened to it. Both are decided by the norm of the summed
+    gradients, of which all ranks hold the same bits, without a host sync.
     """
 
     def __init__(
@@ -34,6 +47,7 @@ class Precision:
         clip_norm: float | None = None,
     ) -> None:
         self.compute_dtype = COMPUTE_DTYPES[name]
+        self._name, self._device = name, device
         masters = {key: p.detach().float().clone() for key, p in model.named_parameters()}
         to_half_(model, self.compute_dtype)
         self._model = model
@@ -52,6 +66,10 @@ class Precision:
     def masters(self) -> Mapping[str, Tensor]:
         """What the optimizer updates, by the names of the model's parameters."""
         return self.weights.masters
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around every forward of the model, not around backward."""
+        return in_forward(self._name, device=self._device)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale."""
@@ -94,7 +112,7 @@ class Precision:
         """What a report states of the last step, on all ranks alike. Collective; waits for the device.
 
         grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
-        gradients, the elements that are 0 or have lost digits; None in fp32.
+        gradients, the elements that are 0 or have lost digits; None where weights and gradients are fp32.
         """
         norm = float(self._total_norm() if self._norm is None else self._norm)
         return {
@@ -149,3 +167,20 @@ def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
         if not isinstance(module, _NormBase):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
+
+
+def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any]:
+    """What surrounds the forward of a model in that precision: autocast, or nothing."""
+    if name not in AUTOCAST_DTYPES:
+        return nullcontext()
+    # each weight is used once in a forward, so a cache of rounded ones would only keep memory
+    return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[name], cache_enabled=False)
+
+
+def set_tf32(is_allowed: bool) -> None:
+    """Whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
+    with warnings.catch_warnings():
+        # torch announces another way, with which its max-autotune fails (docs/decisions/042)
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = is_allowed

@@ -18,7 +18,7 @@ from bigbatch.trainer.config import Config
 from bigbatch.trainer.data.imagenet import PictureIndex
 from bigbatch.trainer.errors import ConfigError, DataError
 from bigbatch.trainer.inference import for_inference
-from bigbatch.trainer.precision import COMPUTE_DTYPES
+from bigbatch.trainer.precision import COMPUTE_DTYPES, in_forward
 from bigbatch.trainer.trained import class_names, read_trained, trained_parser
 
 
@@ -73,7 +73,8 @@ class Classifier:
         with closing(split.loader):
             for batch in build_input.eval_batches(config, self._communicator, split):
                 images_BCHW = normalize(batch.images_BCHW)[: int(batch.valid_B.sum())]
-                logits_BK = evaluation.predict(self._model, images_BCHW, flip=config.data.eval_flip)
+                with in_forward(config.optimizer.precision, device=self._communicator.device):
+                    logits_BK = evaluation.predict(self._model, images_BCHW, flip=config.data.eval_flip)
                 shares_BT, classes_BT = logits_BK.softmax(1).topk(top)
                 for shares, classes in zip(shares_BT.tolist(), classes_BT.tolist(), strict=True):
                     yield Prediction(next(found), tuple(self._names[each] for each in classes), tuple(shares))

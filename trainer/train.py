@@ -21,12 +21,14 @@ from bigbatch.trainer.checkpoint import save_checkpoint
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config, load_config
 from bigbatch.trainer.data.bad_pictures import require_few
-from bigbatch.trainer.errors import TrainingDiverged
+from bigbatch.trainer.errors import OutOfMemory, TrainingDiverged
 from bigbatch.trainer.evaluation import evaluate
 from bigbatch.trainer.input_report import MeasuredInput, describe_input, input_record
+from bigbatch.trainer.largest_batch import is_out_of_memory
 from bigbatch.trainer.loop import Hooks, Parts, Plan, set_lr_, train
 from bigbatch.trainer.measure_input import measure_input
 from bigbatch.trainer.optim.foreign import eval_mode
+from bigbatch.trainer.out_of_memory import explain
 from bigbatch.trainer.resume import find_start, restore_
 from bigbatch.trainer.run_output import RunOutput
 from bigbatch.trainer.rundir import RunDir
@@ -39,14 +41,25 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the experiment that argv describes; the exit code. Collective over the job's ranks."""
+    """Train the experiment that argv describes; the exit code. Collective over the job's ranks.
+
+    Raises: UserError, such as OutOfMemory.
+    """
     config = load_config(argv)
     env = read_process_env()
     bound = build.bind_rank(config, env)
     communicator, tuned = build.join_job(config, env)
-    code = _Run(config, communicator, env, tuned=tuned, bound=bound).run()
-    communicator.close()
-    return code
+    try:
+        code = _Run(config, communicator, env, tuned=tuned, bound=bound).run()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    else:
+        communicator.close()
+        return code
+    # after the error is gone, whose frames hold the run's tensors
+    raise OutOfMemory(explain(config, reason, world_size=env.world_size, device=communicator.device))
 
 
 class _Run:
@@ -130,6 +143,7 @@ class _Run:
                     seconds=seconds,
                 )
         finally:
+            self.parts.reducer.close()  # its hooks would keep its memory, of which another may be in need
             self.output.leave_terminal()
             self.train_split.loader.close()
             self.eval_split.loader.close()
@@ -191,6 +205,7 @@ class _Run:
                 normalize=self.parts.normalize,
                 communicator=self.communicator,
                 num_samples=self.eval_split.num_samples,
+                forward=self.parts.precision.forward,
                 flip=self.config.data.eval_flip,
                 skipped=partial(self._skip, done, split="val"),
             )

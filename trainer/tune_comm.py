@@ -136,7 +136,8 @@ def _make_forward(
     labels_B = torch.randint(config.data.num_classes, (count,)).to(communicator.device)
 
     def forward() -> Tensor:
-        logits_BK = model(images_BCHW).float()
+        with precision.forward():
+            logits_BK = model(images_BCHW).float()
         loss = F.cross_entropy(logits_BK, labels_B, label_smoothing=config.optimizer.label_smoothing)
         return precision.scaled(loss)
 

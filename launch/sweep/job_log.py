@@ -21,7 +21,7 @@ def find_reason(log: Path, *, exit_code: int | None) -> str:
     lines = _lines(log)
     for line in lines:
         if OUT_OF_MEMORY.search(line):
-            return f"out of memory: {_shorten(line)}"
+            return f"out of memory: {_shorten(line.rpartition('out of memory: ')[2])}"
     if any(TIME_IS_OVER in line for line in lines):
         return "took longer than its time limit, and was ended"
     if exit_code == KILLED:

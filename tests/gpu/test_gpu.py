@@ -18,14 +18,19 @@ from bigbatch.trainer.data.loader import Batch, Request
 from bigbatch.trainer.data.loaders import make_picture_loader
 from bigbatch.trainer.errors import DataError
 from bigbatch.trainer.input_stream import InputFailure, InputStream
+from bigbatch.trainer.largest_batch import fits_memory
 from bigbatch.trainer.loop import Window, train_step
 from bigbatch.trainer.train import main as train_main
 
 pytestmark = pytest.mark.gpu
+SCALE = ["--optimizer.loss_scale=65536", "--optimizer.loss_scale_growth_steps=2000"]
 PRECISIONS = {
     "fp32": [],
+    "tf32": ["--optimizer.precision=tf32"],
     "bf16": ["--optimizer.precision=bf16"],
-    "fp16": ["--optimizer.precision=fp16", "--optimizer.loss_scale=65536", "--optimizer.loss_scale_growth_steps=2000"],
+    "fp16": ["--optimizer.precision=fp16", *SCALE],
+    "bf16_autocast": ["--optimizer.precision=bf16_autocast"],
+    "fp16_autocast": ["--optimizer.precision=fp16_autocast", *SCALE],
 }
 AUGMENTED = {
     "color_jitter": 0.4,
@@ -95,7 +100,7 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_path: Path) -> None:
     """Law 6: from the second step on, nothing waits for the device: no augmentation, and no step after a failure."""
@@ -135,7 +140,7 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
     assert all(map(torch.equal, before, parts.precision.masters.values()))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_quickstart_learns_on_a_gpu(precision: str, tmp_path: Path) -> None:
     root = tmp_path / "data"
     write_dataset(root)
@@ -148,3 +153,35 @@ def test_quickstart_learns_on_a_gpu(precision: str, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "cpu" not in summary["device"]
     assert summary["top1"] >= 0.95
+
+
+def test_only_tf32_rounds_to_tf32() -> None:
+    """A product and a convolution beside float64: fp32 keeps 24 bits of each factor, TF32 11 where cuDNN uses it."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(1024, 1024, dtype=torch.float64, generator=generator) for _ in range(2))
+    for name in ("tf32", "fp32"):
+        config = load_config(["--config", "quickstart", f"--optimizer.precision={name}"])
+        communicator, _ = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
+        x, y = (each.float().to(communicator.device) for each in (a, b))
+        conv = torch.nn.functional.conv2d(x.view(1, 1024, 32, 32), y.view(1024, 1024, 1, 1)).view(1024, 1024)
+        product, convolved = (
+            float((found.double().cpu() - exact).norm() / exact.norm())
+            for found, exact in ((x @ y, a @ b), (conv, b @ a))
+        )
+        assert (product > 1e-5) == (name == "tf32"), (name, product)
+        assert convolved < (1e-5 if name == "fp32" else 1e-3), (name, convolved)
+
+
+def test_a_trial_that_does_not_fit_leaves_nothing_behind() -> None:
+    config = load_config(["--config", "quickstart"])
+    device = torch.device("cuda", 0)
+    assert fits_memory(config, 64, device=device)  # what CUDA's libraries keep is there from now on
+    before = torch.cuda.memory_allocated(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 2**28) / total, device)
+    try:
+        assert not fits_memory(config, 65536, device=device)
+        assert torch.cuda.memory_allocated(device) == before
+        assert fits_memory(config, 64, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.reducer import GradientReducer
+from bigbatch.trainer.config_precision import SCALED
 from bigbatch.trainer.loss_scale import Scaling
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
@@ -26,7 +27,7 @@ def main(precision_name: str) -> int:
     communicator = connect(backend="gloo", algorithm="ring")
     norm = partial(GhostBatchNorm2d, bn_span=8, ghosts_per_step=1)
     model = build_model("resnet9", num_classes=4, norm=norm, width=4)
-    scaling = Scaling(initial=65536.0, growth_steps=2000) if precision_name == "fp16" else None
+    scaling = Scaling(initial=65536.0, growth_steps=2000) if precision_name in SCALED else None
     precision = Precision(model, name=precision_name, device=torch.device("cpu"), scaling=scaling, clip_norm=1.0)
     statistics_N = flatten_running_statistics(model)
     optimizer = LARS(param_groups(model, weight_decay=1e-4, substitute=precision.masters), lr=1.0)
@@ -37,11 +38,12 @@ def main(precision_name: str) -> int:
         images_BCHW = torch.randn(8, 3, 16, 16, generator=generator).to(precision.compute_dtype)
         labels_B = torch.randint(0, 4, (8,), generator=generator)
         reducer.zero_grad()
-        logits_BK = model(images_BCHW).float()
+        with precision.forward():
+            logits_BK = model(images_BCHW).float()
         reducer.start_extra(statistics_N, label="statistics")
         precision.backward(F.cross_entropy(logits_BK, labels_B) / communicator.world_size)
         reducer.wait()
-        is_overflow = precision_name == "fp16" and step == OVERFLOW_STEP
+        is_overflow = precision_name in SCALED and step == OVERFLOW_STEP
         if is_overflow:
             overflow_on_one_rank(reducer, communicator)
         statistics_N.div_(communicator.world_size)

@@ -1,4 +1,4 @@
-"""Law 1 at its widest: one rank replays the updates of eight, in fp32 and fp16."""
+"""Law 1 at its widest: one rank replays the updates of eight, in fp32, fp16 and autocast."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ SMALL = {
     "schedule.base_lr": 1e-3,
 }
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 1000}
+AUTOCAST = {**FP16, "optimizer.precision": "fp16_autocast"}
 REPLAY = {"batch.virtual_ranks": 8}
 
 
@@ -58,7 +59,9 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs = {
         "8 ranks, fp32": (8, {}),
         "8 ranks, fp16": (8, FP16),
+        "8 ranks, autocast": (8, AUTOCAST),
         "replay, fp32": (1, REPLAY),
+        "replay, autocast": (1, {**REPLAY, **AUTOCAST}),
         "replay, fp16": (1, {**REPLAY, **FP16}),
         "another span, fp32": (1, {**REPLAY, "batch.bn_span": 4}),
     }
@@ -97,10 +100,11 @@ def test_one_rank_replays_eight_in_fp32(runs: Runs) -> None:
     assert distance(runs("replay, fp32"), runs("8 ranks, fp32")).is_within(ROUNDING, factor=1)
 
 
-def test_one_rank_replays_eight_in_fp16(runs: Runs) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "autocast"])
+def test_one_rank_replays_eight_in_half_precision(precision: str, runs: Runs) -> None:
     """As close as half precision lets any two runs be: within what it moves the eight ranks' own run by."""
-    half = distance(runs("8 ranks, fp16"), runs("8 ranks, fp32"))
-    assert distance(runs("replay, fp16"), runs("8 ranks, fp16")).is_within(half, factor=2)
+    half = distance(runs(f"8 ranks, {precision}"), runs("8 ranks, fp32"))
+    assert distance(runs(f"replay, {precision}"), runs(f"8 ranks, {precision}")).is_within(half, factor=2)
 
 
 def test_another_span_is_another_run(runs: Runs) -> None:

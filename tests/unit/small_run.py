@@ -12,6 +12,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.accumulation import WideAccumulation, half_parameters
+from bigbatch.trainer.config_precision import SCALED
 from bigbatch.trainer.data.loader import Batch, Request
 from bigbatch.trainer.data.prepare_batch import PrepareBatch
 from bigbatch.trainer.loop import Hooks, Parts, Plan
@@ -57,7 +58,7 @@ def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "s
     communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
     norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=ACCUMULATION)
     model = build_model("resnet9", num_classes=CLASSES, norm=norm, width=2)
-    weights = Precision(model, name=precision, device=CPU, scaling=SCALING if precision == "fp16" else None)
+    weights = Precision(model, name=precision, device=CPU, scaling=SCALING if precision in SCALED else None)
 
     def normalize(images_BCHW: Tensor) -> Tensor:
         return (images_BCHW.float() / 255).to(COMPUTE_DTYPES[precision])

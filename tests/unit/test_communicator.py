@@ -1,6 +1,7 @@
 """One process: choosing device, backend, algorithm and wire, and what cannot be summed."""
 
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,43 @@ def test_choice_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(third, backend="gloo") == choose_device(third, backend="horovod") == CPU
     with pytest.raises(CommError, match="8 ranks on here but 4 GPUs"):
         choose_device(ProcessEnv("openmpi", 6, 8, 6, 8, "here", None))
+
+
+DRIVER = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver"
+
+
+def test_a_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn() -> bool:
+        warnings.warn(f"CUDA initialization: {DRIVER}", stacklevel=1)
+        return False
+
+    def fail() -> None:
+        raise RuntimeError(DRIVER)
+
+    monkeypatch.setattr(torch.cuda, "is_available", warn)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for backend in ("auto", "nccl", "tcp", "mpi"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(CommError) as caught:
+                choose_device(ALONE, backend=backend)
+        assert str(caught.value).startswith(
+            "the NVIDIA driver supports CUDA 12.8, and this torch was built for CUDA 13.0: update the driver,"
+        )
+    assert choose_device(ALONE, backend="gloo") == CPU, "as the message proposes"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("No CUDA GPUs are available"), AssertionError("not compiled with CUDA")]
+)
+def test_no_gpu_at_all_is_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert choose_device(ALONE) == CPU
 
 
 # --- texts ---

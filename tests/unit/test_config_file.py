@@ -177,7 +177,12 @@ def test_numbers_that_yaml_1_1_reads_as_text(number, write):
         ("data.flip", "maybe", "maybe", "bool"),
         ("model.width", "wide", "wide", "int or null"),
         ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "tuple[float, float, float]"),
-        ("optimizer.precision", "fp8", "fp8", "one of 'fp32', 'bf16', 'fp16'"),
+        (
+            "optimizer.precision",
+            "fp8",
+            "fp8",
+            "one of 'fp32', 'tf32', 'bf16_autocast', 'fp16_autocast', 'bf16', 'fp16'",
+        ),
         ("optimizer.momentum_form", "both", "both", "one of 'lr_inside', 'lr_outside' or null"),
         ("data.loader", "ffcv", "ffcv", "one of 'dali', 'torchvision', 'resident', 'synthetic'"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_config import make_config, refusal
 
-from bigbatch.trainer.config_precision import LARGEST_SCALE, emulation_notice, nearest_scale, require_hardware
+from bigbatch.trainer.config_precision import LARGEST_SCALE, nearest_scale, precision_notice, require_hardware
 from bigbatch.trainer.errors import ConfigError
 
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024.0}
@@ -37,7 +37,7 @@ def test_nearest_scale_is_legal_and_nearest(scale: float) -> None:
     assert math.log2(nearest).is_integer()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16_autocast"])
 def test_other_precisions_have_no_loss_scale(precision: str) -> None:
     base = {"optimizer.precision": precision}
     assert "loss_scale=8.0 has no meaning" in refusal({**base, "optimizer.loss_scale": 8.0})
@@ -48,8 +48,10 @@ def test_other_precisions_have_no_loss_scale(precision: str) -> None:
     make_config(base)
 
 
-def test_fp16_needs_a_loss_scale() -> None:
-    assert "optimizer.loss_scale is null" in refusal({"optimizer.precision": "fp16"})
+@pytest.mark.parametrize("precision", ["fp16", "fp16_autocast"])
+def test_fp16_needs_a_loss_scale(precision: str) -> None:
+    assert "optimizer.loss_scale is null" in refusal({"optimizer.precision": precision})
+    make_config({**FP16, "optimizer.precision": precision, "optimizer.loss_scale_growth_steps": 5})
 
 
 def test_average_has_decay_and_steps() -> None:
@@ -61,7 +63,15 @@ def test_average_has_decay_and_steps() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "capability", "legal"),
-    [("fp16", (5, 2), "fp32"), ("bf16", (7, 5), "fp32 or fp16"), ("bf16", (5, 2), "fp32"), ("fp16", (3, 7), "fp32")],
+    [
+        ("fp16", (5, 2), "fp32"),
+        ("fp16_autocast", (5, 2), "fp32"),
+        ("bf16", (7, 5), "fp32 or fp16 or fp16_autocast"),
+        ("bf16_autocast", (7, 5), "fp32 or fp16 or fp16_autocast"),
+        ("tf32", (7, 5), "fp32 or fp16 or fp16_autocast"),
+        ("bf16", (5, 2), "fp32"),
+        ("fp16", (3, 7), "fp32"),
+    ],
 )
 def test_hardware_without_the_precision_is_refused(precision: str, capability: tuple[int, int], legal: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"optimizer.precision={precision} needs a GPU of")) as caught:
@@ -73,19 +83,41 @@ def test_hardware_without_the_precision_is_refused(precision: str, capability: t
 
 @pytest.mark.parametrize(
     ("precision", "capability"),
-    [("fp32", (2, 0)), ("fp16", (5, 3)), ("fp16", (7, 0)), ("bf16", (8, 0)), ("bf16", (9, 0))],
+    [
+        ("fp32", (2, 0)),
+        ("fp16", (5, 3)),
+        ("fp16_autocast", (7, 0)),
+        ("bf16", (8, 0)),
+        ("tf32", (8, 0)),
+        ("bf16", (9, 0)),
+    ],
 )
 def test_hardware_with_the_precision_is_taken(precision: str, capability: tuple[int, int]) -> None:
     require_hardware(precision, capability=capability, device="New One")
 
 
-def test_emulation_is_said_where_it_happens() -> None:
-    for precision in ("fp16", "bf16"):
-        notice = emulation_notice(precision, device_type="cpu")
-        assert notice is not None
-        assert notice.startswith(f"optimizer.precision={precision} is emulated on a CPU")
-        assert emulation_notice(precision, device_type="cuda") is None
-    assert emulation_notice("fp32", device_type="cpu") is None
+@pytest.mark.parametrize(
+    ("precision", "capability", "words"),
+    [
+        ("fp32", None, None),
+        ("fp32", (6, 1), None),
+        ("tf32", None, "tf32 trains as fp32 on a CPU"),
+        ("bf16", None, "may be slower than fp32, or faster"),
+        ("fp16_autocast", None, "may be slower than fp32, or faster"),
+        ("fp16", (6, 1), "tensor cores, which GPUs before compute capability 7.0 do not have (this one: 6.1)"),
+        ("fp16_autocast", (6, 0), "(this one: 6.0)"),
+        ("fp16", (7, 0), None),
+        ("bf16_autocast", (8, 0), None),
+    ],
+)
+def test_another_speed_is_said_where_it_is_to_be_expected(
+    precision: str, capability: tuple[int, int] | None, words: str | None
+) -> None:
+    notice = precision_notice(precision, capability=capability)
+    assert (notice is None) == (words is None)
+    if notice and words:
+        assert notice.startswith(f"optimizer.precision={precision} ")
+        assert words in notice
 
 
 @pytest.mark.parametrize("key", ["optimizer.clip_norm", "optimizer.ema_every_steps", "run.divergence_steps"])

@@ -93,6 +93,16 @@ RECOMPUTE = (
     "--out out.json --plot out.png"
 )
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
+RUN_ELSEWHERE |= {
+    f".venv/bin/python benchmarks/gpu/precision.py {words}.json": (
+        "tests/unit/test_precision_benchmark.py",
+        '"precision.py"',
+    )
+    for words in (
+        "--data data/cifar10 --out benchmarks/results/precision",
+        "--small --data data/cifar10 --out benchmarks/results/precision-cpu-small",
+    )
+}
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python benchmarks/gpu/run.py --out benchmarks/results": GPU,
     ".venv/bin/python benchmarks/gpu/run.py --guard --out benchmarks/results": GPU,

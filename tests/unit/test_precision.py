@@ -1,19 +1,22 @@
-"""Half-precision weights around fp32 masters, loss scaling, and what a checkpoint holds of them."""
+"""Half-precision weights around fp32 masters, autocast, loss scaling, and what a checkpoint holds of them."""
 
 import copy
 from functools import partial
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
+from bigbatch.trainer.config_precision import SCALED
 from bigbatch.trainer.loss_scale import Scaling
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
-from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision, underflow_fraction
+from bigbatch.trainer.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision, set_tf32, underflow_fraction
 
 CPU = torch.device("cpu")
-HALVES = [name for name in COMPUTE_DTYPES if name != "fp32"]
+HALVES = ("bf16", "fp16")
 
 
 def small_model() -> nn.Module:
@@ -22,8 +25,8 @@ def small_model() -> nn.Module:
 
 
 def make_precision(model: nn.Module, *, name: str) -> Precision:
-    """As the config builds it: fp16 has a loss scale."""
-    scaling = Scaling(initial=65536.0, growth_steps=2) if name == "fp16" else None
+    """As the config builds it: where there is fp16, there is a loss scale."""
+    scaling = Scaling(initial=65536.0, growth_steps=2) if name in SCALED else None
     return Precision(model, name=name, device=CPU, scaling=scaling)
 
 
@@ -36,7 +39,9 @@ def step(
 ) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-    precision.backward(model(images.to(precision.compute_dtype)).float().square().mean())
+    with precision.forward():
+        outputs = model(images.to(precision.compute_dtype)).float()
+    precision.backward(outputs.square().mean())
     precision.update_(optimizer, skip_1=skip_1)
 
 
@@ -57,9 +62,11 @@ def test_masters_start_from_the_unrounded_weights() -> None:
         assert torch.equal(precision.masters[key], parameter)
 
 
-def test_fp32_masters_are_the_parameters() -> None:
+@pytest.mark.parametrize("name", ["fp32", "tf32", *AUTOCAST_DTYPES])
+def test_fp32_masters_are_the_parameters(name: str) -> None:
     model = small_model()
-    precision = make_precision(model, name="fp32")
+    precision = make_precision(model, name=name)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
     assert all(precision.masters[key] is p for key, p in model.named_parameters())
 
 
@@ -87,17 +94,19 @@ def test_fp16_update_equals_fp32_within_half_precision() -> None:
         results[name] = torch.cat([m.detach().flatten() for m in precision.masters.values()])
     start = torch.cat([p.detach().flatten() for p in small_model().parameters()])
     moved = (results["fp32"] - start).norm()
-    for name, eps in (("fp16", 2**-11), ("bf16", 2**-8)):
+    assert torch.equal(results["tf32"], results["fp32"]), "on a CPU"
+    for name, eps in (("fp16", 2**-11), ("bf16", 2**-8), ("fp16_autocast", 2**-11), ("bf16_autocast", 2**-8)):
         assert (results[name] - results["fp32"]).norm() < 20 * eps * moved, name
 
 
-def test_overflow_skips_the_update_and_halves_the_scale() -> None:
+@pytest.mark.parametrize("name", SCALED)
+def test_overflow_skips_the_update_and_halves_the_scale(name: str) -> None:
     model = small_model()
-    precision = make_precision(model, name="fp16")
+    precision = make_precision(model, name=name)
     optimizer = LARS(list(precision.masters.values()), lr=1.0)
     before = {key: m.detach().clone() for key, m in precision.masters.items()}
-    scale = precision.figures()["loss_scale"]
-    step(model, precision, optimizer, torch.full((8, 3, 8, 8), float("inf")))
+    scale = precision.state_dict()["scale"]
+    step(model, precision, optimizer, torch.full((8, 3, 8, 8), 1e30))  # no number of fp16
     assert all(torch.equal(before[key], m) for key, m in precision.masters.items())
     assert precision.figures()["loss_scale"] == scale / 2
     assert precision.figures()["overflow_steps"] == 1
@@ -223,3 +232,60 @@ def test_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
         precision.backward(model(torch.ones(1, 1).half()).float().sum() * 2.0**-26)
         precision.update_(torch.optim.SGD(precision.masters.values(), lr=1.0, fused=True))
         assert float(before - precision.masters["weight"].detach()) == expected
+
+
+@pytest.mark.parametrize("name", AUTOCAST_DTYPES)
+def test_autocast_gives_the_numbers_of_torchs_own(name: str) -> None:
+    """Torchvision's model under torch.autocast, and its twin under ours: the same bits everywhere."""
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+    torch.manual_seed(0)
+    theirs = torchvision.models.resnet18(num_classes=10)
+    ours = copy.deepcopy(theirs)
+    with torch.autocast("cpu", dtype=AUTOCAST_DTYPES[name]):
+        expected = theirs(images)
+    nn.functional.cross_entropy(expected.float(), labels).backward()
+    precision = Precision(ours, name=name, device=CPU)
+    with precision.forward():
+        logits = ours(images.to(precision.compute_dtype))
+        assert (images @ images.mT).dtype == AUTOCAST_DTYPES[name]
+    precision.backward(nn.functional.cross_entropy(logits.float(), labels))
+    assert logits.dtype == AUTOCAST_DTYPES[name]
+    assert torch.equal(logits, expected)
+    for key, p in ours.named_parameters():
+        twin = theirs.get_parameter(key)
+        assert p.grad is not None
+        assert p.grad.dtype == torch.float32
+        assert twin.grad is not None
+        assert torch.equal(p.grad, twin.grad), key
+    assert same(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+@pytest.mark.parametrize("name", AUTOCAST_DTYPES)
+def test_ghost_batch_norm_keeps_its_statistics_in_fp32_under_autocast(name: str) -> None:
+    """Those of one ghost batch, in float64, of pictures that half precision holds exactly."""
+    norm = GhostBatchNorm2d(3, bn_span=4, ghosts_per_step=1)
+    images = (torch.arange(4 * 3 * 64).view(4, 3, 8, 8) % 97).float()
+    with make_precision(norm, name=name).forward():
+        out = norm(images.to(AUTOCAST_DTYPES[name]))
+    assert out.dtype == AUTOCAST_DTYPES[name]
+    var, mean = torch.var_mean(images.double(), (0, 2, 3))
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    torch.testing.assert_close(norm.running_mean, (0.1 * mean).float())
+    torch.testing.assert_close(norm.running_var, (0.9 + 0.1 * var).float())
+
+
+def test_tf32_is_allowed_and_forbidden_for_every_reader() -> None:
+    """By torch's old way and by its new one, neither of which may complain of the other."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for is_allowed in (True, False, True):
+            set_tf32(is_allowed)
+            assert torch.backends.cuda.matmul.allow_tf32 == is_allowed
+            assert torch.backends.cudnn.allow_tf32 == is_allowed
+            assert torch.get_float32_matmul_precision() == ("high" if is_allowed else "highest")
+            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == is_allowed
+            assert (torch.backends.cudnn.conv.fp32_precision == "tf32") == is_allowed
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

@@ -568,6 +568,7 @@ OVER_TIME = "took longer than its time limit, and was ended"
         ("step\nbigbatch: a\nbigbatch: b\n", 1, "b"),
         (f"{CPU_MEMORY}\nbigbatch: x", 1, f"out of memory: {CPU_MEMORY}"),
         (GPU_MEMORY, 1, f"out of memory: {GPU_MEMORY}"),
+        ("bigbatch: out of memory: 9 does not fit", 1, "out of memory: 9 does not fit"),
         (JOB_MEMORY, None, f"out of memory: {JOB_MEMORY}"),
         ("", 137, "killed, most likely by the kernel, out of memory"),
         ("last words", 7, "exit code 7: last words"),

@@ -1,0 +1,264 @@
+"""Speed, memory, largest batch and accuracy of ResNets on pictures of 32 pixels, by precision: one table.
+
+    python benchmarks/gpu/precision.py --data data/cifar10 --out benchmarks/results/precision-h200.json
+    python benchmarks/gpu/precision.py --small --data data/cifar10 --out benchmarks/results/precision-cpu-small.json
+
+Every measurement is a process of its own (precision_case.py tells what it measures); speeds are repeated in turn, each
+precision once before any of them twice. A speed-up is of neighbours: fp32's in the same turn. Accuracy is the top-1 of
+`bigbatch train --config cifar10` with that model and precision after --epochs, for each of --seeds, on DATA as that
+config describes it; without --data there is none. Beside --out it writes a table (.md) and a picture (.png). What --out
+holds already is not measured again, so an interrupted run goes on. --small: sizes for a CPU.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from precision_case import settings
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+
+from record import conditions, spread, write_record
+
+from bigbatch.trainer.config import RESNETS
+from bigbatch.trainer.config_precision import require_hardware
+from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.precision import COMPUTE_DTYPES
+from bigbatch.trainer.rundir import RunDir
+from bigbatch.trainer.summary import device_name
+
+SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1}
+CASE = Path(__file__).with_name("precision_case.py")
+FREE = ("out", "data", "small")
+"""Options that may differ between a run and the one that goes on with it."""
+WARMUP_SHARE = 5 / 24
+"""Of the epochs, as the config has it."""
+
+
+def main() -> None:
+    """Measure what is missing, and write the record, the table and the picture."""
+    options = parse()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    record = start_record(options, device)
+    for precision, reason in record["left_out"].items():
+        print(f"{precision} is left out: {reason}", file=sys.stderr)
+    known = {key_of(each) for each in record["measurements"]}
+    for asked in plan(options, left_out=record["left_out"]):
+        if key_of(asked) not in known:
+            record["measurements"].append({**asked, **measure(asked, options)})
+            write_record(options.out, record)
+            print(record["measurements"][-1], file=sys.stderr, flush=True)
+    record["rows"] = make_rows(record["measurements"])
+    write_record(options.out, record)
+    text = table(record)
+    options.out.with_suffix(".md").write_text(text)
+    draw(record).savefig(options.out.with_suffix(".png"), dpi=120)
+    print(text)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="JSON file for the results")
+    add("--data", type=Path, help="folder with train/<class>/ and val/<class>/ of pictures of 32 pixels")
+    add("--models", nargs="+", choices=RESNETS, default=list(RESNETS), help="default: all")
+    add("--precisions", nargs="+", choices=tuple(COMPUTE_DTYPES), default=list(COMPUTE_DTYPES), help="default: all")
+    add("--batch", type=int, default=512, help="pictures of a step, for the speed (default: %(default)s)")
+    add("--steps", type=int, default=20, help="timed in each repeat (default: %(default)s)")
+    add("--untimed", type=int, default=10, help="steps before those (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="of the speed (default: %(default)s)")
+    add("--epochs", type=int, default=24, help="before the accuracy (default: %(default)s)")
+    add("--seeds", nargs="+", type=int, default=[0], help="of the accuracy (default: 0)")
+    add("--train-batch", type=int, default=512, help="global batch, for the accuracy (default: %(default)s)")
+    add("--memory-mb", type=int, default=500, help="for the largest batch of a CPU (default: %(default)s)")
+    add("--small", action="store_true", help="other defaults, for a CPU: " + str(SMALL))
+    if parser.parse_known_args(argv)[0].small:
+        parser.set_defaults(**SMALL)
+    return parser.parse_args(argv)
+
+
+def start_record(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What --out holds, or an empty record with the conditions of now."""
+    facts = {**conditions(options), "device": device_name(device)}
+    facts["options"] = {key: value for key, value in facts["options"].items() if key not in FREE}
+    if not options.out.exists():
+        left_out = {name: why for name in options.precisions if (why := why_not(name, device))}
+        return {"benchmark": "precision", "conditions": facts, "left_out": left_out, "measurements": []}
+    record: dict[str, Any] = json.loads(options.out.read_text())
+    for key in ("options", "device", "torch", "commit"):
+        if record["conditions"][key] != facts[key]:
+            raise SystemExit(f"{options.out} was measured with another {key}: name another --out, or remove it")
+    return record
+
+
+def why_not(precision: str, device: torch.device) -> str | None:
+    """Why this device has nothing to measure there."""
+    if device.type == "cpu":
+        return "a CPU trains in fp32 then" if precision == "tf32" else None
+    try:
+        require_hardware(
+            precision, capability=torch.cuda.get_device_capability(device), device=torch.cuda.get_device_name(device)
+        )
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def plan(options: argparse.Namespace, *, left_out: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """What is to be measured, in order."""
+    precisions = [name for name in options.precisions if name not in left_out]
+    for model in options.models:
+        for repeat in range(options.repeats):
+            for precision in precisions if repeat % 2 else precisions[::-1]:
+                yield {"what": "speed", "model": model, "precision": precision, "turn": repeat}
+        for precision in precisions:
+            yield {"what": "largest", "model": model, "precision": precision, "turn": 0}
+        for seed in options.seeds if options.data else ():
+            for precision in precisions:
+                yield {"what": "accuracy", "model": model, "precision": precision, "turn": seed}
+
+
+def key_of(measurement: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells two measurements apart."""
+    return tuple(measurement[key] for key in ("what", "model", "precision", "turn"))
+
+
+def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Its figures, from a process of its own."""
+    if asked["what"] == "accuracy":
+        return {"top1": train(asked, options)}
+    words = [asked["what"], "--model", asked["model"], "--precision", asked["precision"]]
+    for key in ("batch", "steps", "untimed", "memory_mb"):
+        words += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+    if asked["what"] == "largest":  # libraries of a CPU may crash where its memory ends
+        return {"largest": None, **json.loads(run(sys.executable, str(CASE), *words, may_crash=True))}
+    figures: dict[str, Any] = json.loads(run(sys.executable, str(CASE), *words))
+    return figures
+
+
+def train(asked: dict[str, Any], options: argparse.Namespace) -> float:
+    """Top-1 at the end of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = {
+            **settings(asked["model"], asked["precision"]),
+            "run.directory": folder,
+            "run.seed": asked["turn"],
+            "run.epochs": options.epochs,
+            "run.eval_every_epochs": options.epochs,
+            "schedule.warmup_epochs": options.epochs * WARMUP_SHARE,
+            "data.root": options.data,
+            "data.num_classes": len([each for each in (options.data / "train").iterdir() if each.is_dir()]),
+            "batch.global_batch_size": options.train_batch,
+            "batch.microbatch_size": options.train_batch,
+        }
+        words = [f"--{key}={value}" for key, value in overrides.items()]
+        run(sys.executable, "-m", "bigbatch", "train", "--config", "cifar10", *words)
+        return float(json.loads(RunDir(Path(folder)).summary.read_text())["top1"])
+
+
+def run(*command: str, may_crash: bool = False) -> str:
+    """The last line that a command prints; an empty object where a signal ended it and that may be."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode < 0 and may_crash:
+        return "{}"
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}failed; the same command goes on from here")
+    return done.stdout.splitlines()[-1]
+
+
+def make_rows(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each model and precision."""
+    rows = []
+    for model, precision in dict.fromkeys((each["model"], each["precision"]) for each in measurements):
+        of = partial(by_turn, measurements, model=model)
+        speeds = of("speed", "images_per_second", precision=precision)
+        base = of("speed", "images_per_second", precision="fp32")
+        ratios = [speeds[turn] / base[turn] for turn in speeds if turn in base]
+        top1s = list(of("accuracy", "top1", precision=precision).values())
+        rows.append(
+            {
+                "model": model,
+                "precision": precision,
+                "images_per_second": spread(list(speeds.values())),
+                "speedup": spread(ratios) if ratios else None,
+                "peak_mb": max(of("speed", "peak_mb", precision=precision).values()),
+                "largest": of("largest", "largest", precision=precision).get(0),
+                "top1": spread(top1s) if top1s else None,
+            }
+        )
+    return rows
+
+
+def by_turn(
+    measurements: Sequence[dict[str, Any]], what: str, key: str, *, model: str, precision: str
+) -> dict[int, Any]:
+    """A figure of a model in a precision."""
+    chosen = [each for each in measurements if key_of(each)[:3] == (what, model, precision)]
+    return {each["turn"]: each[key] for each in chosen}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown for people: medians, and the extremes of what was repeated."""
+    facts = record["conditions"]
+    options = facts["options"]
+    lines = [
+        f"{facts['device']}, {facts['cpu']}, torch {facts['torch']}, commit {facts['commit']}, load average of others "
+        f"{facts['load_average']:.1f}; speed and memory at {options['batch']} pictures a step; accuracy after "
+        f"{options['epochs']} epochs. Median (smallest to largest), n = {options['repeats']} speeds.",
+        "",
+        "| model | precision | images/s | of fp32 | peak memory (MB) | largest microbatch | top-1 |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        top1 = row["top1"]
+        cells = [
+            row["model"],
+            row["precision"],
+            show(row["images_per_second"], "{:,.0f}"),
+            show(row["speedup"], "{:.2f}"),
+            f"{row['peak_mb']:,.0f}",
+            str(row["largest"] or "not found"),
+            f"{100 * top1['median']:.1f}% (n = {top1['n']})" if top1 else "not measured",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"\n{name}: left out, {reason}" for name, reason in record["left_out"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def show(values: dict[str, float] | None, form: str) -> str:
+    """Median and extremes."""
+    if values is None:
+        return "not measured"
+    return form.format(values["median"]) + f" ({form.format(values['min'])} to {form.format(values['max'])})"
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Speed and memory, a group of bars for each model."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    models = list(dict.fromkeys(row["model"] for row in record["rows"]))
+    precisions = list(dict.fromkeys(row["precision"] for row in record["rows"]))
+    width = 0.8 / len(precisions)
+    panels = (("images_per_second", "images/s", "training step"), ("peak_mb", "MB", "peak memory"))
+    for axes, (key, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for number, precision in enumerate(precisions):
+            rows = [row for row in record["rows"] if row["precision"] == precision]
+            heights = [row[key]["median"] if key == "images_per_second" else row[key] for row in rows]
+            places = [models.index(row["model"]) + width * number for row in rows]
+            axes.bar(places, heights, width, label=precision)
+        axes.set_xticks([index + 0.4 - width / 2 for index in range(len(models))], models)
+        axes.set(ylabel=unit, title=title)
+    figure.axes[0].legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main()
