@@ -19,7 +19,7 @@ from bigbatch.comm.tuned import Tuned, TunedError, parse_tuned, read_text
 from bigbatch.errors import UserError
 from bigbatch.trainer import build_input
 from bigbatch.trainer.accumulation import WideAccumulation, half_parameters
-from bigbatch.trainer.build_compute import memory_format, set_up_compute_
+from bigbatch.trainer.build_compute import make_execution, memory_format, require_capturable, set_up_compute_
 from bigbatch.trainer.build_optimizer import make_optimizer
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
@@ -207,8 +207,10 @@ def make_parts(
     """Everything that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
 
     model.weights are read for the first step of a run only. Raises: ConfigError; TunedError; CheckpointError;
-    CompileError.
+    ComputeError.
     """
+    if config.compute.cuda_graph:
+        require_capturable(communicator, accumulation_steps=plan.accumulation_steps)
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
     if config.model.weights is not None and plan.first_step == 0:
@@ -231,12 +233,13 @@ def make_parts(
         exposed=exposed,
         **_fusion_sizes(config, model, tuned),
     )
+    optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
     return Parts(
         model=model,
         statistics_N=statistics_N,
         precision=precision,
         accumulation=accumulation,
-        optimizer=_make_optimizer(config, model, precision, reducer=reducer, communicator=communicator),
+        optimizer=optimizer,
         schedule=_make_schedule(config, plan),
         reducer=reducer,
         communicator=communicator,
@@ -245,6 +248,7 @@ def make_parts(
         stop=StopRequest(),
         average=_make_average(config, precision),
         energy=make_energy_meter(communicator.device),
+        execution=make_execution(config, communicator, optimizer),
         notes=tuple(notes),
     )
 

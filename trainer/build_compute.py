@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.compiling import compile_failure
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_sections import ComputeConfig
-from bigbatch.trainer.errors import CompileError
+from bigbatch.trainer.errors import ComputeError, ConfigError
+from bigbatch.trainer.graph_step import AtOnce, CudaCapture, Execution, Replayed
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
@@ -36,7 +38,7 @@ def set_up_compute_(
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
     forward: makes what surrounds the model's forward, as Precision.forward does.
-    Raises: CompileError, on all ranks alike, where one of them cannot compile.
+    Raises: ComputeError, on all ranks alike, where one of them cannot compile.
     """
     notes = []
     if config.compute.compile is not None:
@@ -44,7 +46,7 @@ def set_up_compute_(
         failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
         failure = _common_failure(failure, communicator)
         if failure and not config.compute.compile_fallback:
-            raise CompileError(
+            raise ComputeError(
                 f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
                 "compute.compile_fallback=true to go on without"
             )
@@ -53,6 +55,32 @@ def set_up_compute_(
             notes.append(f"not compiled: {failure}")
     recompute_(model, config.compute.recomputed_blocks)
     return notes
+
+
+def require_capturable(communicator: Communicator, *, accumulation_steps: int) -> None:
+    """Raise ConfigError where steps cannot be captured as CUDA graphs."""
+    remedy = "set compute.cuda_graph to false"
+    if communicator.device.type != "cuda":
+        raise ConfigError(f"compute.cuda_graph=True needs a GPU, and this rank has none: {remedy}")
+    if communicator.backend.name not in ("single", "nccl"):
+        raise ConfigError(
+            f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, which the host takes "
+            f"part in: {remedy}, or comm.backend to nccl"
+        )
+    if accumulation_steps > 1:
+        raise ConfigError(
+            f"compute.cuda_graph=True captures steps of one microbatch, and these have {accumulation_steps}: {remedy}, "
+            f"or batch.microbatch_size to {accumulation_steps} times as much"
+        )
+
+
+def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
+    """How steps get to the device."""
+    if not config.compute.cuda_graph:
+        return AtOnce()
+    # no operation of its own: the stall inspector sees when the device has not come to the end of the replay
+    watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
+    return Replayed(CudaCapture(communicator.device), optimizer=optimizer, watch=watch)
 
 
 def _run_once(

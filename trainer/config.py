@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from bigbatch.trainer.config_batch import check_batch, ranks_per_ghost
-from bigbatch.trainer.config_compute import check_compute
+from bigbatch.trainer.config_compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config_optimizer import check_optimizer, check_sharded
 from bigbatch.trainer.config_precision import SCALED, check_average, check_precision
 from bigbatch.trainer.config_schedule import check_evaluations, check_schedule
@@ -42,6 +42,8 @@ class Config:
         _check_ranges(self)
         check_batch(self.batch)
         check_compute(self.compute, self.batch, model=self.model.name)
+        if self.compute.cuda_graph:
+            check_cuda_graph(self.optimizer, self.comm)
         check_optimizer(self.optimizer)
         check_sharded(self.optimizer, self.comm)
         _check_choices(self)

@@ -1,7 +1,8 @@
 """What goes together in the computation of forward and backward."""
 
 from bigbatch.trainer.config_batch import ranks_per_ghost
-from bigbatch.trainer.config_sections import BatchConfig, ComputeConfig
+from bigbatch.trainer.config_optimizer import is_foreign
+from bigbatch.trainer.config_sections import BatchConfig, CommConfig, ComputeConfig, OptimizerConfig
 from bigbatch.trainer.errors import ConfigError
 
 RESIDUAL_BLOCKS = {
@@ -29,3 +30,17 @@ def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> 
     if compute.recomputed_blocks > num_blocks:
         has = f"{num_blocks} residual blocks: give at most {num_blocks}" if num_blocks else "none: set it to 0"
         raise ConfigError(f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}")
+
+
+def check_cuda_graph(optimizer: OptimizerConfig, comm: CommConfig) -> None:
+    """What a captured step cannot have. Raises: ConfigError."""
+    if is_foreign(optimizer.name):
+        raise ConfigError(
+            f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}, for which the host waits every "
+            "step: set compute.cuda_graph to false"
+        )
+    if comm.timeline_steps is not None:
+        raise ConfigError(
+            f"comm.timeline_steps={list(comm.timeline_steps)} cannot look into the steps of compute.cuda_graph=True: "
+            "set one of them to null or false"
+        )

@@ -23,8 +23,8 @@ class ExportError(UserError, RuntimeError):
     """A model cannot be exported so, or what was exported computes something else."""
 
 
-class CompileError(UserError, RuntimeError):
-    """This machine cannot compile the model; the message tells why, and what to do."""
+class ComputeError(UserError, RuntimeError):
+    """This machine cannot compute the model as asked for; the message tells why, and what to do."""
 
 
 class OutOfMemory(UserError, RuntimeError):

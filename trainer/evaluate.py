@@ -86,7 +86,7 @@ def _evaluate(
 def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:
     """Images per second of the model alone on all ranks, as many times that of the slowest; compiles it before.
 
-    Collective. Raises: CompileError.
+    Collective. Raises: ComputeError.
     """
     size, count, device = config.data.image_size, config.batch.microbatch_size, communicator.device
     pixels_BHWC = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)

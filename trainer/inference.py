@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from bigbatch.trainer.compiling import compile_failure
-from bigbatch.trainer.errors import CompileError
+from bigbatch.trainer.errors import ComputeError
 from bigbatch.trainer.precision import to_half_
 
 WARMUP_BATCHES = 2
@@ -87,11 +87,11 @@ def _foldable(model: nn.Module) -> list[tuple[str, str]]:
 def compile_(model: nn.Module, images_BCHW: Tensor) -> None:
     """Compile forward for batches such as this one, in place; others are compiled when they come.
 
-    Raises: CompileError.
+    Raises: ComputeError.
     """
     model.compile(fullgraph=True, dynamic=False)
     if failure := compile_failure(lambda: model(images_BCHW)):
-        raise CompileError(f"the model does not compile: {failure}; mend that, or leave out --compile")
+        raise ComputeError(f"the model does not compile: {failure}; mend that, or leave out --compile")
 
 
 @torch.no_grad()

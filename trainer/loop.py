@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +17,13 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.accumulation import WideAccumulation
 from bigbatch.trainer.data.loader import Batch
-from bigbatch.trainer.data.prepare_batch import PrepareBatch
+from bigbatch.trainer.data.prepare_batch import PrepareBatch, Prepared
 from bigbatch.trainer.divergence import require_number
 from bigbatch.trainer.division import rank_microbatches
 from bigbatch.trainer.ema import NoAverage, WeightAverage
 from bigbatch.trainer.energy import EnergyMeter, Untold
 from bigbatch.trainer.errors import DataError
+from bigbatch.trainer.graph_step import AtOnce, Execution
 from bigbatch.trainer.input_stream import InputStream, gather_replaced
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_forward
@@ -70,6 +71,7 @@ class Parts:
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
     energy: EnergyMeter = field(default_factory=Untold)
+    execution: Execution = field(default_factory=AtOnce)
     notes: tuple[str, ...] = ()
     """Lines to say before the first step: how these parts differ from what the config asks for."""
 
@@ -99,6 +101,8 @@ class Totals:
     step_seconds: float = 0.0
     input_wait_seconds: float = 0.0
     """Of the rank that waited longest between two reports."""
+    tells_waits: bool = True
+    """What follows of ranks that waited for each other was measured."""
     exposed_seconds: float = 0.0
     first_report_seconds: float = 0.0
     """Of step_seconds, those of the first report: what happens once in a run happens there."""
@@ -124,11 +128,17 @@ class Loop:
 
 
 class Window:
-    """Sums since the last report; they stay on the device until then."""
+    """Sums since the last report; they stay on the device until then, always in the same tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
         self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)  # before the loss was no number
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Nothing was counted yet."""
+        self.sums_3.zero_()
+        self.finite_steps.zero_()
         self.start = time.perf_counter()
         self.steps = 0
 
@@ -140,7 +150,6 @@ class Window:
 
     def end_step(self) -> None:
         """All microbatches of a step were counted."""
-        self.steps += 1
         self.finite_steps += self.sums_3[0].isfinite()  # a sum that is no number stays none
 
 
@@ -150,7 +159,8 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
     Where the input of a rank fails, the state before that step is saved first.
     Collective. Raises: TrainingDiverged; PeerLostError; DataError from the input.
     """
-    stream, totals = InputStream(batches), Totals(saved_step=plan.first_step)
+    stream = InputStream(batches)
+    totals = Totals(saved_step=plan.first_step, tells_waits=parts.execution.tells_waits)
     loop = Loop(plan=plan, parts=parts, hooks=hooks, stream=stream, totals=totals)
     window = Window(parts.communicator.device)
     parts.reducer.exposed.take_seconds()  # what was waited before, to restore a checkpoint, is of no step
@@ -178,7 +188,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
             if any_stop and done < plan.num_steps:
                 totals.stopped_by = parts.stop.signal_name or "another rank's signal"
                 break
-            window = Window(parts.communicator.device)
+            window.start_over()
             parts.energy.take_joules()  # what an evaluation or a checkpoint took is of no step
     return totals
 
@@ -204,31 +214,53 @@ def save_before_end(done: int, loop: Loop) -> None:
 
 
 def train_step(step: int, plan: Plan, parts: Parts, stream: InputStream, window: Window) -> None:
-    """One update from one global batch, or none where a rank has no batch. Collective; no host sync on a GPU."""
+    """One update from one global batch, or none where a rank has no batch. Collective; no host sync on a GPU.
+
+    The window has to be the same in all steps.
+    """
     set_lr_(parts, step=step)
-    parts.reducer.zero_grad()
-    statistics_before_N = parts.statistics_N.clone()
-    span = partial(parts.communicator.timeline.span, row="step")
+    has_failed_1 = parts.execution(
+        partial(work_on, plan=plan, parts=parts, window=window),
+        draw(step, plan, parts, stream),
+    )
+    parts.average.update_(step + 1, skip_1=has_failed_1)
+    window.steps += 1
+
+
+def draw(step: int, plan: Plan, parts: Parts, stream: InputStream) -> Iterator[Prepared]:
+    """The microbatches of a step, each drawn when it is asked for; what its forward draws at random is seeded then."""
     microbatches = rank_microbatches(
         rank=parts.communicator.rank,
         accumulation_steps=plan.accumulation_steps,
         ranks_per_ghost=plan.ranks_per_ghost,
     )
     for microbatch in microbatches:
-        is_last = microbatch == microbatches[-1]
-        with span("input wait"):
+        with parts.communicator.timeline.span("input wait", row="step"):
             batch = stream.draw(step=step)
         prepared = parts.prepare(batch)
         seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
+        parts.statistics_N[-1] = float(stream.failure is not None)
+        yield prepared
+
+
+def work_on(microbatches: Iterable[Prepared], *, plan: Plan, parts: Parts, window: Window) -> Tensor:
+    """A step from its pictures to the new weights; whether (bool, one element) a rank had none, so that all stays.
+
+    What changes from step to step it reads from tensors that stay where they are, but for the learning rates, so that
+    it can be captured as a CUDA graph. Collective; no host sync on a GPU.
+    """
+    parts.reducer.zero_grad()
+    statistics_before_N = parts.statistics_N.clone()
+    span = partial(parts.communicator.timeline.span, row="step")
+    for index, prepared in enumerate(microbatches):
+        is_last = index == plan.accumulation_steps - 1
         parts.reducer.is_active = is_last
         with span("forward"), parts.precision.forward():
             logits_BK = parts.model(prepared.images_BCHW).float()
         if is_last:
-            parts.statistics_N[-1] = float(stream.failure is not None)
             parts.reducer.start_extra(parts.statistics_N, label="all-reduce of batch-norm statistics")
         loss = F.cross_entropy(logits_BK, prepared.targets, label_smoothing=plan.label_smoothing, reduction="sum")
-        is_first = microbatch == microbatches[0]
-        with span("backward"), parts.accumulation.microbatch(is_first=is_first, is_last=is_last):
+        with span("backward"), parts.accumulation.microbatch(is_first=index == 0, is_last=is_last):
             parts.precision.backward(loss / plan.global_batch_size)
         window.count(loss, logits_BK, prepared.labels_B)
     with span("wait for the sums"):
@@ -238,8 +270,8 @@ def train_step(step: int, plan: Plan, parts: Parts, stream: InputStream, window:
         has_failed_1 = parts.statistics_N[-1:] > 0
         parts.statistics_N.copy_(torch.where(has_failed_1, statistics_before_N, parts.statistics_N))
         parts.precision.update_(parts.optimizer, skip_1=has_failed_1)
-        parts.average.update_(step + 1, skip_1=has_failed_1)
     window.end_step()
+    return has_failed_1
 
 
 def set_lr_(parts: Parts, *, step: int) -> None:
@@ -331,6 +363,8 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
         "straggler_fraction": straggler_fraction,
         "energy_joules": joules if math.isfinite(joules) else None,
     }
+    if not totals.tells_waits:
+        record |= dict.fromkeys(("exposed_communication_fraction", "wire_wait_fraction", "straggler_fraction"))
     loop.hooks.on_report(record)
     parts.precision.require_progress(done, is_last=done == loop.plan.num_steps)
     if num_skipped:

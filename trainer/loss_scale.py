@@ -27,7 +27,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleState:
-    """Scalars on the device."""
+    """Scalars on the device; where a LossScale keeps them, they are written in place."""
 
     scale: Tensor
     clean_steps: Tensor
@@ -95,8 +95,8 @@ class LossScale:
 
     @property
     def divisor(self) -> Tensor | None:
-        """What the gradients of a scaled loss are to be divided by."""
-        return self.state.scale
+        """What the gradients of a scaled loss are to be divided by: a copy, since judge_ sets the next step's."""
+        return self.state.scale.clone()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale."""
@@ -109,8 +109,9 @@ class LossScale:
         """
         old, overflow = self.state, ~norm.isfinite()
         new = after_step(old, overflow=overflow, growth_steps=self._scaling.growth_steps)
-        pairs = {field.name: (getattr(old, field.name), getattr(new, field.name)) for field in fields(new)}
-        self.state = ScaleState(**{name: torch.where(failed, *pair) for name, pair in pairs.items()})
+        for field in fields(new):
+            value = getattr(old, field.name)
+            value.copy_(torch.where(failed, value, getattr(new, field.name)))
         return overflow | failed
 
     def figures(self) -> dict[str, float | None]:

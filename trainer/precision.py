@@ -58,9 +58,9 @@ class Precision:
         self._clip_norm = clip_norm
         self._scale: LossScale | Unscaled = Unscaled() if scaling is None else LossScale(scaling, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
-        self._is_decided_by_norm = scaling is not None or clip_norm is not None
-        self._norm: Tensor | None = None
-        """Of the last step's gradients, where it was needed: they stay until the next step, so a report can tell."""
+        is_decided_by_norm = scaling is not None or clip_norm is not None
+        self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
+        """Of the last step's gradients, where it is needed: they stay until the next step, so a report can tell."""
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -88,11 +88,10 @@ class Precision:
         """
         self.weights.fetch_grads_()
         skip, divisor = self._never if skip_1 is None else skip_1.view(()), self._scale.divisor
-        self._norm = None
-        if self._is_decided_by_norm:
+        if self._norm is not None:
             norm = self._total_norm()
             skip = self._scale.judge_(norm, failed=skip)
-            self._norm = norm if divisor is None else norm / divisor
+            self._norm.copy_(norm if divisor is None else norm / divisor)
             if self._clip_norm is not None:
                 shortening = clip_divisor(self._norm, largest=self._clip_norm)
                 divisor = shortening if divisor is None else divisor * shortening

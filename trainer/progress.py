@@ -150,7 +150,7 @@ def describe(record: dict[str, Any]) -> str:
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
         f"input wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed communication {100 * record['exposed_communication_fraction']:.1f}%{describe_overflow(record)}"
+        f"exposed communication {describe_exposed(record)}{describe_overflow(record)}"
     )
 
 
@@ -159,8 +159,14 @@ def describe_briefly(record: dict[str, Any]) -> str:
     return (
         f"loss {record['loss']:.3f}  {record['images_per_second']:,.0f} images/s  "
         f"wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed {100 * record['exposed_communication_fraction']:.1f}%{describe_overflow(record)}"
+        f"exposed {describe_exposed(record)}{describe_overflow(record)}"
     )
+
+
+def describe_exposed(record: dict[str, Any]) -> str:
+    """Share of the step; a replayed CUDA graph does not tell."""
+    share = record["exposed_communication_fraction"]
+    return "unknown" if share is None else f"{100 * share:.1f}%"
 
 
 def describe_overflow(record: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ def introduction(
         *str(parts.reducer.plan).splitlines(),
         *optimizer_notes(config.optimizer),
         *parts.notes,
+        *graph_notes(parts),
         *placement,
         *([notice] if notice else []),
         *_how_it_starts(config, plan),
@@ -61,6 +62,13 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
         f"replays the updates of {virtual_ranks} ranks: {world_size} here, each does the work of "
         f"{virtual_ranks // world_size}"
     ]
+
+
+def graph_notes(parts: Parts) -> list[str]:
+    """What the log says of steps that are replayed."""
+    if parts.execution.tells_waits:
+        return []
+    return ["steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"]
 
 
 def _how_it_starts(config: Config, plan: Plan) -> list[str]:
@@ -121,14 +129,15 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
         return amount / (totals.step_seconds - without) if totals.steps else None
 
     images, later = totals.steps * global_batch_size, totals.step_seconds - totals.first_report_seconds
+    straggled = totals.straggler_seconds / later if later else per_second(0.0)
     return {
         "images_per_second": per_second(images),
         "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
         "loader_images_per_second": measured.rates["loader"] if measured else None,
         "input_wait_fraction": per_second(totals.input_wait_seconds),
         "input_limit": slowest_stage(measured.rates) if measured else None,
-        "exposed_communication_fraction": per_second(totals.exposed_seconds),
-        "straggler_fraction": totals.straggler_seconds / later if later else per_second(0.0),
+        "exposed_communication_fraction": per_second(totals.exposed_seconds) if totals.tells_waits else None,
+        "straggler_fraction": straggled if totals.tells_waits else None,
     }
 
 
@@ -144,7 +153,7 @@ def make_hints(
         compute_images_per_second=found["compute_images_per_second"],
         steps=totals.steps,
     )
-    slow = straggler_hint(found["straggler_fraction"], totals.lag_seconds_P, host_of=host_of)
+    slow = totals.tells_waits and straggler_hint(found["straggler_fraction"], totals.lag_seconds_P, host_of=host_of)
     return [*hints(waited, measured, was_probed=config.data.probe_seconds > 0), *([slow] if slow else [])]
 
 

@@ -22,7 +22,7 @@ from bigbatch.trainer.build_compute import set_up_compute_
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.errors import CompileError
+from bigbatch.trainer.errors import ComputeError
 from bigbatch.trainer.models import MODELS, build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
@@ -269,7 +269,7 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_compile_that_fails_ends_the_run_in_one_line() -> None:
-    with pytest.raises(CompileError) as caught:
+    with pytest.raises(ComputeError) as caught:
         make_parts(quickstart("compile=default"))
     text = str(caught.value)
     assert text.startswith("compute.compile=default: backend='broken' raised: RuntimeError: no compiler was found; set")

@@ -81,6 +81,7 @@ BASE = {
     "batch.virtual_ranks": None,
     "compute.compile": None,
     "compute.compile_fallback": False,
+    "compute.cuda_graph": False,
     "compute.channels_last": True,
     "compute.cudnn_benchmark": True,
     "compute.recomputed_blocks": 0,

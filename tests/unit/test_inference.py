@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch.cli import main
 from bigbatch.trainer.data.generated import write_dataset
-from bigbatch.trainer.errors import CompileError
+from bigbatch.trainer.errors import ComputeError
 from bigbatch.trainer.inference import compile_, fold_norms, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
 
@@ -150,10 +150,10 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_compile_that_fails_is_one_line() -> None:
-    with pytest.raises(CompileError, match=r"does not compile: .+; mend that, or leave out --compile") as caught:
+    with pytest.raises(ComputeError, match=r"does not compile: .+; mend that, or leave out --compile") as caught:
         compile_(Breaking().eval(), torch.zeros(1))
     assert "\n" not in str(caught.value)
-    with pytest.raises(CompileError, match=r"No working C\+\+ compiler found.*nowhere-g\+\+.*or leave out --compile"):
+    with pytest.raises(ComputeError, match=r"No working C\+\+ compiler found.*nowhere-g\+\+.*or leave out --compile"):
         compile_(nn.Tanh().eval(), torch.zeros(2, 3))
 
 

@@ -350,6 +350,7 @@ def write_sweep(folder: Path, text: str) -> None:
         ("run/summary.json", "{", "summary.json is not readable"),
         ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
         ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
+        ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "replayed as CUDA graphs; set"),
         ("run/metrics.jsonl", json.dumps(train(1, 0.0, wire=0, wait=0, stragglers=0)) * 1 + "\n", "fewer than 2"),
         ("point.json", "{}", "its files are damaged: KeyError 'values'"),
         ("point.json", "[]", "its files are damaged"),

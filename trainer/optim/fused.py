@@ -69,7 +69,7 @@ def write_(
     updates: list[Tensor],
     momenta: list[Tensor],
     *,
-    lr: float,
+    lr: float | Tensor,
     overflow: Tensor | None,
     momentum: float = 0.0,
     nesterov: bool = False,

@@ -1,0 +1,164 @@
+"""Steps that are captured as CUDA graphs, on a GPU; their bits are compared on a CPU in tests/unit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.environ import ProcessEnv
+from bigbatch.trainer import build
+from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.data.loader import Batch, Request
+from bigbatch.trainer.errors import ComputeError, DataError
+from bigbatch.trainer.graph_step import WARM_UP_STEPS
+from bigbatch.trainer.input_stream import InputStream
+from bigbatch.trainer.loop import Parts, Plan, Window, train_step
+
+pytestmark = pytest.mark.gpu
+
+ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
+OF_LARS = {"trust_coefficient": "null", "momentum_form": "null"}
+ADAPTIVE = {**OF_LARS, "momentum": "null", "nesterov": "null", "betas": "[0.9,0.999]", "eps": "1e-6"}
+FP16 = {"precision": "fp16", "loss_scale": "16384", "loss_scale_growth_steps": "2"}
+CASES: dict[str, dict[str, str]] = {
+    "lars fp32": {},
+    "lars outside bf16": {"momentum_form": "lr_outside", "precision": "bf16"},
+    "lars sharded fp16": {"sharded": "true", **FP16},
+    "sgd fp16": {**OF_LARS, "name": "sgd", "eps": "null", "bias_lr_factor": "4.0", "clip_norm": "1.0", **FP16},
+    "lamb bf16": {**ADAPTIVE, "name": "lamb", "precision": "bf16"},
+    "adamw fp32": {**ADAPTIVE, "name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
+}
+LARGEST_DIFFERENCE = 0.02
+"""Of the way that the weights went: kernels that add in any order make some. A stale rate makes a third and more."""
+
+
+def make_run(tmp_path: Path, settings: dict[str, str], *, is_captured: bool, nccl: bool) -> tuple[Plan, Parts]:
+    config = load_config(
+        [
+            *("--config", "quickstart", f"--run.directory={tmp_path}", "--comm.algorithm=native", "--run.epochs=12"),
+            *("--batch.global_batch_size=32", "--batch.microbatch_size=32", "--batch.bn_span=16"),
+            *("--schedule.base_lr=0.5", "--schedule.warmup_epochs=8", "--compute.cudnn_benchmark=false"),
+            f"--compute.cuda_graph={str(is_captured).lower()}",
+            *(f"--optimizer.{key}={value}" for key, value in settings.items()),
+        ]
+    )
+    communicator, tuned = build.join_job(config, ALONE)
+    if nccl:
+        communicator = over_nccl(communicator)
+    plan = build.make_plan(config, communicator, num_samples=32, first_step=0)
+    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+    parts.model.train()
+    return plan, parts
+
+
+def over_nccl(alone: Communicator) -> Communicator:
+    """A real NCCL group of one rank."""
+    backend = TorchDistributedBackend(ALONE, alone.control, library="nccl", device=alone.device)
+    return replace(alone, backend=backend, memory=None).with_algorithm("native")
+
+
+def batches(sizes: tuple[int, ...], *, error: str = "") -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    for size in sizes:
+        images = torch.randint(0, 256, (32, 3, size, size), dtype=torch.uint8, generator=generator)
+        labels, valid = torch.randint(0, 10, (32,), generator=generator), torch.ones(32, dtype=torch.bool)
+        images = images.contiguous(memory_format=torch.channels_last).cuda()  # no wait for the copy within a step
+        yield Batch(images, labels, valid, Request(0, np.arange(32), np.ones(32, bool)))
+    if error:
+        raise DataError(error)
+
+
+def weights_of(parts: Parts) -> Tensor:
+    return torch.cat([master.detach().flatten().double() for master in parts.precision.masters.values()])
+
+
+def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
+    """Where the weights went in as many steps; replays wait for nothing."""
+    before, window = weights_of(parts), Window(parts.communicator.device)
+    stream, seen = InputStream(iter([*batches(sizes)])), dict.fromkeys(sizes, 0)
+    for step, size in enumerate(sizes):
+        is_replay = not parts.execution.tells_waits and seen[size] > WARM_UP_STEPS  # the first one is captured before
+        seen[size] += 1
+        torch.cuda.set_sync_debug_mode("error" if is_replay else "default")
+        try:
+            train_step(step, plan, parts, stream, window)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert window.sums_3[2] == 32 * len(sizes)
+    assert window.finite_steps == len(sizes)
+    return weights_of(parts) - before
+
+
+def require_same_way(
+    tmp_path: Path,
+    settings: dict[str, str],
+    *,
+    sizes: tuple[int, ...] = (32,) * 8,
+    change: Callable[[Parts], object] = lambda parts: None,
+    nccl: bool = False,
+) -> None:
+    ways = []
+    for is_captured in (False, True):
+        plan, parts = make_run(tmp_path, settings, is_captured=is_captured, nccl=nccl)
+        change(parts)
+        ways.append(way_of(plan, parts, sizes=sizes))
+        if nccl:
+            parts.communicator.backend.close()
+    at_once, replayed = ways
+    assert at_once.norm() > 0
+    assert (replayed - at_once).norm() < LARGEST_DIFFERENCE * at_once.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_go_the_same_way_without_host_syncs(name: str, tmp_path: Path) -> None:
+    require_same_way(tmp_path, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["lars fp32", "lars sharded fp16"])
+def test_sums_of_nccl_are_captured(name: str, tmp_path: Path) -> None:
+    require_same_way(tmp_path, CASES[name], nccl=True)
+
+
+def test_two_sizes_of_pictures_have_two_graphs(tmp_path: Path) -> None:
+    require_same_way(tmp_path, CASES["lars sharded fp16"], sizes=(*(32,) * 5, *(48,) * 5, 32, 48))
+
+
+def test_dropout_draws_what_it_draws_at_once(tmp_path: Path) -> None:
+    def drop_pictures(parts: Parts) -> None:
+        parts.model.register_forward_pre_hook(lambda model, args: (F.dropout(args[0], 0.5),))
+
+    require_same_way(tmp_path, {}, change=drop_pictures)
+
+
+def test_a_failed_input_changes_nothing_in_a_replay(tmp_path: Path) -> None:
+    plan, parts = make_run(tmp_path, {}, is_captured=True, nccl=False)
+    num_good = WARM_UP_STEPS + 2
+    pictures = batches((32,) * num_good, error="the disk is gone")
+    stream, window = InputStream(pictures), Window(parts.communicator.device)
+    for step in range(num_good):
+        train_step(step, plan, parts, stream, window)
+    before, statistics_before_N = weights_of(parts), parts.statistics_N[:-1].clone()
+    train_step(num_good, plan, parts, stream, window)
+    assert stream.failure is not None
+    assert torch.equal(weights_of(parts), before)
+    assert torch.equal(parts.statistics_N[:-1], statistics_before_N)
+
+
+def test_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) -> None:
+    def read(model: nn.Module, args: object, logits_BK: Tensor) -> None:
+        logits_BK.sum().item()
+
+    plan, parts = make_run(tmp_path, {}, is_captured=True, nccl=False)
+    parts.model.register_forward_hook(read)
+    stream, window = InputStream(batches((32,) * 8)), Window(parts.communicator.device)
+    for step in range(WARM_UP_STEPS):
+        train_step(step, plan, parts, stream, window)
+    with pytest.raises(ComputeError, match=r"a step of 32 x 3 x 32 x 32 pictures.*item.*: set compute\.cuda_graph=f"):
+        train_step(WARM_UP_STEPS, plan, parts, stream, window)
