@@ -40,6 +40,10 @@ COMMANDS = {
     "sweep": ("bigbatch.launch.sweep.command", "train every combination of ranks, batches and settings for some steps"),
     "report": ("bigbatch.launch.report.command", "scaling efficiency and its causes; time and cost until an accuracy"),
     "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
+    "doctor": (
+        "bigbatch.trainer.doctor.command",
+        "what limits a run on this machine, and what each known speedup is worth here",
+    ),
     "data": ("bigbatch.trainer.data.command", "prepare, check and pack data sets; generate the embedded one"),
 }
 

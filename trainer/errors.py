@@ -41,3 +41,7 @@ class TrainingDiverged(UserError, RuntimeError):
 
 class TuneError(UserError, RuntimeError):
     """A search or a range test cannot start or go on; the message names its folder, or what happened."""
+
+
+class DoctorError(UserError, RuntimeError):
+    """A config could not be measured; the message says why."""

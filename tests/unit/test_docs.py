@@ -21,6 +21,7 @@ from bigbatch.trainer.config_batch import accumulation_steps
 from bigbatch.trainer.config_file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.data.command import _parser as data_parser
 from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.doctor.command import _parser as doctor_parser
 from bigbatch.trainer.evaluate import _parser as evaluate_parser
 from bigbatch.trainer.export import _parser as export_parser
 from bigbatch.trainer.models import build_model
@@ -290,6 +291,10 @@ def test_bigbatch_commands(
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
     elif words[:2] == ["tune", "search"]:  # tests/unit/test_tune_search_command.py runs it
         make_experiment(parse_search(words[2:]))
+    elif words[0] == "doctor":  # tests/unit/test_doctor_probe.py runs it
+        arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
+        config = load_config(["--config", arguments.config, *overrides])
+        assert accumulation_steps(config.batch, world_size=arguments.ranks) >= 1
     elif words[0] == "ablate":  # tests/unit/test_ablate.py and tests/parallel/test_real_ablation.py run it
         monkeypatch.chdir(tmp_path)
         assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0

@@ -35,12 +35,12 @@ def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     # random numbers, since a GPU draws little power, and heats up little, on constant ones
     a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
-    multiply = _median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
+    multiply = median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
     clock = _clock_under_load(lambda: torch.mm(a_NN, b_NN, out=out_NN), device)
     num_bytes = COPY_BYTES[device.type]
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
-    copy = _median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
+    copy = median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
     return Rates(2 * side**3 / multiply / 1e9, num_bytes / copy / 1e9, clock)
 
 
@@ -54,7 +54,7 @@ def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock
     return clock
 
 
-def _median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
+def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
     """Of one repeat, after one to warm up. A median, so that neither a hiccup nor a lucky moment counts."""
     work()
     _wait_for(device)

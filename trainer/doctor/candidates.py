@@ -1,0 +1,78 @@
+"""What may be faster: a change of a config that leaves its update as it is, but for rounding."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.errors import ConfigError
+
+MOST_MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks run on."""
+
+    device: str
+    device_type: str
+    capability: tuple[int, int] | None
+    """Of a CUDA device."""
+    num_cores: int
+    """That each rank may use."""
+    world_size: int
+
+    @property
+    def is_gpu(self) -> bool:
+        """A CUDA device."""
+        return self.device_type == "cuda"
+
+
+def part_of_step(config: Config, *, world_size: int) -> Config:
+    """The same microbatches, but no more than MOST_MICROBATCHES of each rank in a step. Raises: ConfigError.
+
+    One rank alone would have 256 of them in a step that many ranks share otherwise.
+    """
+    steps = accumulation_steps(config.batch, world_size=world_size)
+    kept = largest_divisor(steps, MOST_MICROBATCHES)
+    if kept == steps:
+        return config
+    size = config.batch.global_batch_size // steps * kept
+    return dataclasses.replace(
+        config, batch=dataclasses.replace(config.batch, global_batch_size=size, virtual_ranks=None)
+    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that may be faster, and leave the update as it is but for rounding."""
+
+    name: str
+    values: Mapping[str, Any] = field(hash=False)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A speedup that cannot be tried here."""
+
+    name: str
+    why: str
+
+
+def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
+    """The config with these values by dotted key; or why it would not be legal."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    try:
+        changed = dataclasses.replace(
+            config, **{name: dataclasses.replace(getattr(config, name), **each) for name, each in sections.items()}
+        )
+        accumulation_steps(changed.batch, world_size=world_size)
+    except ConfigError as error:
+        return str(error)
+    return changed

@@ -1,0 +1,71 @@
+"""The doctor's hold on a probe: start it, ask it, end it."""
+
+import sys
+import time
+from collections.abc import Mapping
+from os import getpid
+from pathlib import Path
+from typing import Any
+
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_file import dump_config
+from bigbatch.trainer.doctor.exchange import LOOK_SECONDS, Exchange
+from bigbatch.trainer.errors import DoctorError
+from bigbatch.trainer.tune.running import RunningTrial
+
+END_SECONDS = 10.0
+"""To leave on its own: ranks say farewell to each other."""
+
+
+class Child:
+    """A probe of one config, from its start to close(); idle while another one measures."""
+
+    def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
+        """Raises: DoctorError where it fails, or takes longer than start_seconds to its first answer."""
+        folder.mkdir()
+        self._exchange = Exchange(folder)
+        self._exchange.config.write_text(dump_config(config))
+        self._num_answers = 0
+        with (folder / "held").open("w") as held:
+            self._process = RunningTrial(probe_argv(folder, num_ranks=num_ranks), folder, inherits=held)
+        try:
+            self.facts: Mapping[str, Any] = self._answer(limit_seconds=start_seconds)
+        except BaseException:
+            self._process.end()
+            raise
+
+    def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
+        """Order and wait. Raises: DoctorError where it fails or takes longer than limit_seconds."""
+        self._exchange.order(what, **details)
+        return self._answer(limit_seconds=limit_seconds)
+
+    def close(self) -> None:
+        """Let it leave; end it where it does not."""
+        self._exchange.order("end")
+        deadline = time.monotonic() + END_SECONDS
+        while self._process.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        if self._process.exit_code() is None:
+            self._process.end()
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process.exit_code() is None:
+            self._process.end()
+
+    def _answer(self, *, limit_seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_seconds
+        while (found := self._exchange.find_answer(self._num_answers)) is None:
+            if self._process.exit_code() is not None:
+                raise DoctorError(self._process.reason())
+            if time.monotonic() > deadline:
+                raise DoctorError(f"took longer than {limit_seconds:.0f} s, and was ended")
+            time.sleep(LOOK_SECONDS)
+        self._num_answers += 1
+        return found
+
+
+def probe_argv(folder: Path, *, num_ranks: int) -> list[str]:
+    """One process, or as many as `bigbatch launch local` starts on this host."""
+    launch = ["launch", "local", "--ranks", str(num_ranks), "--"] if num_ranks > 1 else []
+    return [sys.executable, "-m", "bigbatch", *launch, "doctor", "probe", str(folder), str(getpid())]

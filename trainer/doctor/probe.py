@@ -1,0 +1,240 @@
+"""A process, or a job of several, that measures one config: the same parts and the same step as in training."""
+
+import dataclasses
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.conditions import device_name
+from bigbatch.comm.environ import read_process_env
+from bigbatch.comm.tuned import Tuned
+from bigbatch.errors import UserError
+from bigbatch.trainer import build, build_input
+from bigbatch.trainer.build_whitening import fit_whitening_
+from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.data.loader import Batch
+from bigbatch.trainer.doctor.exchange import Exchange, is_running
+from bigbatch.trainer.doctor.profile import profile_step
+from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
+from bigbatch.trainer.errors import DataError, DoctorError
+from bigbatch.trainer.host import cores_per_rank
+from bigbatch.trainer.input_report import describe_input, input_record
+from bigbatch.trainer.input_stream import InputStream
+from bigbatch.trainer.loop import Parts, Plan, Window, train_step
+from bigbatch.trainer.measure_input import measure_input
+from bigbatch.trainer.stage_data import stage_data
+
+ENDLESS = 2**40
+"""Steps that no measurement comes to."""
+WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
+"""Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """What `bigbatch doctor` starts: FOLDER and its own process id. Collective over the ranks of a job.
+
+    Raises: as `bigbatch train`; DoctorError with torch's first words where something does not fit or not compile.
+    """
+    folder, doctor = argv
+    exchange = Exchange(Path(folder))
+    config = load_config(["--config", str(exchange.config)], prog="bigbatch doctor")
+    env = read_process_env()
+    build.bind_rank(config, env)
+    communicator, tuned = build.join_job(config, env)
+    try:
+        _serve(_Probe(config, communicator, tuned), exchange, doctor=int(doctor))
+    except RuntimeError as error:  # out of memory, a compile that fails, a kernel that there is not
+        if isinstance(error, UserError):
+            raise
+        raise DoctorError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    communicator.close()
+    return 0
+
+
+def _serve(probe: "_Probe", exchange: Exchange, *, doctor: int) -> None:
+    is_first = probe.communicator.rank == 0
+    wishes: dict[str, Callable[..., dict[str, Any]]] = {
+        "steps": probe.steps,
+        "input": probe.input,
+        "profile": probe.profile,
+        "roofline": probe.roofline,
+    }
+    if is_first:
+        exchange.answer(probe.facts)
+    for order in exchange.orders(goes_on=lambda: not probe.parts.stop.is_set and is_running(doctor)):
+        what = order.pop("what")
+        if what == "end":
+            break
+        found = wishes[what](**order)
+        if is_first:
+            exchange.answer(found)
+    probe.close()
+
+
+class _Probe:
+    """The parts of a run, and its batches: pictures, or tensors that are generated once."""
+
+    def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
+        self.config, self.communicator = config, communicator
+        local, _ = stage_data(config, communicator)
+        self.split, self._eval_split = build_input.make_splits(local, communicator)
+        plan = build.make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
+        parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+        fit_whitening_(parts.model, self.split, config=config, communicator=communicator)
+        # weights that do not move: a loss that explodes would change what there is to compute
+        self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
+        self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
+        self._generated_split, _ = build_input.make_splits(with_generated(config), communicator)
+        self._streams = {"pictures": self._open(), "tensors": InputStream(self._generated())}
+        self._num_cores = cores_per_rank(communicator)
+        self._window = Window(communicator.device)
+        self._numbers = count()
+        self._step_seconds: dict[str, float] = {}
+        self.parts.model.train()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the machine."""
+        device = self.communicator.device
+        is_gpu = device.type == "cuda"
+        return {
+            "device": device_name(device),
+            "device_type": device.type,
+            "torch": torch.__version__,
+            "capability": list(torch.cuda.get_device_capability(device)) if is_gpu else None,
+            "num_cores": self._num_cores,
+            "world_size": self.communicator.world_size,
+        }
+
+    def steps(self, *, batches: str, seconds: float) -> dict[str, Any]:
+        """Whole updates for about so long, timed together, after some that are not. Collective."""
+        stream, reducer = self._streams[batches], self.parts.reducer
+        self._warm_up(batches)
+        number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
+        stream.take_wait_seconds()
+        reducer.exposed.take_seconds()
+        taken = self._timed(stream, number)
+        mine = {
+            "seconds": taken / number,
+            "wait_seconds": stream.take_wait_seconds() / number,
+            "exposed_seconds": reducer.exposed.take_seconds() / number,
+            "peak_bytes": peak_bytes(self.communicator.device),
+            "failure": stream.failure.reason if stream.failure else None,
+        }
+        ranks = [json.loads(text) for text in self.communicator.gather_text(json.dumps(mine))]
+        if failures := [each["failure"] for each in ranks if each["failure"]]:
+            raise DataError(failures[0])
+        self._step_seconds[batches] = max(each["seconds"] for each in ranks)
+        return {
+            "steps": number,
+            "images": self.plan.global_batch_size,
+            "seconds": self._step_seconds[batches],
+            "wait_seconds": max(each["wait_seconds"] for each in ranks),
+            "exposed_seconds": sum(each["exposed_seconds"] for each in ranks) / len(ranks),
+            "peak_bytes": max(each["peak_bytes"] for each in ranks),
+        }
+
+    def input(self, *, seconds: float) -> dict[str, Any]:
+        """What the loader delivers with no model beside it; {} where a bad picture is in its way. Collective."""
+        self._streams["pictures"] = InputStream(iter(()))  # a loader has one iterator at a time
+        config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, probe_seconds=seconds))
+        measured = measure_input(config, self.communicator, self.split, plan=self.plan, prepare=self.parts.prepare)
+        self._streams["pictures"] = self._open()
+        if measured is None:
+            return {}
+        return {
+            "line": describe_input(measured.ranks),
+            "ranks": measured.ranks,
+            "settings": dataclasses.asdict(measured.settings),
+            **input_record(measured.rates, step=0),
+        }
+
+    def profile(self, *, batches: str, seconds: float) -> dict[str, Any]:
+        """Where the step's time goes, on the first rank. Collective."""
+        self._warm_up(batches)
+        number = self._agreed(max(2, round(seconds / self._step_seconds[batches])))
+        return profile_step(partial(self._timed, self._streams[batches]), self.communicator, num_steps=number)
+
+    def roofline(self, *, seconds: float) -> dict[str, Any]:
+        """Operations of a picture, and what the device of this rank does at its best. Collective."""
+        prepared = self.parts.prepare(next(self._generated()))
+        return {
+            "flops_per_image": flops_per_image(self.parts, prepared),
+            "peak_flops": peak_flops(
+                self.communicator.device, precision=self.config.optimizer.precision, seconds=seconds
+            ),
+        }
+
+    def close(self) -> None:
+        """End the loaders."""
+        self.split.loader.close()
+        self._eval_split.loader.close()
+
+    def _open(self) -> InputStream:
+        return InputStream(build_input.train_batches(self.config, self.communicator, self.split, plan=self.plan))
+
+    def _generated(self) -> Iterator[Batch]:
+        split = self._generated_split
+        return build_input.train_batches(self.config, self.communicator, split, plan=self.plan)
+
+    def _warm_up(self, batches: str) -> None:
+        """A first time until the steps are what they stay; later on only until what was fetched ahead is used up."""
+        stream = self._streams[batches]
+        ahead = -(-self.config.data.prefetch_batches // self.plan.accumulation_steps)
+        if batches in self._step_seconds:
+            self._timed(stream, ahead)
+            return
+        self._timed(stream, LEAST_WARM)
+        more = self._agreed(min(MOST_WARM, round(WARM_SECONDS / self._timed(stream, 1))))
+        self._step_seconds[batches] = self._timed(stream, max(1, more)) / max(1, more)
+
+    def _agreed(self, number: int) -> int:
+        """As the first rank has it."""
+        return int(self.communicator.gather_text(str(number))[0])
+
+    def _timed(self, stream: InputStream, num_steps: int) -> float:
+        """Seconds that so many steps take, to the end of the device's work."""
+        device = self.communicator.device
+        _wait_for(device)
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            if self.parts.stop.is_set:
+                raise KeyboardInterrupt
+            train_step(next(self._numbers), self.plan, self.parts, stream, self._window)
+        _wait_for(device)
+        return time.perf_counter() - start
+
+
+def with_generated(config: Config) -> Config:
+    """The same with tensors that are made once instead of pictures that are read."""
+    data = dataclasses.replace(
+        config.data,
+        loader="synthetic",
+        num_synthetic_samples=config.batch.global_batch_size,
+        crop="resized",
+        crop_area_min=1.0,
+        max_skipped=None,
+        stage=None,
+    )
+    return dataclasses.replace(config, data=data)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory that tensors took on a GPU, or this process on a CPU, since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,127 @@
+"""The configs that the doctor measures, each in processes of its own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from bigbatch.trainer.doctor.recommend import Turn
+from bigbatch.trainer.errors import DoctorError
+
+T = TypeVar("T")
+
+NO_ROOM = ("OutOfMemoryError", "busy or unavailable")
+"""Words of an error that a GPU gives to one process because of another."""
+
+
+class Measuring(Protocol):
+    """A running probe, as child.Child is one."""
+
+    facts: Mapping[str, Any]
+
+    def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
+        """Raises: DoctorError."""
+        ...
+
+    def close(self) -> None:
+        """Let it leave."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
+class Probes:
+    """Opens configs. All stay in memory between their turns, until one fails beside others that fits alone.
+
+    From then on each that has its turn is started anew and alone.
+    """
+
+    def __init__(self, start: Callable[[Mapping[str, Any]], Measuring], *, limit_seconds: float) -> None:
+        """start: values by dotted key -> a probe. Raises: DoctorError."""
+        self._start = start
+        self._limit_seconds = limit_seconds
+        self._running: dict[Probe, Measuring] = {}
+        self.is_alone = False
+
+    def open(self, values: Mapping[str, Any], *, batches: str, seconds: float) -> "Probe":
+        """Start measuring a config. Raises: DoctorError."""
+        probe = Probe(self, values, batches=batches, seconds=seconds)
+        self.facts(probe)
+        return probe
+
+    def facts(self, probe: "Probe") -> Mapping[str, Any]:
+        """Of the machine, as a probe finds it. Raises: DoctorError."""
+        return self._with_room(probe, lambda process: process.facts)
+
+    def ask(self, probe: "Probe", what: str, **details: Any) -> dict[str, Any]:
+        """Raises: DoctorError; what failed is ended."""
+        return self._with_room(probe, lambda process: process.ask(what, limit_seconds=self._limit_seconds, **details))
+
+    def _with_room(self, probe: "Probe", act: Callable[[Measuring], T]) -> T:
+        try:
+            return self._act(probe, act)
+        except DoctorError as error:
+            if self.is_alone or not self._running or not any(words in str(error) for words in NO_ROOM):
+                raise
+        self.is_alone = True
+        try:
+            return self._act(probe, act)
+        except DoctorError:
+            self.is_alone = False  # room for the others does not help this one
+            raise
+
+    def _act(self, probe: "Probe", act: Callable[[Measuring], T]) -> T:
+        if probe not in self._running:
+            if self.is_alone:
+                self._close_others()
+            self._running[probe] = self._start(probe.values)
+        try:
+            return act(self._running[probe])
+        except DoctorError:
+            self.kill(probe)
+            raise
+
+    def _close_others(self) -> None:
+        for other in list(self._running):
+            self.close(other)
+
+    def close(self, probe: "Probe") -> None:
+        """It is asked no more."""
+        if probe in self._running:
+            self._running.pop(probe).close()
+
+    def kill(self, probe: "Probe") -> None:
+        """End its processes at once."""
+        if probe in self._running:
+            self._running.pop(probe).kill()
+
+    def kill_all(self) -> None:
+        """Whatever still runs."""
+        for probe in list(self._running):
+            self.kill(probe)
+
+
+class Probe:
+    """One config: a contestant."""
+
+    def __init__(self, probes: Probes, values: Mapping[str, Any], *, batches: str, seconds: float) -> None:
+        self.values = dict(values)
+        self._probes, self._batches, self._seconds = probes, batches, seconds
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Of the machine. Raises: DoctorError."""
+        return self._probes.facts(self)
+
+    def ask(self, what: str, **details: Any) -> dict[str, Any]:
+        """Raises: DoctorError."""
+        return self._probes.ask(self, what, seconds=self._seconds, **details)
+
+    def run(self) -> Turn:
+        """Some steps. Raises: DoctorError."""
+        found = self.ask("steps", batches=self._batches)
+        return Turn(found["images"] / found["seconds"], found["peak_bytes"])
+
+    def close(self) -> None:
+        """No more turns."""
+        self._probes.close(self)

@@ -1,0 +1,80 @@
+"""Where the time of a step goes: its phases, its operators, and what makes the host wait."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.timeline import Timeline
+from bigbatch.trainer.doctor.syncs import FindSyncs
+
+SPANS = {
+    # as the training loop names them: as they are shown
+    "input wait": "wait for pictures",
+    "forward": "forward",
+    "backward": "backward",
+    "wait for the sums": "wait for the sums of gradients",
+    "update": "update",
+}
+PREPARE, REST = "copy, augment, normalize", "loss, counting, the rest"
+NUM_OPERATORS = 6
+
+
+def profile_step(timed: Callable[[int], float], communicator: Communicator, *, num_steps: int) -> dict[str, Any]:
+    """What this rank does in a step. timed: runs so many and gives their seconds. Collective."""
+    timeline = communicator.timeline
+    timeline.is_active = True
+    seconds = timed(num_steps) / num_steps
+    timeline.is_active = False
+    phases = _phases(timeline, num_steps=num_steps)
+    phases[REST] = max(0.0, seconds - sum(phases.values()))
+    is_gpu = communicator.device.type == "cuda"
+    with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
+        timed(1)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    with profile(activities=activities) as profiled:
+        profiled_seconds = timed(num_steps)
+    operators = [
+        (each.key, 1e-6 * (each.self_device_time_total if is_gpu else each.self_cpu_time_total) / num_steps)
+        for each in profiled.key_averages()
+        if each.device_type.name == "CPU"  # kernels count for the operators that launched them
+    ]
+    kernels = (each.time_range for each in profiled.events() or () if each.device_type.name == "CUDA")
+    busy_us = covered((each.start, each.end) for each in kernels)
+    return {
+        "seconds": seconds,
+        "phases": phases,
+        "operators": sorted(operators, key=lambda each: -each[1])[:NUM_OPERATORS],
+        "busy_share": 1e-6 * busy_us / profiled_seconds if is_gpu else None,
+        "syncs": dict(syncs.found),
+    }
+
+
+def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:
+    """Seconds per step by the name that is shown; between a batch and its forward it is prepared."""
+    taken = defaultdict[str, float](float)
+    events = [json.loads(line) for line in timeline.take(rank=0, host="").splitlines()]
+    steps = sorted(
+        (each for each in events if each["name"] in SPANS and each["ph"] == "X"), key=lambda each: each["ts"]
+    )
+    arrived_us = None
+    for event in steps:
+        taken[SPANS[event["name"]]] += 1e-6 * event["dur"] / num_steps
+        if event["name"] == "forward" and arrived_us is not None:
+            taken[PREPARE] += 1e-6 * (event["ts"] - arrived_us) / num_steps
+        arrived_us = event["ts"] + event["dur"] if event["name"] == "input wait" else None
+    order = ("wait for pictures", PREPARE, *SPANS.values())
+    return {name: taken[name] for name in dict.fromkeys(order) if name in taken}
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of what the intervals cover together, overlaps once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

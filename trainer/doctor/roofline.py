@@ -1,0 +1,49 @@
+"""How much arithmetic a picture takes, and how much the device does at its best: measured, not looked up."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from bigbatch.trainer.data.prepare_batch import Prepared
+from bigbatch.trainer.loop import Parts
+from bigbatch.trainer.precision import COMPUTE_DTYPES
+from bigbatch.trainer.preflight.rates import CPU_SIDE, GPU_SIDE, median_seconds
+
+CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
+"""A convolution of 3 x 3 with plenty to do for each byte."""
+
+
+def flops_per_image(parts: Parts, prepared: Prepared) -> float:
+    """Floating-point operations of a forward and a backward of one picture: matrices and convolutions alone.
+
+    Collective where ranks share ghost batches. What torch.compile or a graph would run is run as it is written.
+    """
+    parts.reducer.is_active = False
+    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+        logits_BK = parts.model(prepared.images_BCHW).float()
+        cross_entropy(logits_BK, prepared.targets, reduction="sum").backward()
+    parts.reducer.zero_grad()
+    return counter.get_total_flops() / len(prepared.labels_B)
+
+
+def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float:
+    """Operations per second of the faster of a large matrix product and a large convolution, in that precision.
+
+    On the threads, and with the TF32 settings, of this process.
+    """
+    dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
+    side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
+    a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
+    product = median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
+    images_BCHW = _channels_last(CONV_BATCH[device.type], CONV_SIDE, dtype=dtype, device=device)
+    weight_KCHW = _channels_last(CONV_CHANNELS, 3, dtype=dtype, device=device)
+    with torch.no_grad():
+        convolution = median_seconds(lambda: conv2d(images_BCHW, weight_KCHW, padding=1), device, seconds=seconds / 2)
+    conv_flops = 2 * images_BCHW.numel() * CONV_CHANNELS * 9
+    return max(2 * side**3 / product, conv_flops / convolution)
+
+
+def _channels_last(count: int, side: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    images_BCHW = torch.randn(count, CONV_CHANNELS, side, side, dtype=dtype, device=device)
+    return images_BCHW.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,203 @@
+"""The known speedups: what each would change in a config, and where it cannot be measured."""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import get_args, get_type_hints
+
+from bigbatch.trainer.config import NO_READER, RESNETS, Config, all_keys, lookup
+from bigbatch.trainer.config_precision import CAPABILITY
+from bigbatch.trainer.config_sections import OptimizerConfig
+from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
+
+Tried = Iterator[Candidate | Unmeasured]
+
+ROUNDS = "changes rounding: verify accuracy"
+RESIZES = "resizes by other code: verify accuracy"
+FASTER = {
+    # precision: those that may be faster on a GPU
+    "fp32": ("tf32", "bf16_autocast", "bf16"),
+    "tf32": ("bf16_autocast", "bf16"),
+    "bf16_autocast": ("bf16",),
+    "fp16_autocast": ("fp16",),
+}
+FASTER_WITHOUT_BF16 = ("fp16_autocast", "fp16")
+"""Than fp32."""
+HALF = ("bf16", "fp16")
+"""Precisions of gradients that need no smaller one between ranks."""
+LOSS_SCALE = {"optimizer.loss_scale": 1024.0, "optimizer.loss_scale_growth_steps": 2000}
+RECOMPUTED_BLOCKS = 4
+BUCKET_FACTOR = 4
+
+
+def find_candidates(
+    config: Config, machine: Machine, *, whole: Config, limit: str, only: Sequence[str] = ()
+) -> tuple[list[Candidate], list[Unmeasured]]:
+    """Those that are legal, what helps against the limit first; and the others, with the reason.
+
+    whole: the config with its own global batch, of which config may have a part. only: names; none for all.
+    """
+    candidates: list[Candidate] = []
+    unmeasured: list[Unmeasured] = []
+    first = {"input": INPUT, "network": NETWORK}.get(limit, COMPUTE)
+    for name in sorted(only or SPEEDUPS, key=lambda name: name not in first):
+        for found in SPEEDUPS[name](config, machine):
+            if isinstance(found, Unmeasured):
+                unmeasured.append(found)
+                continue
+            changed = [change(each, found.values, world_size=machine.world_size) for each in (config, whole)]
+            if illegal := [each for each in changed if isinstance(each, str)]:
+                unmeasured.append(Unmeasured(name, illegal[0]))
+            else:
+                candidates.append(found)
+    return candidates, unmeasured
+
+
+def _workers(config: Config, machine: Machine) -> Tried:
+    threads, cores = config.data.num_threads, machine.num_cores
+    if config.data.loader in NO_READER:
+        yield Unmeasured("workers", f"data.loader={config.data.loader} reads no pictures while training")
+        return
+    more = sorted({number for number in (2 * threads, cores) if threads < number <= cores})
+    for number in more:
+        yield Candidate("workers", {"data.num_threads": number})
+    if not more:
+        yield Unmeasured("workers", f"data.num_threads={threads}, and a rank may use {cores} core(s)")
+
+
+def _prefetch(config: Config, machine: Machine) -> Tried:
+    if config.data.loader not in NO_READER:
+        yield Candidate("prefetch", {"data.prefetch_batches": 2 * config.data.prefetch_batches})
+
+
+def _loader(config: Config, machine: Machine) -> Tried:
+    if config.data.loader != "torchvision":
+        return
+    if not machine.is_gpu:
+        yield Unmeasured("loader", "data.loader=dali decodes on a GPU, and there is none")
+    elif find_spec("nvidia.dali") is None:
+        yield Unmeasured("loader", "data.loader=dali is not installed: pip install 'bigbatch[dali]'")
+    else:
+        yield Candidate("loader", {"data.loader": "dali"}, RESIZES)
+
+
+def _binding(config: Config, machine: Machine) -> Tried:
+    if not config.data.bind_numa:
+        yield Candidate("binding", {"data.bind_numa": True})
+
+
+def _pinning(config: Config, machine: Machine) -> Tried:
+    yield Unmeasured("pinning", "always on for a GPU, and without one nothing is copied")
+
+
+def _precision(config: Config, machine: Machine) -> Tried:
+    precision = config.optimizer.precision
+    if machine.capability is None:
+        yield Unmeasured("precision", "half precision and TF32 need a GPU: a CPU emulates them")
+        return
+    legal = get_args(get_type_hints(OptimizerConfig)["precision"])
+    has_bf16 = machine.capability >= CAPABILITY["bf16"]
+    faster = FASTER.get(precision, ()) if has_bf16 or precision != "fp32" else FASTER_WITHOUT_BF16
+    tried = [name for name in faster if name in legal and machine.capability >= CAPABILITY.get(name, (0, 0))]
+    for name in tried:
+        scale = LOSS_SCALE if name.startswith("fp16") and config.optimizer.loss_scale is None else {}
+        yield Candidate("precision", {"optimizer.precision": name, **scale}, ROUNDS)
+    if not tried:
+        yield Unmeasured("precision", f"{machine.device} has none that is faster than {precision}")
+
+
+def _layout(config: Config, machine: Machine) -> Tried:
+    yield from _switched(config, "layout", "compute.channels_last", ROUNDS)
+
+
+def _cudnn(config: Config, machine: Machine) -> Tried:
+    if machine.is_gpu:
+        yield from _switched(config, "cudnn", "compute.cudnn_benchmark", ROUNDS)
+    else:
+        yield Unmeasured("cudnn", "its search for kernels needs a GPU")
+
+
+def _switched(config: Config, name: str, key: str, note: str) -> Tried:
+    """The other value of a switch, where this version has it."""
+    if key in all_keys():
+        yield Candidate(name, {key: not lookup(config, key)}, note)
+
+
+def _compile(config: Config, machine: Machine) -> Tried:
+    key = "compute.compile"
+    if key in all_keys():
+        names = ("default", "max-autotune") if machine.is_gpu else ("default",)
+        for name in names[names.index(str(lookup(config, key))) + 1 if lookup(config, key) in names else 0 :]:
+            yield Candidate("compile", {key: name}, ROUNDS)
+
+
+def _graph(config: Config, machine: Machine) -> Tried:
+    key = "compute.cuda_graph"
+    if not machine.is_gpu:
+        yield Unmeasured("graph", "CUDA graphs need a GPU")
+    elif key in all_keys() and not lookup(config, key):
+        yield Candidate("graph", {key: True})
+
+
+def _microbatch(config: Config, machine: Machine) -> Tried:
+    """Sizes that leave the global batch and its ghost batches as they are."""
+    size, share = config.batch.microbatch_size, config.batch.global_batch_size // machine.world_size
+    span = config.batch.bn_span
+    fitting = [each for each in range(span, share + 1, span) if share % each == 0] if span <= size else []
+    larger, smaller = [each for each in fitting if each > size][:2], [each for each in fitting if each < size][-1:]
+    for each in (*larger, *smaller):
+        yield Candidate("microbatch", {"batch.microbatch_size": each}, ROUNDS)
+    if not larger:
+        yield Unmeasured("microbatch", f"batch.microbatch_size={size} is the largest that leaves the update as it is")
+
+
+def _recompute(config: Config, machine: Machine) -> Tried:
+    """Costs time and saves memory, which a larger microbatch may turn into speed."""
+    key = "compute.recomputed_blocks"
+    if key not in all_keys() or config.model.name not in RESNETS or lookup(config, key):
+        return
+    recomputed = {key: RECOMPUTED_BLOCKS}
+    yield Candidate("recompute", recomputed)
+    size = 2 * config.batch.microbatch_size
+    if isinstance(change(config, {"batch.microbatch_size": size}, world_size=machine.world_size), Config):
+        yield Candidate("recompute", {**recomputed, "batch.microbatch_size": size}, ROUNDS)
+
+
+def _buckets(config: Config, machine: Machine) -> Tried:
+    comm = config.comm
+    if machine.world_size == 1:
+        yield Unmeasured("buckets", "one rank sums nothing: give --ranks; `bigbatch comm tune` finds the best plan")
+    elif comm.threshold_bytes is None or comm.buffer_bytes is None:
+        yield Unmeasured("buckets", "they come from comm.table: `bigbatch comm tune` finds the best plan")
+    else:
+        for factor in (BUCKET_FACTOR, 1 / BUCKET_FACTOR):
+            sizes = (max(1, round(each * factor)) for each in (comm.threshold_bytes, comm.buffer_bytes))
+            yield Candidate(
+                "buckets", dict(zip(("comm.threshold_bytes", "comm.buffer_bytes"), sizes, strict=True)), ROUNDS
+            )
+
+
+def _algorithm(config: Config, machine: Machine) -> Tried:
+    if machine.world_size == 1:
+        yield Unmeasured("algorithm", "one rank sums nothing: give --ranks")
+    elif config.comm.algorithm != "native":
+        yield Candidate("algorithm", {"comm.algorithm": "native"}, ROUNDS)
+
+
+def _wire(config: Config, machine: Machine) -> Tried:
+    if machine.world_size > 1 and config.comm.wire_dtype is None and config.optimizer.precision not in HALF:
+        yield Candidate("wire", {"comm.wire_dtype": "bfloat16"}, ROUNDS)
+
+
+INPUT = {"workers": _workers, "prefetch": _prefetch, "loader": _loader, "binding": _binding, "pinning": _pinning}
+COMPUTE = {
+    "precision": _precision,
+    "layout": _layout,
+    "cudnn": _cudnn,
+    "compile": _compile,
+    "graph": _graph,
+    "microbatch": _microbatch,
+    "recompute": _recompute,
+}
+NETWORK = {"buckets": _buckets, "algorithm": _algorithm, "wire": _wire}
+SPEEDUPS: dict[str, Callable[[Config, Machine], Tried]] = {**INPUT, **COMPUTE, **NETWORK}
+"""By the name that --only takes."""

@@ -1,0 +1,79 @@
+"""Where a step makes the host wait for the device, by the line of source that asks for it."""
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Below it a line is named by its relative path."""
+TORCH = str(Path(torch.__file__).parent)
+
+WAITING = {
+    torch.ops.aten._local_scalar_dense.default: "reads a number, as .item(), float() and if do",
+    torch.ops.aten.nonzero.default: "counts elements, as nonzero() and where() of one argument do",
+    torch.ops.aten.masked_select.default: "counts elements, as masked_select() does",
+    torch.ops.aten._unique2.default: "counts elements, as unique() does",
+    torch.ops.aten.repeat_interleave.Tensor: "adds up sizes, as repeat_interleave() does",
+}
+"""Operators whose result the host cannot go on without."""
+INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+
+
+class FindSyncs(TorchDispatchMode):
+    """Notes each operator that waits for a GPU, while it is active; backward is seen, other threads are not.
+
+    On a CPU nothing waits, and all tensors count: what is found would wait where they were on a GPU. Not seen are
+    calls of synchronize(), and what a compiled function or a captured graph does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._is_gpu = device.type == "cuda"
+        self.found: Counter[str] = Counter()
+        """Place and reason -> how often."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reason := self._reason(func, args, kwargs):
+            self.found[f"{place()}: {reason}"] += 1
+        return func(*args, **kwargs)
+
+    def _reason(self, func: Any, args: Any, kwargs: Any) -> str | None:
+        if func in WAITING:
+            return WAITING[func] if self._is_there(args[0]) else None
+        if func in INDEXED:
+            is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
+            return "counts elements, as indexing with a mask does" if is_mask and self._is_there(args[0]) else None
+        return "copies to the host, as .cpu() does" if _copies_to_host(func, args, kwargs) else None
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda or not self._is_gpu
+
+
+def _copies_to_host(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is torch.ops.aten._to_copy.default:
+        target = kwargs.get("device")
+        return args[0].is_cuda and target is not None and target.type == "cpu" and not kwargs.get("non_blocking")
+    if func is torch.ops.aten.copy_.default:
+        is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return args[1].is_cuda and args[0].device.type == "cpu" and is_blocking
+    return False
+
+
+def place() -> str:
+    """The innermost line outside of torch and of this file, such as 'trainer/loop.py:123 (train_step)'."""
+    frames = [each for each in traceback.extract_stack() if not _is_foreign(each.filename)]
+    if not frames:
+        return "torch itself"
+    last, path = frames[-1], Path(frames[-1].filename).resolve()
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    return f"{name}:{last.lineno} ({last.name})"
+
+
+def _is_foreign(filename: str) -> bool:
+    return filename == __file__ or filename.startswith((TORCH, "<"))

@@ -1,0 +1,76 @@
+"""What limits a run: pictures, other ranks, the host that launches kernels, or the device's arithmetic."""
+
+from dataclasses import dataclass
+
+LARGE_SHARE = 0.05
+"""Of a step: waiting for less than this limits nothing."""
+BUSY = 0.85
+"""Share of the time in which a GPU works; below it the host that launches kernels is too slow."""
+CONTENDED = 0.9
+"""Share of the slower one's rate that input and model reach together, below which they fight for cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of all ranks together, in pictures per second, and shares of a step."""
+
+    together: float
+    input_alone: float | None
+    """None where nothing is read, or it could not be measured."""
+    model_alone: float
+    """On tensors that are generated once; sums over ranks included."""
+    wait_share: float
+    """Of a step that waits for pictures."""
+    exposed_share: float
+    """Of a step that waits for sums over ranks."""
+    busy_share: float | None
+    """Of a step in which the GPU works; None on a CPU."""
+    flops_per_image: float
+    peak_flops: float
+    """Of all ranks, at their measured best."""
+
+    @property
+    def roofline_share(self) -> float:
+        """What the model does, alone, of what the devices do at their best."""
+        return self.model_alone * self.flops_per_image / self.peak_flops
+
+
+def find_limit(rates: Rates) -> str:
+    """input, network, launch or compute: the longest wait that is worth the name, else the work itself."""
+    waits = {"input": rates.wait_share, "network": rates.exposed_share}
+    longest = max(waits, key=lambda name: waits[name])
+    if waits[longest] >= LARGE_SHARE:
+        return longest
+    return "launch" if rates.busy_share is not None and rates.busy_share < BUSY else "compute"
+
+
+def explain(rates: Rates) -> list[str]:
+    """The verdict in words: what limits, how fast each part is alone, and how far from the roof."""
+    words = {
+        "input": f"the input: steps wait {rates.wait_share:.0%} of their time for pictures",
+        "network": f"communication: steps wait {rates.exposed_share:.0%} of their time for sums over ranks; "
+        "`bigbatch comm tune` looks closer",
+        "launch": f"the host: the GPU works {rates.busy_share or 0:.0%} of the time, and else waits for kernels "
+        "to be launched",
+        "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for pictures, "
+        f"{rates.exposed_share:.1%} for sums over ranks",
+    }
+    alone = "" if rates.input_alone is None else f"the input alone {rates.input_alone:,.0f}, "
+    lines = [
+        f"limited by {words[find_limit(rates)]}",
+        f"images/s: {alone}the model alone (on generated tensors) {rates.model_alone:,.0f}, together "
+        f"{rates.together:,.0f}",
+        f"roofline: the model alone does {rates.roofline_share:.1%} of the {_per_second(rates.peak_flops)} that were "
+        "measured here at best, in large matrices and convolutions",
+    ]
+    if rates.input_alone is not None:
+        share = rates.together / min(rates.model_alone, rates.input_alone)
+        if share < CONTENDED:
+            lines.append(
+                f"together they reach {share:.0%} of the slower one: input and model compete for the same cores"
+            )
+    return lines
+
+
+def _per_second(flops: float) -> str:
+    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.1f} GFLOP/s"
