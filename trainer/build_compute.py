@@ -1,5 +1,6 @@
 """How a model's forward and backward are computed, and whether this machine can compile them."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -42,6 +43,8 @@ def set_up_compute_(
     """
     notes = []
     if config.compute.compile is not None:
+        if communicator.rank == 0:
+            print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
         compile_regions_(model, mode=MODES[config.compute.compile])
         failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
         failure = _common_failure(failure, communicator)

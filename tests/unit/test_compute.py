@@ -278,10 +278,11 @@ def test_a_compile_that_fails_ends_the_run_in_one_line() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_a_compile_that_fails_is_left_out_only_when_asked_for() -> None:
+def test_a_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     parts = make_parts(quickstart("compile=default", "compile_fallback=true", "recomputed_blocks=2"))
     (note,) = parts.notes
     assert note == "not compiled: backend='broken' raised: RuntimeError: no compiler was found"
+    assert capsys.readouterr().err.startswith("compiling the model")
     with_own = [name for name, module in parts.model.named_modules() if "forward" in vars(module)]
     assert with_own == ["layer1.1", "layer3.1"], "those that are recomputed"
 
@@ -289,7 +290,9 @@ def test_a_compile_that_fails_is_left_out_only_when_asked_for() -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_no_rank_compiles_where_one_cannot() -> None:
     config, model = quickstart("compile=default", "compile_fallback=true"), make_parts(quickstart()).model
-    facts = SimpleNamespace(world_size=3, device=torch.device("cpu"), gather_text=lambda own: ["", "no C++", own])
+    facts = SimpleNamespace(
+        rank=2, world_size=3, device=torch.device("cpu"), gather_text=lambda own: ["", "no C++", own]
+    )
     normalize = build_input.make_normalize(config, facts)  # type: ignore[arg-type]
     notes = set_up_compute_(config, model, facts, normalize=normalize, forward=nullcontext)  # type: ignore[arg-type]
     assert notes == ["not compiled: rank 1: no C++"]
