@@ -7,6 +7,7 @@ import torch
 
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_batch import accumulation_steps
+from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.largest_batch import Found, fits_memory, free_memory, largest_fitting, sizes_within
 
@@ -19,18 +20,23 @@ FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free
 def explain(config: Config, reason: str, *, world_size: int, device: torch.device) -> str:
     """The one line, after a search on this rank alone. reason: torch's message. The run's tensors must be gone.
 
-    The other ranks wait meanwhile, so the search ends within half the time that they would wait for.
+    The other ranks wait meanwhile, so no try begins after half the time that they would wait for.
     """
     free_memory(device)
     batch = config.batch
+    # a graph cannot hold two microbatches, and to compile at each size would take longer than the search may
+    at_once = replace(config.compute, compile=None, compile_fallback=False, cuda_graph=False)
+    tried = replace(config, compute=at_once)
     found = largest_fitting(
         sizes_within(batch, most=batch.microbatch_size - 1),
-        lambda size: fits_memory(config, size, device=device, num_microbatches=2),
+        lambda size: fits_memory(tried, size, device=device, num_microbatches=2),
         is_last_near=True,
         seconds=min(SEARCH_SECONDS, config.comm.timeout_seconds / 2),
     )
     start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{_amounts(reason)}: "
-    return start + _remedy(config, found, world_size=world_size)
+    # what a CPU's run leaves is in pieces, so that more may fit from the start
+    at_least = "at least " if device.type == "cpu" else ""
+    return start + _remedy(config, found, world_size=world_size, at_least=at_least)
 
 
 def _amounts(reason: str) -> str:
@@ -41,7 +47,7 @@ def _amounts(reason: str) -> str:
     return f" ({wanted[1]} more were wanted" + (f", {free[2]} of {free[1]} were free)" if free else ")")
 
 
-def _remedy(config: Config, found: Found, *, world_size: int) -> str:
+def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> str:
     if found.size is None and not found.is_complete:
         return "there was no time to try smaller ones; halve it and batch.bn_span"
     if found.size is None:
@@ -50,7 +56,11 @@ def _remedy(config: Config, found: Found, *, world_size: int) -> str:
             "optimizer.sharded on more ranks"
         )
     words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
-    return f"{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
+    line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
+    num_blocks = RESIDUAL_BLOCKS[config.model.name]
+    if config.compute.recomputed_blocks < num_blocks:
+        line += f"; --compute.recomputed_blocks, up to {num_blocks}, takes less memory, too"
+    return line
 
 
 def propose(config: Config, fitting: int, *, world_size: int) -> str:
@@ -72,6 +82,8 @@ def propose(config: Config, fitting: int, *, world_size: int) -> str:
 
 def _option(words: str, steps: int, config: Config) -> str:
     plural = "s" if steps > 1 else ""
+    if config.compute.cuda_graph and steps > 1:  # which build_compute.require_capturable refuses
+        words += " --compute.cuda_graph false"
     return f"with {words} ({steps} accumulation step{plural}) the global batch stays {config.batch.global_batch_size}"
 
 

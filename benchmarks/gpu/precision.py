@@ -83,7 +83,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--small", action="store_true", help="other defaults, for a CPU: " + str(SMALL))
     if parser.parse_known_args(argv)[0].small:
         parser.set_defaults(**SMALL)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.data and not (options.data / "train").is_dir():
+        parser.error(f"--data: {options.data / 'train'} is not there: name a prepared data set, or none")
+    return options
 
 
 def start_record(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

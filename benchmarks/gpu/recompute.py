@@ -29,7 +29,7 @@ from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import recompute_
-from bigbatch.trainer.precision import COMPUTE_DTYPES, to_half_
+from bigbatch.trainer.precision import COMPUTE_DTYPES, in_forward, set_tf32, to_half_
 from bigbatch.trainer.summary import device_name
 
 GB = 1e9
@@ -43,6 +43,7 @@ def main() -> None:
     facts = {**conditions(options), "device": device_name(device), "clock": clock}
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
+        set_tf32(options.precision == "tf32")
     else:
         torch.set_num_threads(1)
     curve = measure(options, device)
@@ -68,6 +69,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
     parser.add_argument("--plot", type=Path, help="PNG file")
     options = parser.parse_args(argv)
+    for name in ("image_size", "batch", "repetitions"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: give at least 1")
     most = RESIDUAL_BLOCKS[options.model]
     options.blocks = sorted({0, *(range(most + 1) if options.blocks is None else options.blocks)})
     if options.blocks[0] < 0 or options.blocks[-1] > most:
@@ -82,14 +86,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
     images_BCHW = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     points = []
     for count in options.blocks:
-        kept_bytes = count_kept(make_model(options, device, count), images_BCHW)
-        peak_bytes = measure_peak(make_model(options, device, count), images_BCHW)
+        kept_bytes = count_kept(make_model(options, device, count), images_BCHW, options.precision)
+        peak_bytes = measure_peak(make_model(options, device, count), images_BCHW, options.precision)
         points.append({"recomputed_blocks": count, "kept_bytes": kept_bytes, "peak_bytes": peak_bytes})
     models = {count: make_model(options, device, count) for count in options.blocks}
     seconds: dict[int, list[float]] = {count: [] for count in options.blocks}
     for turn in range(options.repetitions + 2):
         for count in options.blocks if turn % 2 else options.blocks[::-1]:
-            took = timed(partial(step, models[count], images_BCHW), device)
+            took = timed(partial(step, models[count], images_BCHW, options.precision), device)
             if turn >= 2:
                 seconds[count].append(took)
     for point in points:
@@ -111,21 +115,23 @@ def make_model(options: argparse.Namespace, device: torch.device, count: int) ->
     return model
 
 
-def loss_of(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+def loss_of(model: nn.Module, images_BCHW: Tensor, precision: str) -> Tensor:
     """Of one class for all."""
     labels_B = torch.zeros(len(images_BCHW), dtype=torch.int64, device=images_BCHW.device)
-    return F.cross_entropy(model(images_BCHW).float(), labels_B)
+    with in_forward(precision, device=images_BCHW.device):
+        logits_BK = model(images_BCHW).float()
+    return F.cross_entropy(logits_BK, labels_B)
 
 
-def step(model: nn.Module, images_BCHW: Tensor) -> None:
+def step(model: nn.Module, images_BCHW: Tensor, precision: str) -> None:
     """Forward and backward; gradients stay allocated, as in training."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
-    loss_of(model, images_BCHW).backward()
+    loss_of(model, images_BCHW, precision).backward()
 
 
-def count_kept(model: nn.Module, images_BCHW: Tensor) -> int:
+def count_kept(model: nn.Module, images_BCHW: Tensor, precision: str) -> int:
     """Bytes that lie saved between forward and backward, each memory counted once, without weights and pictures."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images_BCHW)}
     kept: dict[int, int] = {}
@@ -137,17 +143,17 @@ def count_kept(model: nn.Module, images_BCHW: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss_of(model, images_BCHW)
+        loss_of(model, images_BCHW, precision)
     return sum(kept.values())
 
 
-def measure_peak(model: nn.Module, images_BCHW: Tensor) -> int | None:
+def measure_peak(model: nn.Module, images_BCHW: Tensor, precision: str) -> int | None:
     """Bytes allocated at once in a step, weights, gradients and cuDNN's workspace included; None on a CPU."""
     if not images_BCHW.is_cuda:
         return None
-    step(model, images_BCHW)  # cuDNN's search wants more, once
+    step(model, images_BCHW, precision)  # cuDNN's search wants more, once
     torch.cuda.reset_peak_memory_stats()
-    step(model, images_BCHW)
+    step(model, images_BCHW, precision)
     return torch.cuda.max_memory_allocated()
 
 

@@ -153,10 +153,10 @@ def test_proposals_by_hand(config: tuple[int, int, int], world_size: int, fittin
         (
             96,
             OF_GPU,
-            r"\(2.00 GiB more were wanted, 1.17 GiB of 79.11 GiB were free\): 96 does; with --batch.micro.* 64 ",
+            r"\(2.00 GiB more were wanted, 1.17 GiB of 79.11 GiB were free\): at least 96 does; with --batch.micro.* 64 ",
         ),
-        (96, OF_CPU, r"\(67108864 bytes more were wanted\): 96 does; with "),
-        (1, "could not create a primitive", r"fit on cpu: 1 does; with .* --batch.bn_span 1 "),
+        (96, OF_CPU, r"\(67108864 bytes more were wanted\): at least 96 does; with "),
+        (1, "could not create a primitive", r"fit on cpu: at least 1 does; with .* --batch.bn_span 1 "),
         (0, OF_CPU, r"nor does any smaller one; choose a smaller model.name"),
     ],
 )
@@ -173,6 +173,21 @@ def test_line_of_a_run_without_memory(limit: int, reason: str, words: str, monke
     assert re.search(words, line), line
     assert "\n" not in line
     assert all(size < 256 and num == 2 for size, num in tried)
+
+
+def test_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microbatches cannot be captured, neither in a trial nor in the run that the line proposes."""
+
+    def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
+        assert not config.compute.cuda_graph
+        assert config.compute.compile is None
+        return size <= 96
+
+    monkeypatch.setattr(out_of_memory, "fits_memory", fits)
+    words = ("--compute.cuda_graph=true", "--compute.compile=default", "--compute.compile_fallback=true")
+    line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
+    assert "with --batch.microbatch_size 64 --compute.cuda_graph false (4 accumulation steps)" in line
+    assert "cuda_graph" not in explain(quickstart(256, 256, 32), OF_GPU, world_size=1, device=CPU)
 
 
 def test_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +249,10 @@ def test_a_run_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Path)
     lines = [line for line in text.splitlines() if line.startswith("bigbatch: ")]
     assert len(lines) == 1, text
     match = re.match(
-        r"bigbatch: out of memory: batch.microbatch_size=512 does not fit on cpu.*: (\d+) does[;,]", lines[0]
+        r"bigbatch: out of memory: batch.microbatch_size=512 does not fit on cpu.*: at least (\d+) does[;,]", lines[0]
     )
     assert match, lines[0]
-    assert 32 <= int(match[1]) < 512
+    assert 1 <= int(match[1]) < 512
+    assert "--compute.recomputed_blocks, up to 2, takes less memory" in lines[0]
     assert "the global batch stays 512" in lines[0]
     assert list_checkpoints(RunDir(tmp_path / "run").checkpoints) == saved

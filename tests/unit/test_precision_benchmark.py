@@ -46,6 +46,14 @@ def measured(what: str, precision: str, turn: int, **figures: Any) -> dict[str, 
     return {"what": what, "model": "resnet18", "precision": precision, "turn": turn, **figures}
 
 
+def test_data_that_is_not_there_is_refused_before_anything_is_measured(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--out", str(tmp_path / "o.json"), "--data", str(tmp_path)])
+    assert f"{tmp_path / 'train'} is not there" in capsys.readouterr().err
+
+
 def test_rows_by_hand(benchmark: ModuleType) -> None:
     """Speeds of 100, 50, 200 beside 200, 150, 300 in the same turns: ratios of 2, 3 and 1.5."""
     speeds = {"fp32": (100.0, 50.0, 200.0), "bf16": (200.0, 150.0, 300.0)}
