@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.compiling import compile_failure
 from bigbatch.trainer.config import Config
+from bigbatch.trainer.config_compute import require_one_microbatch
 from bigbatch.trainer.config_sections import ComputeConfig
 from bigbatch.trainer.errors import ComputeError, ConfigError
 from bigbatch.trainer.graph_step import AtOnce, CudaCapture, Execution, Replayed
@@ -70,11 +71,7 @@ def require_capturable(communicator: Communicator, *, accumulation_steps: int) -
             f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, which the host takes "
             f"part in: {remedy}, or comm.backend to nccl"
         )
-    if accumulation_steps > 1:
-        raise ConfigError(
-            f"compute.cuda_graph=True captures steps of one microbatch, and these have {accumulation_steps}: {remedy}, "
-            f"or batch.microbatch_size to {accumulation_steps} times as much"
-        )
+    require_one_microbatch(accumulation_steps)
 
 
 def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:

@@ -54,3 +54,9 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was given; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from bigbatch.trainer.compiling import compile_failure
 from bigbatch.trainer.errors import ComputeError
+from bigbatch.trainer.host import wait_for
 from bigbatch.trainer.precision import to_half_
 
 WARMUP_BATCHES = 2
@@ -105,14 +106,9 @@ def forward_rate(forward: Callable[[], object], *, num_images: int, device: torc
 
 
 def _seconds(forward: Callable[[], object], count: int, *, device: torch.device) -> float:
-    _wait(device)
+    wait_for(device)
     start = time.perf_counter()
     for _ in range(count):
         forward()
-    _wait(device)
+    wait_for(device)
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

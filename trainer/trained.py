@@ -8,6 +8,7 @@ from pathlib import Path
 from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import load_config, load_run_config
+from bigbatch.trainer.config_precision import SCALED
 from bigbatch.trainer.data.shards import read_classes
 from bigbatch.trainer.errors import CheckpointError, ConfigError
 from bigbatch.trainer.rundir import RunDir
@@ -40,7 +41,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     arguments, overrides = parser.parse_known_args(_joined(argv))
     if arguments.pictures is not None:
         overrides = _take_pictures(arguments, overrides)
-    overrides = [*_batch_alone(overrides), *overrides]
+    overrides = [*_batch_alone(overrides), *_precision_alone(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:
             parser.error("name a run folder, or --config and --weights")
@@ -105,6 +106,15 @@ def _batch_alone(overrides: Sequence[str]) -> list[str]:
         "--augment.mixup_alpha=0",
         "--augment.cutmix_alpha=0",
     ]
+
+
+def _precision_alone(overrides: Sequence[str]) -> list[str]:
+    """With a given precision, the loss scale that goes with it: only training has a loss."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("--optimizer.precision=")]
+    if not given:
+        return []
+    scale = 1 if given[-1] in SCALED else "null"
+    return [f"--optimizer.loss_scale={scale}", "--optimizer.loss_scale_growth_steps=null"]
 
 
 def _best_path(rundir: RunDir) -> Path:

@@ -48,6 +48,7 @@ RATES = verdict.Rates(
         ({"busy_share": 0.95}, "compute"),
         ({"busy_share": 0.5, "wait_share": 0.3}, "input"),  # an idle GPU has its reason
         ({"wait_share": 0.049, "exposed_share": 0.0}, "compute"),
+        ({"wait_share": 0.06, "exposed_share": None}, "input"),
     ],
 )
 def test_the_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> None:
@@ -64,6 +65,8 @@ def test_the_verdict_in_words() -> None:
     assert "they reach 80% of the slower one" in verdict.explain(replace(RATES, together=800.0))[-1]
     assert "compete" not in verdict.explain(replace(RATES, together=800.0, input_alone=None))[-1]
     assert "50.0 GFLOP/s" in verdict.explain(replace(RATES, peak_flops=5e10))[2]
+    untold = verdict.explain(replace(RATES, exposed_share=None))[0]
+    assert "waits for pictures; how long for sums over ranks, a captured step does not tell" in untold
     assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
 
 
@@ -302,6 +305,43 @@ def test_a_gpu_without_bf16_is_offered_fp16() -> None:
     assert new[-1].note == speedups.ROUNDS
 
 
+def of(config: Config, values: Mapping[str, Any]) -> Config:
+    changed = change(config, values, world_size=1)
+    assert isinstance(changed, Config), changed
+    return changed
+
+
+def graphs(config: Config) -> list[dict[str, Any]]:
+    return [dict(each.values) for each in find(config, GPU)[0] if each.name == "graph"]
+
+
+def test_a_graph_is_tried_on_steps_of_one_microbatch() -> None:
+    size = QUICKSTART.batch.global_batch_size
+    alone = {"compute.cuda_graph": True}
+    assert graphs(QUICKSTART) == [{**alone, "batch.microbatch_size": size}]
+    assert graphs(of(QUICKSTART, {"batch.microbatch_size": size})) == [alone]
+    assert graphs(of(QUICKSTART, {"batch.microbatch_size": size, **alone})) == []
+
+
+def test_a_graph_that_the_whole_batch_cannot_have_is_not_tried() -> None:
+    span = RESNET.batch.bn_span
+    odd = of(RESNET, {"batch.global_batch_size": 31 * span, "batch.microbatch_size": span})
+    assert part_of_step(odd, world_size=1).batch.global_batch_size == span
+    tried, reasons = find(odd, GPU)
+    assert "graph" not in names(tried)
+    (why,) = (each.why for each in reasons if each.name == "graph")
+    assert "steps of one microbatch, and these have 31" in why
+
+
+ALEXNET = of(RESNET, {"model.name": "alexnet_bn", "model.zero_gamma": None, "model.blurpool": None})
+
+
+@pytest.mark.parametrize(("config", "num_blocks"), [(QUICKSTART, {2}), (RESNET, {4}), (ALEXNET, set())])
+def test_no_more_blocks_are_recomputed_than_there_are(config: Config, num_blocks: set[int]) -> None:
+    tried = [each.values["compute.recomputed_blocks"] for each in find(config, CPU)[0] if each.name == "recompute"]
+    assert set(tried) == num_blocks
+
+
 def test_a_step_of_many_microbatches_is_measured_in_part() -> None:
     size = RESNET.batch.microbatch_size
     assert RESNET.batch.global_batch_size > 8 * size
@@ -368,6 +408,8 @@ def test_the_report_recommends_a_command_line() -> None:
         (["--only", "speed"], ConfigError, "--only speed is no known speedup; choose from workers"),
         (["--run.epoch", "2"], ConfigError, "unknown key run.epoch"),
         (["--json", "/proc/no/where.json"], RunFolderError, "cannot write /proc/no/where.json"),
+        (["--out", "/proc"], RunFolderError, "cannot write /proc"),
+        (["--compute.cuda_graph=true"], ConfigError, "captures steps of one microbatch, and these have 4"),
     ],
 )
 def test_refusals(options: list[str], error: type[Exception], complaint: str) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +23,13 @@ from bigbatch.trainer import build
 from bigbatch.trainer.config import lookup
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.data.prepare_batch import Prepared
 from bigbatch.trainer.doctor.exchange import Exchange, is_running
 from bigbatch.trainer.doctor.probe import _Probe, with_generated
-from bigbatch.trainer.doctor.profile import PREPARE, REST
+from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
+from bigbatch.trainer.graph_step import AtOnce, Work
 
 SMALL = {
     "data.loader": "torchvision",
@@ -110,7 +114,7 @@ def test_arithmetic_of_a_picture_is_that_of_the_formula() -> None:
     )
     convolution, matrix = 2 * 4 * 3 * 9 * 6 * 6, 2 * 4 * 6 * 6 * 5
     # forward and the weights' gradients of both; the picture needs no gradient, what enters the matrix does
-    parts: Any = SimpleNamespace(model=model, reducer=reducer)
+    parts: Any = SimpleNamespace(model=model, reducer=reducer, precision=SimpleNamespace(forward=nullcontext))
     assert flops_per_image(parts, prepared) == 2 * convolution + 3 * matrix  # type: ignore[arg-type]
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -167,6 +171,7 @@ def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
         assert found["steps"] >= 1
         assert 0 <= found["wait_seconds"] < found["seconds"]
         assert found["peak_bytes"] > 50e6  # torch alone takes more
+        assert found["exposed_seconds"] == pytest.approx(0.0, abs=1e-3), "one rank waits for no other"
     assert all(torch.equal(tensor, before[name]) for name, tensor in probe.parts.model.named_parameters())
     profile = probe.profile(batches="pictures", seconds=0.02)
     assert sum(profile["phases"].values()) == pytest.approx(profile["seconds"], rel=0.01)
@@ -179,6 +184,22 @@ def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     roof = probe.roofline(seconds=0.01)
     assert 0 < roof["flops_per_image"] < roof["peak_flops"]
     json.dumps([profile, roof, probe.facts])
+
+
+def test_a_captured_step_tells_no_parts(probe: _Probe) -> None:
+    class Captured(AtOnce):
+        tells_waits = False
+
+        def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+            timeline = probe.communicator.timeline
+            batches, was_active, timeline.is_active = list(microbatches), timeline.is_active, False
+            result = work(batches)
+            timeline.is_active = was_active
+            return result
+
+    probe.parts = replace(probe.parts, execution=Captured())
+    assert probe.steps(batches="pictures", seconds=0.02)["exposed_seconds"] is None
+    assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for pictures", REPLAYED}
 
 
 def doctor(*words: str) -> list[str]:

@@ -162,6 +162,16 @@ def test_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> N
     assert config == mixing
 
 
+@pytest.mark.parametrize(("precision", "scale"), [("fp16", 1.0), ("fp16_autocast", 1.0), ("fp32", None)])
+def test_a_precision_is_not_refused_for_what_training_asks(precision: str, scale: float | None) -> None:
+    parser = trained_parser("bigbatch evaluate", description="")
+    trained_in_fp16 = ["--config", "cifar10_10epochs", "--weights", "w"]
+    _, config, _ = read_trained(parser, [*trained_in_fp16, "--optimizer.precision", precision])
+    optimizer = config.optimizer
+    found = optimizer.precision, optimizer.loss_scale, optimizer.loss_scale_growth_steps
+    assert found == (precision, scale, None)
+
+
 def test_options_may_stand_before_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--data.root", "else/where", str(tmp_path)]) == 1
     assert f"{tmp_path} is no run folder: it holds no config.yaml" in capsys.readouterr().err

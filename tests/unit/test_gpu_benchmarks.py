@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bigbatch.errors import UserError
+from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.generated import write_dataset
 from bigbatch.trainer.data.shards import open_split
 from bigbatch.trainer.errors import ConfigError
 from bigbatch.trainer.models import build_model
+from bigbatch.trainer.precision import set_tf32
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
@@ -127,6 +129,22 @@ def test_guard_compares_with_another_folder(suite: Any, tmp_path: Path) -> None:
     assert suite({"a": 1000.0})[0] == 0
     (tmp_path / "gpu-this.json").rename(before / "gpu-this.json")
     assert suite({"a": 900.0}, guard=True, against=before)[0] == 1
+
+
+def test_a_guard_without_what_it_was_told_to_guard_is_refused(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"nowhere has no gpu-this.json: name the folder"):
+        suite({"a": 1000.0}, guard=True, against=tmp_path / "nowhere")
+    (tmp_path / "gpu-this.json").write_text('{"cases"')
+    with pytest.raises(UserError, match=r"gpu-this.json is no record .*: move it away"):
+        suite({"a": 1000.0})
+    monkeypatch.setattr(sys, "argv", ["run.py", "--against", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        command.parse()
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "gpu-this.json")])
+    with pytest.raises(SystemExit, match=r"--out .*gpu-this.json: File exists; name a folder"):
+        command.main()
 
 
 def test_a_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +270,7 @@ def test_a_job_trains_by_the_real_step() -> None:
     assert any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
 
 
-def test_unknown_keys_are_left_out_with_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_step_is_tried_on_a_gpu_on_top_of_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tried: list[dict[str, Any]] = []
 
     def contestant(settings: dict[str, Any], **options: Any) -> job.Contestant:
@@ -262,27 +280,39 @@ def test_unknown_keys_are_left_out_with_words(monkeypatch: pytest.MonkeyPatch, t
         return job.Contestant(lambda steps: None, batch=1)
 
     monkeypatch.setattr(steps, "contestant", contestant)
-    monkeypatch.setattr(steps, "unknown_keys", lambda settings: [k for k in settings if k == "compute.channels_last"])
-    found, context = Found(), Context(size=SMALL, device=CPU, scratch=tmp_path)
-    with steps.ExitStack() as stack:
-        made = steps.make_contestants(context, found, stack=stack)
-    assert found.left_out["TF32"] == "not available: needs a GPU of compute capability 8.0"
-    assert found.left_out["channels-last"] == "not available: no key compute.channels_last in this version"
-    assert {"TF32", "channels-last"}.isdisjoint(made)
-    assert all("compute.channels_last" not in settings for settings in tried)
-    assert "compile" in found.left_out, "small on a CPU"
-    assert [settings["optimizer.name"] for settings in tried][:2] == 2 * ["torch.optim.SGD"]
-    assert tried[-1]["optimizer.name"] == "lars"
-
-
-def test_ours_is_compiled_and_captured_as_far_as_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found, on_gpu = Found(), Context(size=SMALL, device=torch.device("cuda"), scratch=tmp_path)
-    monkeypatch.setattr(training, "unknown_keys", lambda settings: ["compute.cuda_graph"])
-    settings = training.fastest(on_gpu, found, precision="fp16")
-    assert settings["compute.compile"] == "default"
-    assert settings["optimizer.loss_scale"] == 65536.0
-    assert "compute.cuda_graph" not in settings
-    assert found.left_out == {"compute.cuda_graph": "not available: no such key in this version"}
+    with steps.ExitStack() as stack:
+        made = steps.make_contestants(on_gpu, found, stack=stack)
+    assert found.left_out == {"TF32": "not available: needs a GPU of compute capability 8.0"}
+    assert list(made) == [step.name for step in steps.STEPS if step.name != "TF32"]
+    for settings in tried:
+        load_config(["--config", "imagenet/resnet50_8k", *job.as_options(settings)])  # keys and values are legal
+    assert [settings["optimizer.name"] for settings in tried][:2] == 2 * ["torch.optim.SGD"]
+    assert [settings["compute.channels_last"] for settings in tried] == 3 * [False] + 5 * [True]
+    last = {"optimizer.name": "lars", "optimizer.precision": "bf16", **job.CAPTURED}
+    assert last.items() <= tried[-1].items()
+
+
+def test_small_on_a_cpu_nothing_is_compiled(tmp_path: Path) -> None:
+    assert not training.fastest(context(tmp_path), precision="bf16").keys() & job.CAPTURED.keys()
+    on_gpu = Context(size=SMALL, device=torch.device("cuda"), scratch=tmp_path)
+    settings = training.fastest(on_gpu, precision="fp16")
+    assert {**job.CAPTURED, "optimizer.loss_scale": 65536.0}.items() <= settings.items()
+
+
+def test_flags_are_switched_so_that_torchs_compiler_can_read_them() -> None:
+    before = job.Flags()
+    try:
+        for is_allowed in (True, False):
+            set_tf32(is_allowed)
+            flags = job.Flags()
+            for each in (job.AS_TORCH_STARTS, flags):
+                each.switch()
+                found = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+                assert found == (each.convolutions_in_tf32, each.products)
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == is_allowed
+    finally:
+        before.switch()
 
 
 # --- peers ---

@@ -7,6 +7,7 @@ from typing import Any
 
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config_compute import require_one_microbatch
 from bigbatch.trainer.errors import ConfigError
 
 MOST_MICROBATCHES = 8
@@ -72,7 +73,9 @@ def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Con
         changed = dataclasses.replace(
             config, **{name: dataclasses.replace(getattr(config, name), **each) for name, each in sections.items()}
         )
-        accumulation_steps(changed.batch, world_size=world_size)
+        steps = accumulation_steps(changed.batch, world_size=world_size)
+        if changed.compute.cuda_graph:
+            require_one_microbatch(steps)
     except ConfigError as error:
         return str(error)
     return changed

@@ -46,12 +46,14 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = _parser().parse_known_args(argv)
     _check(arguments)
     whole = load_config(["--config", arguments.config, *overrides], prog="bigbatch doctor")
+    if isinstance(why_not := change(whole, {}, world_size=arguments.ranks), str):
+        raise ConfigError(why_not)
     config = part_of_step(whole, world_size=arguments.ranks)
     files = [path for path in (arguments.json, arguments.out) if path]
     for path in files:  # before anything takes long
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            path.open("a").close()
     try:
         return _report(argv, arguments, overrides, config=config, whole=whole)
     finally:

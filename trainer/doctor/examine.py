@@ -94,7 +94,7 @@ def _look_at(base: Probe, request: Request, findings: Findings, *, say: Callable
         input_alone=findings.input.get("loader_images_per_second"),
         model_alone=alone["images"] / alone["seconds"],
         wait_share=steps["wait_seconds"] / steps["seconds"],
-        exposed_share=steps["exposed_seconds"] / steps["seconds"],
+        exposed_share=None if steps["exposed_seconds"] is None else steps["exposed_seconds"] / steps["seconds"],
         busy_share=findings.profile["busy_share"],
         flops_per_image=roof["flops_per_image"],
         peak_flops=roof["peak_flops"] * machine.world_size,

@@ -26,7 +26,7 @@ from bigbatch.trainer.doctor.exchange import Exchange, is_running
 from bigbatch.trainer.doctor.profile import profile_step
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.errors import DataError, DoctorError
-from bigbatch.trainer.host import cores_per_rank
+from bigbatch.trainer.host import cores_per_rank, wait_for
 from bigbatch.trainer.input_report import describe_input, input_record
 from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.loop import Parts, Plan, Window, train_step
@@ -139,9 +139,15 @@ class _Probe:
             "images": self.plan.global_batch_size,
             "seconds": self._step_seconds[batches],
             "wait_seconds": max(each["wait_seconds"] for each in ranks),
-            "exposed_seconds": sum(each["exposed_seconds"] for each in ranks) / len(ranks),
+            "exposed_seconds": self._exposed_seconds(ranks),
             "peak_bytes": max(each["peak_bytes"] for each in ranks),
         }
+
+    def _exposed_seconds(self, ranks: Sequence[dict[str, Any]]) -> float | None:
+        """Mean over ranks; None where a captured step does not tell."""
+        if not self.parts.execution.tells_waits:
+            return None
+        return sum(each["exposed_seconds"] for each in ranks) / len(ranks)
 
     def input(self, *, seconds: float) -> dict[str, Any]:
         """What the loader delivers with no model beside it; {} where a bad picture is in its way. Collective."""
@@ -162,7 +168,12 @@ class _Probe:
         """Where the step's time goes, on the first rank. Collective."""
         self._warm_up(batches)
         number = self._agreed(max(2, round(seconds / self._step_seconds[batches])))
-        return profile_step(partial(self._timed, self._streams[batches]), self.communicator, num_steps=number)
+        return profile_step(
+            partial(self._timed, self._streams[batches]),
+            self.communicator,
+            num_steps=number,
+            is_captured=not self.parts.execution.tells_waits,
+        )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:
         """Operations of a picture, and what the device of this rank does at its best. Collective."""
@@ -204,13 +215,13 @@ class _Probe:
     def _timed(self, stream: InputStream, num_steps: int) -> float:
         """Seconds that so many steps take, to the end of the device's work."""
         device = self.communicator.device
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         for _ in range(num_steps):
             if self.parts.stop.is_set:
                 raise KeyboardInterrupt
             train_step(next(self._numbers), self.plan, self.parts, stream, self._window)
-        _wait_for(device)
+        wait_for(device)
         return time.perf_counter() - start
 
 
@@ -233,8 +244,3 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

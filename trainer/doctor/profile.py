@@ -21,17 +21,20 @@ SPANS = {
     "update": "update",
 }
 PREPARE, REST = "copy, augment, normalize", "loss, counting, the rest"
+REPLAYED = "all the rest: a captured step tells no parts"
 NUM_OPERATORS = 6
 
 
-def profile_step(timed: Callable[[int], float], communicator: Communicator, *, num_steps: int) -> dict[str, Any]:
+def profile_step(
+    timed: Callable[[int], float], communicator: Communicator, *, num_steps: int, is_captured: bool
+) -> dict[str, Any]:
     """What this rank does in a step. timed: runs so many and gives their seconds. Collective."""
     timeline = communicator.timeline
     timeline.is_active = True
     seconds = timed(num_steps) / num_steps
     timeline.is_active = False
     phases = _phases(timeline, num_steps=num_steps)
-    phases[REST] = max(0.0, seconds - sum(phases.values()))
+    phases[REPLAYED if is_captured else REST] = max(0.0, seconds - sum(phases.values()))
     is_gpu = communicator.device.type == "cuda"
     with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
         timed(1)

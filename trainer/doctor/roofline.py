@@ -21,7 +21,8 @@ def flops_per_image(parts: Parts, prepared: Prepared) -> float:
     """
     parts.reducer.is_active = False
     with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
-        logits_BK = parts.model(prepared.images_BCHW).float()
+        with parts.precision.forward():
+            logits_BK = parts.model(prepared.images_BCHW).float()
         cross_entropy(logits_BK, prepared.targets, reduction="sum").backward()
     parts.reducer.zero_grad()
     return counter.get_total_flops() / len(prepared.labels_B)

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import get_args, get_type_hints
 
-from bigbatch.trainer.config import NO_READER, RESNETS, Config, all_keys, lookup
+from bigbatch.trainer.config import NO_READER, Config, lookup
+from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.config_precision import CAPABILITY
-from bigbatch.trainer.config_sections import OptimizerConfig
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
 
 Tried = Iterator[Candidate | Unmeasured]
@@ -92,12 +91,11 @@ def _pinning(config: Config, machine: Machine) -> Tried:
 def _precision(config: Config, machine: Machine) -> Tried:
     precision = config.optimizer.precision
     if machine.capability is None:
-        yield Unmeasured("precision", "half precision and TF32 need a GPU: a CPU emulates them")
+        yield Unmeasured("precision", "half precision and TF32 are tried on a GPU alone")
         return
-    legal = get_args(get_type_hints(OptimizerConfig)["precision"])
     has_bf16 = machine.capability >= CAPABILITY["bf16"]
     faster = FASTER.get(precision, ()) if has_bf16 or precision != "fp32" else FASTER_WITHOUT_BF16
-    tried = [name for name in faster if name in legal and machine.capability >= CAPABILITY.get(name, (0, 0))]
+    tried = [name for name in faster if machine.capability >= CAPABILITY.get(name, (0, 0))]
     for name in tried:
         scale = LOSS_SCALE if name.startswith("fp16") and config.optimizer.loss_scale is None else {}
         yield Candidate("precision", {"optimizer.precision": name, **scale}, ROUNDS)
@@ -117,25 +115,26 @@ def _cudnn(config: Config, machine: Machine) -> Tried:
 
 
 def _switched(config: Config, name: str, key: str, note: str) -> Tried:
-    """The other value of a switch, where this version has it."""
-    if key in all_keys():
-        yield Candidate(name, {key: not lookup(config, key)}, note)
+    """The other value of a switch."""
+    yield Candidate(name, {key: not lookup(config, key)}, note)
 
 
 def _compile(config: Config, machine: Machine) -> Tried:
-    key = "compute.compile"
-    if key in all_keys():
-        names = ("default", "max-autotune") if machine.is_gpu else ("default",)
-        for name in names[names.index(str(lookup(config, key))) + 1 if lookup(config, key) in names else 0 :]:
-            yield Candidate("compile", {key: name}, ROUNDS)
+    now, names = config.compute.compile, ("default", "max-autotune") if machine.is_gpu else ("default",)
+    for name in names[names.index(now) + 1 if now in names else 0 :]:
+        yield Candidate("compile", {"compute.compile": name}, ROUNDS)
 
 
 def _graph(config: Config, machine: Machine) -> Tried:
-    key = "compute.cuda_graph"
+    """Of a step in one microbatch, since a captured one has no more."""
     if not machine.is_gpu:
         yield Unmeasured("graph", "CUDA graphs need a GPU")
-    elif key in all_keys() and not lookup(config, key):
-        yield Candidate("graph", {key: True})
+    elif not config.compute.cuda_graph:
+        whole = config.batch.global_batch_size // machine.world_size
+        if whole == config.batch.microbatch_size:
+            yield Candidate("graph", {"compute.cuda_graph": True})
+        else:
+            yield Candidate("graph", {"compute.cuda_graph": True, "batch.microbatch_size": whole}, ROUNDS)
 
 
 def _microbatch(config: Config, machine: Machine) -> Tried:
@@ -152,10 +151,10 @@ def _microbatch(config: Config, machine: Machine) -> Tried:
 
 def _recompute(config: Config, machine: Machine) -> Tried:
     """Costs time and saves memory, which a larger microbatch may turn into speed."""
-    key = "compute.recomputed_blocks"
-    if key not in all_keys() or config.model.name not in RESNETS or lookup(config, key):
+    num_blocks = min(RECOMPUTED_BLOCKS, RESIDUAL_BLOCKS[config.model.name])
+    if not num_blocks or config.compute.recomputed_blocks:
         return
-    recomputed = {key: RECOMPUTED_BLOCKS}
+    recomputed = {"compute.recomputed_blocks": num_blocks}
     yield Candidate("recompute", recomputed)
     size = 2 * config.batch.microbatch_size
     if isinstance(change(config, {"batch.microbatch_size": size}, world_size=machine.world_size), Config):

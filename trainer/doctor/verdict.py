@@ -21,8 +21,8 @@ class Rates:
     """On tensors that are generated once; sums over ranks included."""
     wait_share: float
     """Of a step that waits for pictures."""
-    exposed_share: float
-    """Of a step that waits for sums over ranks."""
+    exposed_share: float | None
+    """Of a step that waits for sums over ranks; None where a captured step does not tell."""
     busy_share: float | None
     """Of a step in which the GPU works; None on a CPU."""
     flops_per_image: float
@@ -37,7 +37,7 @@ class Rates:
 
 def find_limit(rates: Rates) -> str:
     """input, network, launch or compute: the longest wait that is worth the name, else the work itself."""
-    waits = {"input": rates.wait_share, "network": rates.exposed_share}
+    waits = {"input": rates.wait_share, "network": rates.exposed_share or 0.0}
     longest = max(waits, key=lambda name: waits[name])
     if waits[longest] >= LARGE_SHARE:
         return longest
@@ -46,14 +46,16 @@ def find_limit(rates: Rates) -> str:
 
 def explain(rates: Rates) -> list[str]:
     """The verdict in words: what limits, how fast each part is alone, and how far from the roof."""
+    sums = "; how long for sums over ranks, a captured step does not tell"
+    if rates.exposed_share is not None:
+        sums = f", {rates.exposed_share:.1%} for sums over ranks"
     words = {
         "input": f"the input: steps wait {rates.wait_share:.0%} of their time for pictures",
-        "network": f"communication: steps wait {rates.exposed_share:.0%} of their time for sums over ranks; "
+        "network": f"communication: steps wait {rates.exposed_share or 0:.0%} of their time for sums over ranks; "
         "`bigbatch comm tune` looks closer",
         "launch": f"the host: the GPU works {rates.busy_share or 0:.0%} of the time, and else waits for kernels "
         "to be launched",
-        "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for pictures, "
-        f"{rates.exposed_share:.1%} for sums over ranks",
+        "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for pictures{sums}",
     }
     alone = "" if rates.input_alone is None else f"the input alone {rates.input_alone:,.0f}, "
     lines = [

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.gpu_driver import Clock, read_clock
+from bigbatch.trainer.host import wait_for
 
 CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -50,24 +51,19 @@ def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock
     for _ in range(BUSY_REPEATS):
         work()
     clock = read_clock(device)
-    _wait_for(device)
+    wait_for(device)
     return clock
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
     """Of one repeat, after one to warm up. A median, so that neither a hiccup nor a lucky moment counts."""
     work()
-    _wait_for(device)
+    wait_for(device)
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while len(taken) < LEAST_REPEATS or time.perf_counter() < end:
         start = time.perf_counter()
         work()
-        _wait_for(device)
+        wait_for(device)
         taken.append(time.perf_counter() - start)
     return median(taken)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

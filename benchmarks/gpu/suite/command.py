@@ -48,13 +48,17 @@ def main() -> int:
     size = SMALL if options.small or device.type == "cpu" else FULL
     try:
         names = choose_cases(options.only, list(cases_of(size)))
+        if options.list:
+            print("\n".join(names))
+            return 0
+        try:  # before anything takes long
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {options.out}: {error.strerror}; name a folder") from error
+        stem = file_stem(device, size=size.name)
+        suite = Suite(options, device=device, size=size, path=options.out / f"{stem}.json")
     except UserError as error:
         sys.exit(f"run.py: {error}")
-    if options.list:
-        print("\n".join(names))
-        return 0
-    stem = file_stem(device, size=size.name)
-    suite = Suite(options, device=device, size=size, path=options.out / f"{stem}.json")
     code = suite.run(names)
     print(page(suite.record))
     return code
@@ -76,7 +80,10 @@ def parse() -> argparse.Namespace:
     add("--vision", type=Path, help="references/classification of a checkout of torchvision")
     add("--airbench", type=Path, help="checkout of KellerJordan/cifar10-airbench")
     add("--seeds", type=at_least(1), default=5, help="of the race on CIFAR-10 (default: %(default)s)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.against is not None and not options.guard:
+        parser.error("--against is what --guard compares with: give both")
+    return options
 
 
 def choose_cases(only: list[str] | None, names: list[str]) -> list[str]:
@@ -95,6 +102,8 @@ class Suite:
         empty = {"benchmark": "gpu", "device": device_name(device), "size": size.name, "cases": {}}
         self.record: dict[str, Any] = read_record(path) or empty
         self.last = read_record((options.against or path.parent) / path.name)
+        if options.against is not None and self.last is None:
+            raise UserError(f"--against {options.against} has no {path.name}: name the folder of an earlier record")
         self.failed: list[str] = []
 
     def run(self, names: list[str]) -> int:
@@ -161,8 +170,11 @@ class Suite:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """None where there is none."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """None where there is none. Raises: UserError."""
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no record ({error}): move it away, or fetch it again") from error
 
 
 def say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.environ import ProcessEnv
 from bigbatch.trainer import build, build_input
-from bigbatch.trainer.config import all_keys
 from bigbatch.trainer.config_file import as_yaml, load_config
+from bigbatch.trainer.host import wait_for
 from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.loop import Window, train_step
 
@@ -27,17 +28,22 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Flags:
-    """What configs and peers switch for the whole process: each contestant gets its own back at its turn."""
+    """What configs and peers switch for the whole process: each contestant gets its own back at its turn.
+
+    By torch's older switches alone, as the trainer (docs/decisions/042): its compiler fails on a mix of both.
+    """
 
     cudnn_benchmark: bool = field(default_factory=lambda: torch.backends.cudnn.benchmark)
-    convolutions: str = field(default_factory=lambda: torch.backends.cudnn.conv.fp32_precision)
-    products: str = field(default_factory=lambda: torch.backends.cuda.matmul.fp32_precision)
+    convolutions_in_tf32: bool = field(default_factory=lambda: torch.backends.cudnn.allow_tf32)
+    products: str = field(default_factory=torch.get_float32_matmul_precision)
 
     def switch(self) -> None:
         """As they were when this was made."""
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.backends.cudnn.conv.fp32_precision = self.convolutions
-        torch.backends.cuda.matmul.fp32_precision = self.products
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces the newer ones
+            torch.backends.cudnn.allow_tf32 = self.convolutions_in_tf32
+            torch.set_float32_matmul_precision(self.products)
 
 
 AS_TORCH_STARTS = Flags()
@@ -81,11 +87,6 @@ def in_precision(precision: str) -> dict[str, Any]:
 def as_options(settings: Settings) -> list[str]:
     """For the command line."""
     return [f"--{key}={as_yaml(value)}" for key, value in settings.items()]
-
-
-def unknown_keys(settings: Settings) -> list[str]:
-    """Keys that this version's configs do not have."""
-    return [key for key in settings if key not in all_keys()]
 
 
 class Job:
@@ -140,17 +141,11 @@ def contestant(settings: Settings, *, reads_loss: bool = False, with_nccl: bool 
 
 def seconds_of(action: Callable[[], object], *, device: torch.device) -> float:
     """Until the device is done with it."""
-    synchronize(device)
+    wait_for(device)
     start = time.perf_counter()
     action()
-    synchronize(device)
+    wait_for(device)
     return time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU is never behind."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def turn(each: Contestant, *, steps: int, device: torch.device) -> float:

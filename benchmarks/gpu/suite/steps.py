@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.errors import UserError
 
 from .context import TOO_LONG, Context, Found
-from .job import COMPILED, Contestant, contestant, in_precision, rates_in_turn, settings_for, unknown_keys
+from .job import COMPILED, Contestant, contestant, in_precision, rates_in_turn, settings_for
 from .roofline import layers_of, measure_peaks
 
 LARS = {
@@ -68,17 +68,11 @@ def measure(context: Context) -> Found:
 
 
 def make_contestants(context: Context, found: Found, *, stack: ExitStack) -> dict[str, Contestant]:
-    """Those steps that this version and this device can do; the others are left out of the later ones, too."""
+    """Those steps that this device can do; the others are left out of the later ones, too."""
     size, made = context.size, {}
     settings = settings_for(size, batch=size.batch, precision="fp32")
     for step in STEPS:
         changed = settings | step.settings
-        unknown = unknown_keys(step.settings)
-        if step is STEPS[0]:  # its other settings are those of every version
-            changed = {key: value for key, value in changed.items() if key not in unknown}
-        elif unknown:
-            found.left_out[step.name] = f"not available: no key {unknown[0]} in this version"
-            continue
         if COMPILED.items() <= step.settings.items() and not context.compiles:
             found.left_out[step.name] = TOO_LONG
             continue

@@ -9,7 +9,7 @@ from bigbatch.trainer.data.shards import open_split
 
 from . import torchvision_peer
 from .context import Context, Found, ratios
-from .job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn, unknown_keys
+from .job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn
 from .pictures import small_pictures
 
 MOST_BATCHES_AHEAD = 2
@@ -22,7 +22,7 @@ def measure_generated(context: Context) -> Found:
     peer = torchvision_peer.peer_name(context)
     with ExitStack() as stack:
         for precision in precisions(context):
-            made = contestant(fastest(context, found, precision=precision))
+            made = contestant(fastest(context, precision=precision))
             contestants[precision] = stack.enter_context(closing(made))
         batches = torchvision_peer.generated_batches(context)
         contestants[peer] = torchvision_peer.peer(context, batches, num_classes=size.num_classes)
@@ -41,7 +41,7 @@ def measure_pictures(context: Context) -> Found:
     peer = torchvision_peer.peer_name(context)
     num_classes = len(open_split(root, "train").classes)
     makers: dict[str, Callable[[], Contestant]] = {
-        precision: lambda precision=precision: ours(context, found, root, precision=precision, num_classes=num_classes)
+        precision: lambda precision=precision: ours(context, root, precision=precision, num_classes=num_classes)
         for precision in precisions(context)
     }
     if (root / "train").is_dir() and any(each.is_dir() for each in (root / "train").iterdir()):
@@ -62,17 +62,13 @@ def precisions(context: Context) -> tuple[str, ...]:
     return ("bf16",) if context.is_small else ("bf16", "fp16")
 
 
-def fastest(context: Context, found: Found, *, precision: str) -> dict[str, Any]:
-    """Settings on generated tensors: compiled and captured, as far as this version can; the steps show each alone."""
+def fastest(context: Context, *, precision: str) -> dict[str, Any]:
+    """Settings on generated tensors: compiled and captured, but for a CPU; the steps show each alone."""
     settings = settings_for(context.size, batch=context.size.batch, precision=precision)
-    if not context.compiles:
-        return settings
-    unknown = unknown_keys(CAPTURED)
-    found.left_out |= dict.fromkeys(unknown, "not available: no such key in this version")
-    return settings | {key: value for key, value in CAPTURED.items() if key not in unknown}
+    return settings | CAPTURED if context.compiles else settings
 
 
-def ours(context: Context, found: Found, root: Path, *, precision: str, num_classes: int) -> Contestant:
+def ours(context: Context, root: Path, *, precision: str, num_classes: int) -> Contestant:
     """DALI into our step."""
     pictures = {
         "data.loader": "dali",
@@ -81,7 +77,7 @@ def ours(context: Context, found: Found, root: Path, *, precision: str, num_clas
         "data.num_classes": num_classes,
         "data.num_threads": torchvision_peer.num_workers(context),
     }
-    return contestant(fastest(context, found, precision=precision) | pictures)
+    return contestant(fastest(context, precision=precision) | pictures)
 
 
 def theirs(context: Context, root: Path, *, num_classes: int) -> Contestant:
