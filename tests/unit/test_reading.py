@@ -370,7 +370,7 @@ def test_too_many_open_files_name_the_limit_and_are_tried_again(make, tmp_path, 
 
 def test_threads_that_wait_for_a_file_system_do_not_hold_the_process(monkeypatch, capsys):
     left, release = [], threading.Event()
-    monkeypatch.setattr(cli, "_leave", left.append)
+    monkeypatch.setattr(cli.os, "_exit", left.append)
     before = bigbatch_threads()
     assert not [thread for thread in before if not thread.daemon]
     for is_daemon in (True, False):
