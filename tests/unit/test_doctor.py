@@ -170,6 +170,13 @@ def test_a_gain_within_the_spread_is_not_taken() -> None:
     assert other.is_closed
 
 
+def test_what_was_tried_is_not_tried_again_under_another_name() -> None:
+    greedy, _ = Lab({"a": 1.5, "b": 0.9}).greedy("a", "b")  # a is taken, b is not
+    assert not greedy.is_new(Candidate("both", {"a": 1, "b": 1}))
+    assert not greedy.is_new(Candidate("none", {"a": 1}))
+    assert greedy.is_new(Candidate("further", {"a": 2}))
+
+
 def test_what_is_worse_together_is_not_recommended() -> None:
     slower_later = Fake(iter([120.0] * 3 + [90.0] * 3))
     greedy = Greedy(Fake(cycle([100.0])), lambda values: slower_later, turns=3, noise=0.0)

@@ -119,6 +119,8 @@ def _try_all(
     noise = noise_of(findings.noise)
     greedy = Greedy(base, start, turns=request.turns, noise=noise)
     for number, candidate in enumerate(candidates, 1):
+        if not greedy.is_new(candidate):
+            continue
         change = describe(candidate, request.config, before=greedy.taken)
         say(f"speedup {number} of {len(candidates)}, {candidate.name}: {change}")
         findings.rows.append(greedy.consider(candidate))

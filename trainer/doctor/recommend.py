@@ -102,10 +102,16 @@ class Greedy:
         self._base, self._start, self._turns, self._noise = base, start, turns, noise
         self._best = base
         self.taken: dict[str, Any] = {}
+        self._tried: list[dict[str, Any]] = [{}]
+
+    def is_new(self, candidate: Candidate) -> bool:
+        """Beside what was taken it is another config than all that were tried."""
+        return {**self.taken, **candidate.values} not in self._tried
 
     def consider(self, candidate: Candidate) -> Row:
         """Measure it, and take it where it is worth it; one that fails is left out."""
         row = Row(candidate, None, before=dict(self.taken))
+        self._tried.append({**self.taken, **candidate.values})
         try:
             other = self._start({**self.taken, **candidate.values})
         except DoctorError as error:
