@@ -24,6 +24,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"n": len(values), "median": median, "min": min(values), "q1": q1, "q3": q3, "max": max(values)}
 
 
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of the two of each round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
 def show(name: str, values: Mapping[str, float], *, unit: str) -> str:
     """One line of a spread: median, smallest and largest."""
     shown = {key: f"{values[key]:,.4g}" if values[key] < 1000 else f"{values[key]:,.0f}" for key in values}

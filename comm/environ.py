@@ -82,6 +82,10 @@ class ProcessEnv:
         return self.local_size == self.world_size
 
 
+ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
+"""A world of one process, whatever the environment says."""
+
+
 def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     """Find the launcher by its variables; without any, this is a world of one process.
 

@@ -1,4 +1,4 @@
-"""What a GPU's driver tells, by NVML: the handle to ask it, and the GPU's clock."""
+"""What a GPU's driver tells: its compute capability and, by NVML, the handle to ask for more, and its clock."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,11 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError:
         return None
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """CUDA's; None of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)

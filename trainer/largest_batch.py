@@ -11,13 +11,13 @@ import torch
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.errors import UserError
 from bigbatch.trainer import build
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_sections import BatchConfig
 from bigbatch.trainer.data.loader import Batch, Request
-from bigbatch.trainer.host import give_back_freed_memory
+from bigbatch.trainer.host import give_back_freed_memory, wait_for
 from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.loop import Window, train_step
 
@@ -117,9 +117,11 @@ def run_steps(
     try:
         for step in range(num_steps):
             if step == num_untimed:
-                start = _now(device)
+                wait_for(device)
+                start = time.perf_counter()
             train_step(step, plan, parts, stream, window)
-        return (_now(device) - start) / num_timed
+        wait_for(device)
+        return (time.perf_counter() - start) / num_timed
     finally:
         parts.reducer.close()  # its hooks would keep it, and what it refers to
         communicator.abandon()
@@ -132,12 +134,6 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     else:
         give_back_freed_memory()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
@@ -159,7 +155,7 @@ def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
 
 
 def _no_others(device: torch.device) -> Communicator:
-    return connect(env=ProcessEnv("none", 0, 1, 0, 1, "here", None), device=device)
+    return connect(env=ALONE, device=device)
 
 
 def _generated(config: Config, device: torch.device) -> Batch:

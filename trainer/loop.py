@@ -1,7 +1,6 @@
 """The training loop: it is handed ready objects and builds nothing."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from bigbatch.trainer.input_stream import InputStream, gather_replaced
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
-from bigbatch.trainer.stragglers import straggler_share
+from bigbatch.trainer.totals import Measured, Totals
 
 
 @dataclass(frozen=True)
@@ -91,29 +90,6 @@ class Hooks:
     """() -> after an evaluation, why the run ends with it; the same on all ranks."""
     before_step: Callable[[int], None] = lambda step: None
     """(step). Collective."""
-
-
-@dataclass
-class Totals:
-    """What a run measured: seconds are means over ranks, steps alone (no evaluation, no checkpoint)."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    input_wait_seconds: float = 0.0
-    """Of the rank that waited longest between two reports."""
-    tells_waits: bool = True
-    """What follows of ranks that waited for each other was measured."""
-    exposed_seconds: float = 0.0
-    first_report_seconds: float = 0.0
-    """Of step_seconds, those of the first report: what happens once in a run happens there."""
-    straggler_seconds: float = 0.0
-    """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
-    lag_seconds_P: list[float] = field(default_factory=list)
-    """How much longer than each rank the one waited, for sums and pictures, that waited longest."""
-    last_evaluation: dict[str, Any] = field(default_factory=dict)
-    saved_step: int = 0
-    """Of the newest checkpoint; where the run started, as long as there is none."""
-    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,12 +282,7 @@ def tell_skipped(done: int, loop: Loop) -> None:
 
 
 def report(done: int, loop: Loop, *, window: Window) -> bool:
-    """Sum the window over ranks, pass it on, and agree whether to stop. Collective; syncs with the device.
-
-    The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
-    The rank that comes last to the sums waits for the wire alone; what the others wait longer is for stragglers, as far
-    as it is not for pictures.
-    """
+    """Sum the window over ranks, pass it on, and agree whether to stop. Collective; syncs with the device."""
     parts, stream, totals = loop.parts, loop.stream, loop.totals
     communicator = parts.communicator
     exposed = parts.reducer.exposed.take_seconds()
@@ -328,44 +299,33 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
         all_N, label=f"report of step {done}"
     ).tolist()
     end_if_input_failed(failed, loop)
-    waited_P, exposed_P = shares_2P[:num_ranks], shares_2P[num_ranks:]
-    mean_seconds, wait_fraction = seconds / num_ranks, max(waited_P)
-    straggler_fraction = straggler_share(waited_P, exposed_P)
-    totals.steps += window.steps
-    totals.step_seconds += mean_seconds
-    totals.input_wait_seconds += wait_fraction * mean_seconds
-    totals.exposed_seconds += exposed / num_ranks
-    if not totals.first_report_seconds:
-        totals.first_report_seconds, totals.lag_seconds_P = mean_seconds, [0.0] * num_ranks
-    else:
-        totals.straggler_seconds += straggler_fraction * mean_seconds
-        idle_P = [waited + exposed for waited, exposed in zip(waited_P, exposed_P, strict=True)]
-        lags_P = [(max(idle_P) - each) * mean_seconds for each in idle_P]
-        totals.lag_seconds_P = [a + b for a, b in zip(totals.lag_seconds_P, lags_P, strict=True)]
+    measured = Measured(
+        steps=window.steps,
+        samples=samples,
+        seconds=seconds / num_ranks,
+        exposed_seconds=exposed / num_ranks,
+        joules=joules,
+        waited_P=shares_2P[:num_ranks],
+        exposed_P=shares_2P[num_ranks:],
+    )
+    totals.add(measured)
     require_number(
         loss,
         first_step=done - window.steps,
         finite_steps=int(window.finite_steps),
         gather_text=communicator.gather_text,
     )
-    record = {
-        "step": done,
-        "epoch": done / loop.plan.steps_per_epoch,
-        "loss": loss / samples,
-        "top1": correct / samples,
-        "lr": parts.schedule(done - 1),
-        **parts.precision.figures(),
-        "images_per_second": samples / mean_seconds,
-        "compute_images_per_second": samples / (mean_seconds * (1 - wait_fraction)),
-        "input_wait_fraction": wait_fraction,
-        "exposed_communication_fraction": exposed / seconds,
-        "wire_wait_fraction": min(exposed_P),
-        "straggler_fraction": straggler_fraction,
-        "energy_joules": joules if math.isfinite(joules) else None,
-    }
-    if not totals.tells_waits:
-        record |= dict.fromkeys(("exposed_communication_fraction", "wire_wait_fraction", "straggler_fraction"))
-    loop.hooks.on_report(record)
+    loop.hooks.on_report(
+        {
+            "step": done,
+            "epoch": done / loop.plan.steps_per_epoch,
+            "loss": loss / samples,
+            "top1": correct / samples,
+            "lr": parts.schedule(done - 1),
+            **parts.precision.figures(),
+            **measured.record(tells_waits=totals.tells_waits),
+        }
+    )
     parts.precision.require_progress(done, is_last=done == loop.plan.num_steps)
     if num_skipped:
         tell_skipped(done, loop)

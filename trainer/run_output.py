@@ -11,13 +11,14 @@ from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_file import dump_config
 from bigbatch.trainer.config_optimizer import is_foreign
 from bigbatch.trainer.input_report import MeasuredInput
-from bigbatch.trainer.loop import Parts, Plan, Totals
+from bigbatch.trainer.loop import Parts, Plan
 from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.progress import Reporter, make_reporter
 from bigbatch.trainer.resume import Start, changes
 from bigbatch.trainer.rundir import RunDir, read_records, writing
 from bigbatch.trainer.spent import spent_in_all
 from bigbatch.trainer.summary import make_hints, make_summary
+from bigbatch.trainer.totals import Totals
 
 
 class RunOutput:

@@ -12,10 +12,12 @@ from bigbatch.trainer.build_optimizer import optimizer_notes
 from bigbatch.trainer.checkpoint import Checkpoint
 from bigbatch.trainer.config import Config
 from bigbatch.trainer.config_precision import precision_notice
+from bigbatch.trainer.gpu_driver import compute_capability
 from bigbatch.trainer.input_report import MeasuredInput, Waited, hints, slowest_stage
-from bigbatch.trainer.loop import Parts, Plan, Totals
+from bigbatch.trainer.loop import Parts, Plan
 from bigbatch.trainer.spent import Spent
 from bigbatch.trainer.stragglers import straggler_hint
+from bigbatch.trainer.totals import Totals
 
 
 def introduction(
@@ -24,7 +26,7 @@ def introduction(
     """Lines to say before the first step. placement: where the process is bound and the pictures are staged."""
     batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
     spread = f" over {plan.ranks_per_ghost} ranks" if plan.ranks_per_ghost > 1 else ""
-    notice = precision_notice(precision, capability=_capability(communicator.device))
+    notice = precision_notice(precision, capability=compute_capability(communicator.device))
     return [
         f"{communicator}; device {device_name(communicator.device)}, {precision}",
         f"{num_train} training and {num_val} validation pictures; loader {config.data.loader}",
@@ -162,7 +164,3 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads a rank)"
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, whic
 
 import torch
 import torchvision
-from record import conditions, spread, write_record
+from record import conditions, ratios, spread, write_record
 from torch import Tensor, nn
 
 from bigbatch.comm.conditions import device_name
@@ -169,11 +169,6 @@ def facts(ready: Ready, rates: dict[str, list[float]], *, reference_BK: Tensor) 
     if ready.compile_seconds is not None:
         found["compile_seconds"] = ready.compile_seconds
     return found
-
-
-def ratios(ours: list[float], others: list[float]) -> list[float]:
-    """Round by round."""
-    return [mine / other for mine, other in zip(ours, others, strict=True)]
 
 
 def table(sizes: list[dict[str, Any]]) -> str:

@@ -28,6 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, whic
 
 from record import conditions, spread, write_record
 
+from bigbatch.comm.connection import choose_device
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer.config import RESNETS
 from bigbatch.trainer.config_precision import require_hardware
 from bigbatch.trainer.errors import ConfigError
@@ -46,7 +48,7 @@ WARMUP_SHARE = 5 / 24
 def main() -> None:
     """Measure what is missing, and write the record, the table and the picture."""
     options = parse()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = choose_device(ALONE)
     record = start_record(options, device)
     for precision, reason in record["left_out"].items():
         print(f"{precision} is left out: {reason}", file=sys.stderr)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from bigbatch.comm.connection import choose_device
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer.config import RESNETS, Config
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.config_precision import SCALED
@@ -40,8 +42,8 @@ OCTAVES, PER_OCTAVE = 12, 4
 def main() -> None:
     """Measure and print."""
     options = parse()
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
+    device = choose_device(ALONE)
+    is_gpu = device.type == "cuda"
     if is_gpu:
         torch.backends.cudnn.benchmark = True
         set_tf32(options.precision == "tf32")

@@ -25,7 +25,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, whic
 
 from record import conditions, spread, write_record
 
+from bigbatch.comm.connection import choose_device
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.host import wait_for
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import recompute_
@@ -38,7 +41,7 @@ GB = 1e9
 def main() -> None:
     """Measure, print, write the record, draw."""
     options = parse()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(ALONE)
     clock = "seconds" if device.type == "cuda" else "processor seconds of one thread"
     facts = {**conditions(options), "device": device_name(device), "clock": clock}
     if device.type == "cuda":
@@ -159,15 +162,12 @@ def measure_peak(model: nn.Module, images_BCHW: Tensor, precision: str) -> int |
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
     """Seconds until the device has done it; on a CPU, those of processor time."""
-    if device.type == "cpu":
-        begin = time.process_time()
-        work()
-        return time.process_time() - begin
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+    now = time.process_time if device.type == "cpu" else time.perf_counter
+    wait_for(device)
+    begin = now()
     work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    wait_for(device)
+    return now() - begin
 
 
 def tell(point: dict[str, Any], *, whole: dict[str, Any]) -> None:

@@ -14,14 +14,13 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.host_staging import HostStaging
 from bigbatch.comm.node_memory import NodeMemory
 from bigbatch.comm.reducer import GradientReducer
 
 pytestmark = pytest.mark.gpu
 
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 SMALL = {"threshold_bytes": 20_000, "buffer_bytes": 40_000}
 
 

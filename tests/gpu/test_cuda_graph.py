@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from torch import Tensor, nn
 
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.loader import Batch, Request
@@ -23,10 +24,6 @@ from bigbatch.trainer.loop import Parts, Plan, Window, train_step
 
 pytestmark = pytest.mark.gpu
 
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
-OF_LARS = {"trust_coefficient": "null", "momentum_form": "null"}
-ADAPTIVE = {**OF_LARS, "momentum": "null", "nesterov": "null", "betas": "[0.9,0.999]", "eps": "1e-6"}
-FP16 = {"precision": "fp16", "loss_scale": "16384", "loss_scale_growth_steps": "2"}
 CASES: dict[str, dict[str, str]] = {
     "lars fp32": {},
     "lars outside bf16": {"momentum_form": "lr_outside", "precision": "bf16"},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.augment import random_resized_crop
@@ -113,7 +113,7 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
             *(f"--augment.{key}={value}" for key, value in AUGMENTED.items()),
         ]
     )
-    communicator, tuned = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
+    communicator, tuned = build.join_job(config, ALONE)
     plan = build.make_plan(config, communicator, num_samples=640, first_step=0)
     parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
     parts.model.train()
@@ -161,7 +161,7 @@ def test_only_tf32_rounds_to_tf32() -> None:
     a, b = (torch.randn(1024, 1024, dtype=torch.float64, generator=generator) for _ in range(2))
     for name in ("tf32", "fp32"):
         config = load_config(["--config", "quickstart", f"--optimizer.precision={name}"])
-        communicator, _ = build.join_job(config, ProcessEnv("none", 0, 1, 0, 1, "here", None))
+        communicator, _ = build.join_job(config, ALONE)
         x, y = (each.float().to(communicator.device) for each in (a, b))
         conv = torch.nn.functional.conv2d(x.view(1, 1024, 32, 32), y.view(1024, 1024, 1, 1)).view(1024, 1024)
         product, convolved = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.config_precision import SCALED
@@ -23,7 +23,6 @@ from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
 
 CPU = torch.device("cpu")
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
 PLAN = Plan(
     seed=0,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.accumulation import WideAccumulation, half_parameters
 
@@ -90,7 +90,7 @@ def test_an_overflow_in_any_microbatch_shows() -> None:
 
 def test_the_ranks_sum_what_all_microbatches_gave() -> None:
     """The reducer starts within the last backward; the sum over ranks doubles here, so it came after ours."""
-    alone = connect(env=ProcessEnv("none", 0, 1, 0, 1, "here", None), device=torch.device("cpu"))
+    alone = connect(env=ALONE, device=torch.device("cpu"))
     doubling = replace(alone, all_reduce_=lambda tensor_N: tensor_N.mul_(2))
     weight = nn.Parameter(torch.zeros(NUM_WEIGHTS, dtype=torch.bfloat16))
     accumulation = WideAccumulation([weight])

@@ -19,7 +19,7 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control, listen
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE, ProcessEnv
 
 CPU = torch.device("cpu")
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
@@ -135,9 +135,8 @@ def test_a_last_barrier_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(**_: object) -> None:
         raise RuntimeError("connection closed")
 
-    alone = ProcessEnv("none", 0, 1, 0, 1, "here", None)
     met = half_a_job()
-    backend = TorchDistributedBackend(alone, Control(alone, timeout_seconds=5), library="gloo", device=CPU)
+    backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=5), library="gloo", device=CPU)
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
         backend._control = met

@@ -11,7 +11,7 @@ from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.reducer import ExposedTime
 from bigbatch.trainer import build, build_input
 from bigbatch.trainer.config import Config
@@ -23,8 +23,6 @@ from bigbatch.trainer.errors import ConfigError, DataError
 from bigbatch.trainer.models.blurpool import BlurConv2d
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.summary import replayed
-
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 
 
 def one_rank() -> Communicator:

@@ -13,10 +13,9 @@ from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities, CommError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import first_difference
 from bigbatch.comm.connection import choose_device, connect, make_wire
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE, ProcessEnv
 from bigbatch.comm.hybrid import HybridRow, HybridTable
 
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 CPU = torch.device("cpu")
 TABLE = HybridTable((HybridRow(64, "doubling"), HybridRow(None, "ring")))
 

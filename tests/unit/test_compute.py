@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_run import ALONE
 from test_spread_norm import Replay
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from bigbatch.comm.connection import connect
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build, build_compute, build_input, compiling, host
 from bigbatch.trainer.build_compute import set_up_compute_
 from bigbatch.trainer.config import Config

@@ -18,12 +18,11 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control, listen
-from bigbatch.comm.environ import ProcessEnv, read_process_env
+from bigbatch.comm.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.hybrid import HybridRow, HybridTable
 from bigbatch.comm.places import Place, meet, require_consistent
 
 CPU = torch.device("cpu")
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 

@@ -13,7 +13,7 @@ from bigbatch.comm import control
 from bigbatch.comm.backends.base import CommError, PeerLostError
 from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control, first_line, listen, rendezvous
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE, ProcessEnv
 
 SECONDS = timedelta(seconds=5)
 
@@ -48,7 +48,7 @@ def test_a_rank_that_misses_a_comparison_is_named() -> None:
 
 
 def test_texts_of_a_world_of_one() -> None:
-    alone = Control(ProcessEnv("none", 0, 1, 0, 1, "here", None), timeout_seconds=1)
+    alone = Control(ALONE, timeout_seconds=1)
     assert alone.gather_text("x\ny") == ["x\ny"]
     assert alone.host_of(0) == "here"
 

@@ -17,7 +17,7 @@ from bigbatch.comm.broadcast import allreduce, broadcast_object, broadcast_optim
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.distributed_optimizer import DistributedOptimizer
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.measure import _make_hop
 
 SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
@@ -26,15 +26,14 @@ SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
 
 def communicator(*, num_ranks: int = 1, sums: list[int] | None = None) -> Communicator:
     """One rank whose sum is num_ranks times its own part; sums takes down the sizes of what it sums."""
-    env = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 
     def all_reduce_(tensor_N: Tensor) -> None:
         tensor_N.mul_(num_ranks)
         if sums is not None:
             sums.append(tensor_N.numel())
 
-    one = connect(env=env, device=torch.device("cpu"))
-    return replace(one, env=replace(env, world_size=num_ranks), all_reduce_=all_reduce_)
+    one = connect(env=ALONE, device=torch.device("cpu"))
+    return replace(one, env=replace(ALONE, world_size=num_ranks), all_reduce_=all_reduce_)
 
 
 def make_model() -> nn.Sequential:

@@ -76,7 +76,7 @@ RUN_ELSEWHERE |= {
 }
 RUN_ELSEWHERE[".venv/bin/python benchmarks/gpu/run.py --small --out runs/gpu-small"] = (
     "tests/unit/test_gpu_benchmarks.py",
-    '"benchmarks/gpu/run.py"), "--small", "--out"',
+    "run_small(tmp_path)",
 )
 WORDS = "tests/parallel/test_language_example.py"
 RUN_ELSEWHERE |= {

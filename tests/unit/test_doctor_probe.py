@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import ALONE, CPU
+from small_run import CPU
 from torch import Tensor, nn
 
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build
 from bigbatch.trainer.config import lookup
 from bigbatch.trainer.config_file import load_config
@@ -241,7 +242,12 @@ def test_a_config_that_cannot_be_measured_is_an_error_as_in_training(options: li
 
 @pytest.mark.slow
 def test_ctrl_c_prints_what_was_found_and_leaves_no_process(options: list[str]) -> None:
-    process = subprocess.Popen(doctor(*options, *QUICK), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        doctor(*options, *QUICK),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any("measuring the noise" in line for line in lines)

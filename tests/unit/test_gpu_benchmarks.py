@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_suite import run_small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,8 +26,9 @@ from bigbatch.trainer.precision import set_tf32
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
 
+from record import ratios  # noqa: E402
 from suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training  # noqa: E402
-from suite.context import SMALL, Context, Found, ratios  # noqa: E402
+from suite.context import SMALL, Context, Found  # noqa: E402
 from suite.device import file_stem  # noqa: E402
 from suite.guard import compare_case  # noqa: E402
 from suite.report import page  # noqa: E402
@@ -454,14 +455,10 @@ def test_the_first_step_counts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # of one core: a minute
 def test_all_cases_run_small(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/run.py"), "--small", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("gpu-small-*.json")
-    record = json.loads(path.read_text())
-    assert all(each["figures"] for each in record["cases"].values())
+    record, stdout = run_small(tmp_path)
     expected = {"training/generated", "training/pictures", "steps", "startup", "evaluation", "cifar"}
-    assert expected | {"small_batches/2", "small_batches/3"} == set(record["cases"])
+    expected |= {"small_batches/2", "small_batches/3"}
+    assert expected == set(record["cases"])
     assert record["cases"]["steps"]["tables"]["steps"][0]["step"] == "eager fp32"
     assert {"torch", "commit", "device", "date"} <= set(record["cases"]["steps"]["conditions"])
-    assert "no figure of it means anything" in done.stdout
+    assert "no figure of it means anything" in stdout

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from recorded_graph import RecordedCapture
 from small_run import Recorder
 from torch import Tensor, nn
 
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.errors import UserError
 from bigbatch.trainer import build
 from bigbatch.trainer.build_compute import require_capturable
@@ -26,12 +27,7 @@ from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.progress import describe, describe_briefly
 from bigbatch.trainer.summary import graph_notes, speed
 
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 NUM_STEPS = 8
-OF_LARS = {"trust_coefficient": "null", "momentum_form": "null"}
-ADAPTIVE = {**OF_LARS, "momentum": "null", "nesterov": "null", "betas": "[0.9,0.999]", "eps": "1e-6"}
-FP16 = {"precision": "fp16", "loss_scale": "16384", "loss_scale_growth_steps": "2"}
-"""It grows every second step until a step overflows."""
 CASES: dict[str, dict[str, str]] = {
     "lars fp32": {},
     "lars outside bf16": {"momentum_form": "lr_outside", "precision": "bf16"},

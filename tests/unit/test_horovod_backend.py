@@ -11,7 +11,7 @@ from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.backends.horovod import HorovodBackend, import_horovod
 from bigbatch.comm.connection import connect
 from bigbatch.comm.control import Control
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE, ProcessEnv
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
@@ -80,5 +80,4 @@ def test_it_states_what_it_can_do() -> None:
 
 def test_one_rank_needs_no_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    env = ProcessEnv("none", 0, 1, 0, 1, "here", None)
-    assert connect(backend="horovod", env=env, device=torch.device("cpu")).backend.name == "single"
+    assert connect(backend="horovod", env=ALONE, device=torch.device("cpu")).backend.name == "single"

@@ -18,8 +18,9 @@ from bigbatch.trainer.data.loader import Batch
 from bigbatch.trainer.data.prepare_batch import PrepareBatch
 from bigbatch.trainer.errors import DataError, TrainingDiverged
 from bigbatch.trainer.evaluation import count_batch, evaluate
-from bigbatch.trainer.loop import Hooks, Totals, train
+from bigbatch.trainer.loop import Hooks, train
 from bigbatch.trainer.models import build_model
+from bigbatch.trainer.totals import Totals
 
 
 def plain_pytorch(batches: list[Batch]) -> tuple[nn.Module, list[float]]:

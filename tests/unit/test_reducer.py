@@ -14,7 +14,7 @@ from bigbatch.comm.backends.base import CommError, InFlight, PeerLostError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.reducer import ExposedTime, GradientReducer, describe
 
 
@@ -42,7 +42,7 @@ class _Failing:
 
 def communicator(backend: SingleBackend, *, factor: int = 1, device: str = "cpu") -> Communicator:
     """One rank whose sum is factor times its own part, as if factor ranks held the same."""
-    alone = connect(env=ProcessEnv("none", 0, 1, 0, 1, "here", None), device=torch.device(device))
+    alone = connect(env=ALONE, device=torch.device(device))
 
     def all_reduce_(tensor_N: Tensor) -> None:
         tensor_N.mul_(factor)

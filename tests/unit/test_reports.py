@@ -33,7 +33,7 @@ from bigbatch.trainer.gpu_driver import Clock, read_clock
 from bigbatch.trainer.input_remedies import input_settings
 from bigbatch.trainer.input_report import MeasuredInput
 from bigbatch.trainer.input_stream import InputStream
-from bigbatch.trainer.loop import Hooks, Loop, Totals, Window, report
+from bigbatch.trainer.loop import Hooks, Loop, Window, report
 from bigbatch.trainer.metrics import MetricsLog, plot_run
 from bigbatch.trainer.progress import Bar, Lines, Silent, make_reporter, show
 from bigbatch.trainer.resume import changes
@@ -43,6 +43,7 @@ from bigbatch.trainer.signals import StopRequest
 from bigbatch.trainer.spent import Spent
 from bigbatch.trainer.stragglers import straggler_hint, straggler_share
 from bigbatch.trainer.summary import make_hints, speed
+from bigbatch.trainer.totals import Totals
 
 TRAIN_RECORD = {
     "step": 3,

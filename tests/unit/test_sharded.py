@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import ALONE
 from torch import nn
 
 from bigbatch.comm.connection import connect
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.fusion import BufferPlan, FusionPlan, TensorSpec
 from bigbatch.comm.parts import own_part
 from bigbatch.comm.reducer import GradientReducer

@@ -15,15 +15,13 @@ from PIL import Image
 
 from bigbatch.comm.backends.base import PeerLostError
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import stage_data as module
 from bigbatch.trainer.config_file import load_config
 from bigbatch.trainer.data.pack import pack
 from bigbatch.trainer.data.shard_writer import Recipe
 from bigbatch.trainer.errors import DataError
 from bigbatch.trainer.stage_data import bytes_in, stage_data
-
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 
 
 def config(**data: object) -> Any:

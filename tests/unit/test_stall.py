@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 from bigbatch.comm import stall
 from bigbatch.comm.backends.base import PeerLostError, Pending
 from bigbatch.comm.control import Control
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.stall import StallInspector
 
 
@@ -19,7 +19,7 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        control = Control(ProcessEnv("none", 0, 1, 0, 1, "here", None), timeout_seconds=8)
+        control = Control(ALONE, timeout_seconds=8)
         control.rank, control.world_size, control.host, control.store = rank, world_size, f"node{rank}", store
         store.set(f"bigbatch/host/{rank}", control.host)
         self.inspector = StallInspector(
@@ -154,7 +154,7 @@ def test_the_thread_looks_by_itself_and_survives_a_store_that_is_gone() -> None:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection closed")
 
-    control = Control(ProcessEnv("none", 0, 1, 0, 1, "here", None), timeout_seconds=8)
+    control = Control(ALONE, timeout_seconds=8)
     control.store = Gone()
     inspector = StallInspector(control, lambda: None, warn_seconds=0.04)
     inspector._thread.join(timeout=5)

@@ -13,12 +13,11 @@ from torch import nn
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.comm.timeline import Timeline, merge
 
 CPU = torch.device("cpu")
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 
 
 def test_an_idle_timeline_records_nothing() -> None:

@@ -17,7 +17,7 @@ from bigbatch.comm import ready_times, tuner
 from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.connection import connect
 from bigbatch.comm.cost_model import Link
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.fusion import TensorSpec
 from bigbatch.comm.hybrid import HybridRow, HybridTable, Measured
 from bigbatch.comm.measure import Hops, Links, Sums
@@ -38,7 +38,6 @@ from bigbatch.comm.tuner_report import explain, explain_links, times_head, times
 from bigbatch.trainer import tune_comm
 from bigbatch.trainer.config_file import load_config
 
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 CPU = torch.device("cpu")
 GROUPS = ((0, 1), (2, 3))
 CLUSTER = make_cluster(GROUPS, backend="tcp", wire_dtype=None, device="cpu")

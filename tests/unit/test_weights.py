@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build
 from bigbatch.trainer.checkpoint import save_checkpoint
 from bigbatch.trainer.config import Config
@@ -189,7 +189,7 @@ def test_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
-    communicator = connect(env=ProcessEnv("none", 0, 1, 0, 1, "here", None), backend="gloo")
+    communicator = connect(env=ALONE, backend="gloo")
     plan = build.make_plan(config, communicator, num_samples=5000, first_step=first_step)
     parts = build.make_parts(config, communicator, plan=plan, tuned=None)
     return {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
@@ -215,7 +215,7 @@ def test_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypatch: pyt
     said = []
     torch.save(random_model(small()).state_dict(), tmp_path / "start.pt")
     config = small("batch.global_batch_size=256", f"model.weights={tmp_path / 'start.pt'}")
-    communicator = connect(env=ProcessEnv("none", 0, 1, 0, 1, "here", None), backend="gloo")
+    communicator = connect(env=ALONE, backend="gloo")
     monkeypatch.setattr(type(communicator), "agree", lambda self, what, text: said.append((what, text)))
     plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
     for seed in (1, 1, 3):

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build_input, build_whitening
 from bigbatch.trainer.build_whitening import fit_whitening_
 from bigbatch.trainer.config import Config
@@ -21,7 +21,6 @@ from bigbatch.trainer.models.resnet9 import resnet9
 from bigbatch.trainer.models.whitening import PATCH, PatchWhitening, patch_sums, whitening_filters
 from bigbatch.trainer.precision import to_half_
 
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 STD = (0.25, 0.2, 0.3)
 EPS = 0.01
 

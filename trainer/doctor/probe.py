@@ -26,6 +26,7 @@ from bigbatch.trainer.doctor.exchange import Exchange, is_running
 from bigbatch.trainer.doctor.profile import profile_step
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.errors import DataError, DoctorError
+from bigbatch.trainer.gpu_driver import compute_capability
 from bigbatch.trainer.host import cores_per_rank, wait_for
 from bigbatch.trainer.input_report import describe_input, input_record
 from bigbatch.trainer.input_stream import InputStream
@@ -105,12 +106,11 @@ class _Probe:
     def facts(self) -> dict[str, Any]:
         """Of the machine."""
         device = self.communicator.device
-        is_gpu = device.type == "cuda"
         return {
             "device": device_name(device),
             "device_type": device.type,
             "torch": torch.__version__,
-            "capability": list(torch.cuda.get_device_capability(device)) if is_gpu else None,
+            "capability": compute_capability(device),
             "num_cores": self._num_cores,
             "world_size": self.communicator.world_size,
         }

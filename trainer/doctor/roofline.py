@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bigbatch.trainer.data.prepare_batch import Prepared
 from bigbatch.trainer.loop import Parts
 from bigbatch.trainer.precision import COMPUTE_DTYPES
-from bigbatch.trainer.preflight.rates import CPU_SIDE, GPU_SIDE, median_seconds
+from bigbatch.trainer.preflight.rates import Product, median_seconds
 
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 """A convolution of 3 x 3 with plenty to do for each byte."""
@@ -34,15 +34,13 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
     On the threads, and with the TF32 settings, of this process.
     """
     dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
-    side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
-    a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
-    product = median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
+    product = Product(dtype, device).flops_per_second(seconds=seconds / 2)
     images_BCHW = _channels_last(CONV_BATCH[device.type], CONV_SIDE, dtype=dtype, device=device)
     weight_KCHW = _channels_last(CONV_CHANNELS, 3, dtype=dtype, device=device)
     with torch.no_grad():
         convolution = median_seconds(lambda: conv2d(images_BCHW, weight_KCHW, padding=1), device, seconds=seconds / 2)
     conv_flops = 2 * images_BCHW.numel() * CONV_CHANNELS * 9
-    return max(2 * side**3 / product, conv_flops / convolution)
+    return max(product, conv_flops / convolution)
 
 
 def _channels_last(count: int, side: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from bigbatch.trainer.config import NO_READER, Config, lookup
 from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
-from bigbatch.trainer.config_precision import CAPABILITY
+from bigbatch.trainer.config_precision import CAPABILITY, SCALED
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
 
 Tried = Iterator[Candidate | Unmeasured]
@@ -97,7 +97,7 @@ def _precision(config: Config, machine: Machine) -> Tried:
     faster = FASTER.get(precision, ()) if has_bf16 or precision != "fp32" else FASTER_WITHOUT_BF16
     tried = [name for name in faster if machine.capability >= CAPABILITY.get(name, (0, 0))]
     for name in tried:
-        scale = LOSS_SCALE if name.startswith("fp16") and config.optimizer.loss_scale is None else {}
+        scale = LOSS_SCALE if name in SCALED and config.optimizer.loss_scale is None else {}
         yield Candidate("precision", {"optimizer.precision": name, **scale}, ROUNDS)
     if not tried:
         yield Unmeasured("precision", f"{machine.device} has none that is faster than {precision}")

@@ -30,19 +30,34 @@ class Rates:
     """While it multiplies; None for a CPU, and where the driver does not tell."""
 
 
+class Product:
+    """Of two square matrices, large enough to keep the device busy."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
+        # random numbers, since a GPU draws little power, and heats up little, on constant ones
+        self._a_NN, self._b_NN, self._out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
+        self._device, self._flops = device, 2 * side**3
+
+    def __call__(self) -> None:
+        """Multiply them, once."""
+        torch.mm(self._a_NN, self._b_NN, out=self._out_NN)
+
+    def flops_per_second(self, *, seconds: float) -> float:
+        """Median over repeats that take so long together."""
+        return self._flops / median_seconds(self, self._device, seconds=seconds)
+
+
 def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     """Half of the time for each, on the device and the threads of this rank."""
-    side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    # random numbers, since a GPU draws little power, and heats up little, on constant ones
-    a_NN, b_NN, out_NN = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
-    multiply = median_seconds(lambda: torch.mm(a_NN, b_NN, out=out_NN), device, seconds=seconds / 2)
-    clock = _clock_under_load(lambda: torch.mm(a_NN, b_NN, out=out_NN), device)
+    product = Product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    multiply = product.flops_per_second(seconds=seconds / 2)
+    clock = _clock_under_load(product, device)
     num_bytes = COPY_BYTES[device.type]
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
     copy = median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
-    return Rates(2 * side**3 / multiply / 1e9, num_bytes / copy / 1e9, clock)
+    return Rates(multiply / 1e9, num_bytes / copy / 1e9, clock)
 
 
 def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock | None:

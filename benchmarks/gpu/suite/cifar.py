@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from record import ratios
 
 from bigbatch.trainer.data.encoded import open_picture
 from bigbatch.trainer.data.loader import PictureSource
 from bigbatch.trainer.data.shards import open_split
 from bigbatch.trainer.errors import ConfigError
 
-from .context import Context, Found, ratios
+from .context import Context, Found
 from .job import as_options
 from .pictures import small_pictures
 

@@ -17,11 +17,13 @@ import torch
 from arguments import at_least
 from record import conditions, write_record
 
+from bigbatch.comm.connection import choose_device
+from bigbatch.comm.environ import ALONE
 from bigbatch.errors import UserError
 
 from . import cifar, evaluation, small_batches, starting, steps, training
 from .context import FULL, SMALL, Context, Found, Size
-from .device import choose_device, device_conditions, device_name, file_stem
+from .device import device_conditions, device_name, file_stem
 from .guard import compare_case
 from .report import page
 
@@ -44,7 +46,7 @@ def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
 def main() -> int:
     """Measure, write, compare; 1 where a case failed or lost speed."""
     options = parse()
-    device = choose_device()
+    device = choose_device(ALONE)
     size = SMALL if options.small or device.type == "cpu" else FULL
     try:
         names = choose_cases(options.only, list(cases_of(size)))

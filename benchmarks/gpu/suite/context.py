@@ -113,8 +113,3 @@ class Found:
     def median(self, name: str) -> float:
         """Of a figure."""
         return float(self.figures[name]["median"])
-
-
-def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of the two of each round."""
-    return [value / other for value, other in zip(values, others, strict=True)]

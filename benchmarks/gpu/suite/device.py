@@ -18,11 +18,6 @@ ASKED = {
 """Condition: what nvidia-smi calls it."""
 
 
-def choose_device() -> torch.device:
-    """The first GPU, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def device_name(device: torch.device) -> str:
     """What records of one machine and another are told apart by."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

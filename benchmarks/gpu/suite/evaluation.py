@@ -3,11 +3,13 @@
 from contextlib import closing
 from importlib.util import find_spec
 
+from record import ratios
+
 from bigbatch.trainer import build_input
 from bigbatch.trainer.data.shards import open_split
 from bigbatch.trainer.evaluation import evaluate
 
-from .context import Context, Found, ratios
+from .context import Context, Found
 from .job import Job, seconds_of, settings_for
 from .pictures import like_imagenet, small_pictures
 from .torchvision_peer import num_workers

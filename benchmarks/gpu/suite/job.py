@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build, build_input
 from bigbatch.trainer.config_file import as_yaml, load_config
+from bigbatch.trainer.config_precision import SCALED
 from bigbatch.trainer.host import wait_for
 from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.loop import Window, train_step
@@ -22,7 +23,6 @@ from .context import Size
 COMPILED = {"compute.compile": "default"}
 CAPTURED = {**COMPILED, "compute.cuda_graph": True}
 """The fastest step that we have: compiled, and in one CUDA graph."""
-ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 Settings = Mapping[str, Any]
 
 
@@ -80,7 +80,7 @@ def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
 def in_precision(precision: str) -> dict[str, Any]:
     """With the loss scale that fp16 needs."""
     scale = ("optimizer.loss_scale", "optimizer.loss_scale_growth_steps")
-    values = (65536.0, 2000) if precision.startswith("fp16") else (None, None)
+    values = (65536.0, 2000) if precision in SCALED else (None, None)
     return {"optimizer.precision": precision, **dict(zip(scale, values, strict=True))}
 
 

@@ -5,10 +5,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from record import ratios
+
 from bigbatch.trainer.data.shards import open_split
 
 from . import torchvision_peer
-from .context import Context, Found, ratios
+from .context import Context, Found
 from .job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn
 from .pictures import small_pictures
 
