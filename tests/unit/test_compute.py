@@ -1,5 +1,6 @@
 """Compiled regions, recomputed blocks, and statistics that are folded once per microbatch."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ from test_spread_norm import Replay
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+from torch._inductor.utils import run_and_get_code
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.environ import ALONE
@@ -151,6 +153,22 @@ def test_a_step_compiled_by_inductor_is_the_eager_one() -> None:
     if failure := cxx_failure():
         pytest.skip(failure)
     compare("resnet9", backend="inductor")
+
+
+@pytest.mark.slow
+def test_the_compiler_fuses_norm_add_and_relu() -> None:
+    """All ghost batches in one kernel a norm, in channels-last memory, without a copy beside it."""
+    if failure := cxx_failure():
+        pytest.skip(failure)
+    block = make("resnet18")[0].to(memory_format=torch.channels_last).layer1[1]
+    images_BCHW = torch.randn(COUNT, 64, 8, 8).contiguous(memory_format=torch.channels_last)
+    _, (code,) = run_and_get_code(torch.compile(block, fullgraph=True), images_BCHW)
+    calls = re.findall(r"^ +(?:buf\d+ = )?((?:cpp_fused|extern_kernels|torch\.ops\.aten)[\w.]*)\(", code, re.M)
+    assert [each for each in calls if not each.startswith("cpp_fused")] == 2 * ["extern_kernels.convolution"]
+    first, last = (each for each in calls if each.startswith("cpp_fused"))
+    assert "batch_norm" in first
+    assert "relu" in first
+    assert all(each in last for each in ("batch_norm", "add", "relu"))
 
 
 def cxx_failure() -> str:

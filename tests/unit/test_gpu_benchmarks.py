@@ -457,7 +457,7 @@ def test_the_first_step_counts(tmp_path: Path) -> None:
 def test_all_cases_run_small(tmp_path: Path) -> None:
     record, stdout = run_small(tmp_path)
     expected = {"training/generated", "training/pictures", "steps", "startup", "evaluation", "cifar"}
-    expected |= {"small_batches/2", "small_batches/3"}
+    expected |= {"inference", "recompute", "small_batches/2", "small_batches/3"}
     assert expected == set(record["cases"])
     assert record["cases"]["steps"]["tables"]["steps"][0]["step"] == "eager fp32"
     assert {"torch", "commit", "device", "date"} <= set(record["cases"]["steps"]["conditions"])

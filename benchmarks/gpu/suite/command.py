@@ -21,7 +21,7 @@ from bigbatch.comm.connection import choose_device
 from bigbatch.comm.environ import ALONE
 from bigbatch.errors import UserError
 
-from . import cifar, evaluation, small_batches, starting, steps, training
+from . import cifar, evaluation, scripts, small_batches, starting, steps, training
 from .context import FULL, SMALL, Context, Found, Size
 from .device import device_conditions, device_name, file_stem
 from .guard import compare_case
@@ -37,6 +37,8 @@ def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
         "steps": steps.measure,
         **small_batches.cases(size.local_batches),
         "startup": starting.measure,
+        "inference": scripts.measure_inference,
+        "recompute": scripts.measure_recompute,
         "evaluation": evaluation.measure,
         "training/pictures": training.measure_pictures,
         "cifar": cifar.measure,

@@ -1,0 +1,66 @@
+"""The scripts of benchmarks/gpu as cases: a process each, whose own record is read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .context import TOO_LONG, Context, Found
+
+FOLDER = Path(__file__).resolve().parents[1]
+UNCOMPILED = ("eager-fp32", "folded", "half", "channels-last", "torchvision")
+"""Forms of inference.py."""
+
+
+def measure_inference(context: Context) -> Found:
+    """Forward alone, folded, in half precision, channels-last and compiled, beside torchvision's model."""
+    size, found = context.size, Found()
+    options = ["--device", context.device.type, "--rounds", str(size.rounds), *_net(context)]
+    if context.is_small:
+        options += ["--batches", str(size.batch), "--half", "bf16"]
+    if not context.compiles:
+        options += ["--only", *UNCOMPILED]
+        found.left_out["compiled"] = TOO_LONG
+    for each in run_script("inference.py", options, context)["batch_sizes"]:
+        for name, form in each["forms"].items():
+            figure = f"{name}, batch {each['batch_size']}"
+            found.figures[figure] = {"unit": "images/s", **form["images_per_second"]}
+            for key, what in (("gain", form.get("gain_over")), ("over_torchvision", "torchvision")):
+                if key in form and what is not None:
+                    found.figures[f"{figure} / {what}"] = {"unit": "ratio", **form[key]}
+    return found
+
+
+def measure_recompute(context: Context) -> Found:
+    """The curve of memory against time, from no block that is computed again to all."""
+    size, found = context.size, Found()
+    options = ["--batch", str(size.batch), "--repetitions", str(size.rounds), *_net(context)]
+    if context.is_small:
+        options += ["--blocks", "0", "2"]
+    rows = []
+    for point in run_script("recompute.py", options, context)["curve"]:
+        found.figures[f"{point['recomputed_blocks']} blocks"] = {"unit": "images/s", **point["images_per_second"]}
+        peak_bytes = point["peak_bytes"]
+        rows.append(
+            {
+                "blocks": point["recomputed_blocks"],
+                "kept for backward, GB": point["kept_bytes"] / 1e9,
+                "peak, GB": None if peak_bytes is None else peak_bytes / 1e9,
+                "times the step of none": point["relative_time"]["median"],
+            }
+        )
+    found.tables["curve"] = rows
+    return found
+
+
+def run_script(name: str, options: list[str], context: Context) -> dict[str, Any]:
+    """Its record. What it says goes to standard error, as it comes."""
+    out = context.scratch / f"{name}.json"
+    subprocess.run([sys.executable, str(FOLDER / name), *options, "--out", str(out)], check=True, stdout=sys.stderr)
+    record: dict[str, Any] = json.loads(out.read_text())
+    return record
+
+
+def _net(context: Context) -> list[str]:
+    return ["--model", context.size.model, "--image-size", str(context.size.image_size)]
