@@ -247,6 +247,7 @@ def test_ctrl_c_prints_what_was_found_and_leaves_no_process(options: list[str]) 
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell runs behind
     )
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
