@@ -177,6 +177,14 @@ def test_what_launch_may_use_brings_in_no_torch(name: str) -> None:
     assert "torch" not in imported_with(f"bigbatch.{name}", HOUSE)
 
 
+@pytest.mark.parametrize("name", ["train", "evaluate", "predict", "export", "doctor.probe"])
+def test_what_is_slow_to_import_waits_until_it_is_used(name: str) -> None:
+    """torchvision takes as long as torch does."""
+    asked_by = imported_with(f"bigbatch.trainer.{name}", HOUSE)
+    assert "torch" in asked_by
+    assert "torchvision" not in asked_by, f"{asked_by['torchvision']} imports torchvision"
+
+
 @pytest.mark.parametrize(
     ("name", "source", "complaint"),
     [

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torchvision.transforms.v2 import CutMix, MixUp
 
 from bigbatch.trainer.data.augment import uniforms
 from bigbatch.trainer.data.device_augment import Stream
@@ -56,6 +55,8 @@ class Mix:
             raise ValueError("mixup_alpha and cutmix_alpha are both 0: nothing to mix, set one above 0")
         if bn_span < 2:
             raise ValueError(f"bn_span={bn_span} must be at least 2: samples are mixed within a ghost batch")
+        from torchvision.transforms.v2 import CutMix, MixUp  # takes a second, which only who mixes has to wait
+
         self._seed = seed
         self._num_classes = num_classes
         self._bn_span = bn_span

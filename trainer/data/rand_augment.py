@@ -5,17 +5,25 @@ Which sample gets which operation is known on the host, so every index and param
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample
-from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.trainer.data.on_device import on_device
 
 MAX_MAGNITUDE = 30
 """Magnitudes are 0..30: the 31 bins that torchvision's RandAugment has by default."""
+
+
+@cache
+def vision() -> ModuleType:
+    """torchvision's operations. To import them takes a second, which only who augments has to wait."""
+    return import_module("torchvision.transforms.v2.functional")
 
 
 class Op(IntEnum):
@@ -74,7 +82,7 @@ def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> T
     """
     table_4B = np.stack([factors_B, 1 - factors_B, ops_B == Op.COLOR, ops_B == Op.CONTRAST]).astype(np.float32)
     factors, rests, is_color, is_contrast = on_device(table_4B, images_BCHW.device).view(4, -1, 1, 1, 1)
-    grey_B1HW = vision.rgb_to_grayscale(images_BCHW)
+    grey_B1HW = vision().rgb_to_grayscale(images_BCHW)
     # a float64 sum of bytes is exact, so the mean does not depend on how a device orders it
     mean_B111 = grey_B1HW.mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()
     other_B1HW = grey_B1HW * is_color + mean_B111 * is_contrast
@@ -146,24 +154,24 @@ def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, m
 
 def _posterized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
     """The highest 8 to 4 bits."""
-    posterized: Tensor = vision.posterize(images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4)))
+    posterized: Tensor = vision().posterize(images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4)))
     return posterized
 
 
 def _solarized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
     """Inverted from a threshold on, which falls from 255 to 0."""
     threshold = 255 * _level(0.0, magnitude=magnitude, start=1.0)
-    solarized: Tensor = vision.solarize(images_BCHW, threshold=threshold)
+    solarized: Tensor = vision().solarize(images_BCHW, threshold=threshold)
     return solarized
 
 
 def _autocontrasted(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    autocontrasted: Tensor = vision.autocontrast(images_BCHW)
+    autocontrasted: Tensor = vision().autocontrast(images_BCHW)
     return autocontrasted
 
 
 def _equalized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    equalized: Tensor = vision.equalize(images_BCHW)
+    equalized: Tensor = vision().equalize(images_BCHW)
     return equalized
 
 
