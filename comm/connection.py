@@ -48,6 +48,13 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     return device
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Which GPU it is, as tensors on it say, where the device says cuda alone."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _count_gpus() -> int:
     """Those that torch can use; with too old a driver torch would warn and find none, and training go to the CPU."""
     with warnings.catch_warnings():
@@ -101,7 +108,7 @@ def connect(
     warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
     _require_own_interface(backend, interface)
     interface = env.interface or interface
-    device = device or choose_device(env, backend=backend)
+    device = with_index(device or choose_device(env, backend=backend))
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
     _require_device(backend, device)

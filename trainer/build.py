@@ -1,5 +1,6 @@
 """From a config to the objects of a run: with the other build_*.py, the only files that know all parts."""
 
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -233,7 +234,11 @@ def make_parts(
         exposed=exposed,
         **_fusion_sizes(config, model, tuned),
     )
-    optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
+    with ExitStack() as undo:  # where memory ends, hooks would keep what there is of it
+        undo.callback(reducer.close)
+        optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
+        average = _make_average(config, precision)
+        undo.pop_all()
     return Parts(
         model=model,
         statistics_N=statistics_N,
@@ -246,7 +251,7 @@ def make_parts(
         prepare=build_input.make_prepare(config, communicator, normalize=normalize),
         normalize=normalize,
         stop=StopRequest(),
-        average=_make_average(config, precision),
+        average=average,
         energy=make_energy_meter(communicator.device),
         execution=make_execution(config, communicator, optimizer),
         notes=tuple(notes),

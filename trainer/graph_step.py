@@ -32,6 +32,10 @@ class Execution(Protocol):
         """Run the work once and return what it does."""
         ...
 
+    def close(self) -> None:
+        """Nothing runs any more."""
+        ...
+
 
 class AtOnce:
     """Kernel by kernel, as Python comes to them."""
@@ -41,6 +45,9 @@ class AtOnce:
     def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
         """Microbatches are drawn when the work asks for them."""
         return work(microbatches)
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 class Capture(Protocol):
@@ -76,9 +83,12 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Waits for the device once. Other threads may go on: they decode pictures and watch NCCL."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        finally:
+            torch.cuda.set_stream(current)  # which torch forgets where a capture fails
         return graph.replay, result
 
 
@@ -129,6 +139,10 @@ class Replayed:
         graph.replay()
         self._watch()
         return graph.result
+
+    def close(self) -> None:
+        """Destroy the graphs: NCCL does not close while one has captured its sums."""
+        self._graphs.clear()
 
     def _fill_rates(self, *, device: torch.device) -> None:
         """One fill for each: a copy from the host would have to keep its source until the device comes to it."""

@@ -24,9 +24,11 @@ from bigbatch.trainer.loop import Window, train_step
 MANY = 1000
 """Steps of an epoch: as many as real ones have, for what a schedule and an average ask of it."""
 NO_MEMORY = re.compile(
-    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$", re.I
+    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$"
+    r"|unable to find an engine to execute",
+    re.I,
 )
-"""What torch's allocators, CUDA's libraries and oneDNN (which has no other word for it) say in a RuntimeError."""
+"""What torch's allocators, CUDA's libraries, oneDNN and cuDNN (these have no other words) say in a RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,23 @@ def run_steps(
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), _no_others(device)
     plan = build.make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
+    batch = _generated(config, device)  # may not fit, and nothing would close the parts
     parts = build.make_parts(config, communicator, plan=plan, tuned=None)
     num_steps, start = num_untimed + num_timed, 0.0
-    batch = _generated(config, device)
     stream, window = InputStream(iter([batch] * (num_steps * num_microbatches))), Window(device)
     parts.model.train()
     try:
         for step in range(num_steps):
             if step == num_untimed:
                 wait_for(device)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)  # cuDNN's search wants more, once
                 start = time.perf_counter()
             train_step(step, plan, parts, stream, window)
         wait_for(device)
         return (time.perf_counter() - start) / num_timed
     finally:
-        parts.reducer.close()  # its hooks would keep it, and what it refers to
+        parts.close()
         communicator.abandon()
 
 

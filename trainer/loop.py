@@ -74,6 +74,11 @@ class Parts:
     notes: tuple[str, ...] = ()
     """Lines to say before the first step: how these parts differ from what the config asks for."""
 
+    def close(self) -> None:
+        """Let go of what would keep their memory, or the communicator from closing: hooks and captured graphs."""
+        self.reducer.close()
+        self.execution.close()
+
 
 @dataclass(frozen=True)
 class Hooks:
@@ -215,7 +220,7 @@ def draw(step: int, plan: Plan, parts: Parts, stream: InputStream) -> Iterator[P
             batch = stream.draw(step=step)
         prepared = parts.prepare(batch)
         seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
-        parts.statistics_N[-1] = float(stream.failure is not None)
+        parts.statistics_N[-1].fill_(float(stream.failure is not None))  # x[-1] = number would wait for a GPU
         yield prepared
 
 

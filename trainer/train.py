@@ -143,7 +143,7 @@ class _Run:
                     seconds=seconds,
                 )
         finally:
-            self.parts.reducer.close()  # its hooks would keep its memory, of which another may be in need
+            self.parts.close()
             self.output.leave_terminal()
             self.train_split.loader.close()
             self.eval_split.loader.close()

@@ -27,6 +27,7 @@ from bigbatch.comm.conditions import device_name
 from bigbatch.trainer.config import RESNETS
 from bigbatch.trainer.inference import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
+from bigbatch.trainer.precision import set_tf32
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,6 +82,9 @@ def main() -> None:
     facts = {**conditions(options), "device": device_name(torch.device(options.device))}
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
+    if options.device.startswith("cuda"):  # as the trainer has it, for all forms alike
+        set_tf32(False)
+        torch.backends.cudnn.benchmark = True
     models = make_models(options)
     sizes = [measure(models, batch, options) for batch in options.batches]
     record = {"benchmark": "inference", "conditions": facts, "batch_sizes": sizes}

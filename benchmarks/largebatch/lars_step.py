@@ -108,6 +108,7 @@ def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str,
 def captured(step: Action) -> Action:
     """The step as a CUDA graph, in which the host's share of the time is gone."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):  # the first step also allocates the momentum
             step()

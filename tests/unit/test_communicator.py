@@ -12,7 +12,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities, CommError
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import first_difference
-from bigbatch.comm.connection import choose_device, connect, make_wire
+from bigbatch.comm.connection import choose_device, connect, make_wire, with_index
 from bigbatch.comm.environ import ALONE, ProcessEnv
 from bigbatch.comm.hybrid import HybridRow, HybridTable
 
@@ -196,6 +196,14 @@ def test_no_gpu_at_all_is_no_error(error: Exception, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
     assert choose_device(ALONE) == CPU
+
+
+def test_a_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on it say cuda:1, and are compared with where ranks communicate."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert with_index(torch.device("cuda")) == torch.device("cuda", 1)
+    assert with_index(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert with_index(CPU) == CPU
 
 
 # --- texts ---

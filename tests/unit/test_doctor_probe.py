@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 from small_run import CPU
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build
@@ -98,6 +99,30 @@ def test_a_sync_in_a_hook_of_backward_is_found_and_plain_work_is_not() -> None:
     with FindSyncs(CPU) as syncs:
         (weight_N * 2).sum().backward()
     assert "(in_backward): reads a number" in next(iter(syncs.found))
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda there, here: there.cpu(), "copies to the host, as .cpu()"),
+        (lambda there, here: here.copy_(there), "copies to the host, as .cpu()"),
+        (lambda there, here: there.__setitem__(0, 1.0), "copies from the host, as x[0] = 1.0"),
+        (lambda there, here: there.copy_(here), "copies from the host, as x[0] = 1.0"),
+        (lambda there, here: here.to("cuda"), "copies from the host, as x[0] = 1.0"),
+        (lambda there, here: there.copy_(here, non_blocking=True), None),
+        (lambda there, here: here.to("cuda", non_blocking=True), None),
+        (lambda there, here: there[0].fill_(1.0), None),
+        (lambda there, here: there.to(torch.float64), None),
+    ],
+)
+def test_copies_that_a_gpu_makes_the_host_wait_for(work: Callable[[Tensor, Tensor], object], words: str | None) -> None:
+    """By tensors that have a device and no values, so that no GPU is needed."""
+    with FakeTensorMode():
+        there, here = torch.zeros(3, device="cuda"), torch.zeros(3)
+        with FindSyncs(torch.device("cuda")) as syncs:
+            work(there, here)
+    assert len(syncs.found) == (0 if words is None else 1)
+    assert all(words in place for place in syncs.found)
 
 
 def test_on_a_gpu_only_its_own_tensors_wait() -> None:

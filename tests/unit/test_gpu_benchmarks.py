@@ -24,7 +24,7 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.precision import set_tf32
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
 
 from record import ratios  # noqa: E402
 from suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training  # noqa: E402

@@ -1,5 +1,6 @@
 """A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,20 @@ def test_rates_of_the_optimizer_are_numbers_again_after_each_step(tmp_path: Path
     """As checkpoints keep them, whether or not steps are replayed."""
     _, replayed, _ = run_both(tmp_path, CASES["adamw fp32"])
     assert [type(rate) for rate in replayed.rates] == [float, float]
+
+
+def test_parts_that_are_closed_keep_no_graph(tmp_path: Path) -> None:
+    plan, parts = make_run(tmp_path, {})
+    parts = replace(parts, execution=Replayed(RecordedCapture(), optimizer=parts.optimizer))
+    train(plan, parts, Recorder().hooks(), batches())
+    assert num_graphs() == 1
+    parts.close()
+    assert num_graphs() == 0
+
+
+def num_graphs() -> int:
+    gc.collect()
+    return sum(type(each).__name__ == "_Recording" for each in gc.get_objects())
 
 
 def test_what_replays_do_not_tell_is_not_reported(tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, make_batches, make_parts
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.trainer.data.loader import Batch
 from bigbatch.trainer.data.prepare_batch import PrepareBatch
+from bigbatch.trainer.doctor.syncs import FindSyncs
 from bigbatch.trainer.errors import DataError, TrainingDiverged
 from bigbatch.trainer.evaluation import count_batch, evaluate
-from bigbatch.trainer.loop import Hooks, train
+from bigbatch.trainer.input_stream import InputStream
+from bigbatch.trainer.loop import Hooks, draw, train
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.totals import Totals
 
@@ -53,6 +56,16 @@ def test_steps_equal_plain_pytorch() -> None:
         assert torch.allclose(parts.model.get_parameter(name).double(), parameter, rtol=1e-3, atol=2e-5), name
     assert [r["loss"] for r in recorder.records] == pytest.approx(losses, rel=1e-4)
     assert [r["lr"] for r in recorder.records] == pytest.approx([0.1 / (step + 1) for step in range(4)])
+
+
+def test_to_draw_a_batch_waits_for_no_gpu() -> None:
+    """By a flag that has a device and no value, so that no GPU is needed."""
+    with FakeTensorMode():
+        statistics_N = torch.zeros(3, device="cuda")
+    parts, stream = replace(make_parts(), statistics_N=statistics_N), InputStream(iter(make_batches()))
+    with FindSyncs(torch.device("cuda")) as syncs:
+        assert len(list(draw(0, PLAN, parts, stream))) == ACCUMULATION
+    assert not syncs.found
 
 
 def test_order_of_reports_evaluations_and_checkpoints() -> None:

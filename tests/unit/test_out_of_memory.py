@@ -1,5 +1,6 @@
 """The largest microbatch that fits, what a run says that does not, and that nothing is lost by it."""
 
+import gc
 import re
 import resource
 import sys
@@ -10,6 +11,7 @@ import forked_ranks
 import pytest
 import torch
 
+from bigbatch.comm.reducer import GradientReducer
 from bigbatch.errors import UserError
 from bigbatch.trainer import out_of_memory
 from bigbatch.trainer.checkpoint import list_checkpoints
@@ -81,6 +83,7 @@ def test_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.OutOfMemoryError(OF_GPU), True),
         (RuntimeError(OF_CPU), True),
         (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("FIND was unable to find an engine to execute this computation"), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
         (RuntimeError("could not create a primitive descriptor for a convolution"), False),
@@ -113,6 +116,24 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr("bigbatch.trainer.largest_batch.run_steps", fail)
     with pytest.raises(RuntimeError, match="shapes differ"):
         fits_memory(quickstart(64, 16, 8), 4, device=CPU)
+
+
+@pytest.mark.parametrize("place", ["largest_batch._generated", "build._make_average"])
+def test_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(f"bigbatch.trainer.{place}", fail)
+    before = num_reducers()
+    assert not fits_memory(quickstart(64, 16, 8), 4, device=CPU)
+    assert num_reducers() == before
+
+
+def num_reducers() -> int:
+    gc.collect()
+    return sum(type(each) is GradientReducer for each in gc.get_objects())
 
 
 # --- the line ---

@@ -186,7 +186,8 @@ class _Probe:
         }
 
     def close(self) -> None:
-        """End the loaders."""
+        """End the loaders, and let go of the parts."""
+        self.parts.close()
         self.split.loader.close()
         self._eval_split.loader.close()
 

@@ -45,8 +45,13 @@ def profile_step(
         (each.key, 1e-6 * (each.self_device_time_total if is_gpu else each.self_cpu_time_total) / num_steps)
         for each in profiled.key_averages()
         if each.device_type.name == "CPU"  # kernels count for the operators that launched them
+        and not each.is_user_annotation  # which last as long as all in them, and the gaps between
     ]
-    kernels = (each.time_range for each in profiled.events() or () if each.device_type.name == "CUDA")
+    kernels = (
+        each.time_range
+        for each in profiled.events() or ()
+        if each.device_type.name == "CUDA" and not each.is_user_annotation
+    )
     busy_us = covered((each.start, each.end) for each in kernels)
     return {
         "seconds": seconds,

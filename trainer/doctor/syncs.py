@@ -49,20 +49,26 @@ class FindSyncs(TorchDispatchMode):
         if func in INDEXED:
             is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
             return "counts elements, as indexing with a mask does" if is_mask and self._is_there(args[0]) else None
-        return "copies to the host, as .cpu() does" if _copies_to_host(func, args, kwargs) else None
+        return _reason_to_copy(func, args, kwargs)
 
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.is_cuda or not self._is_gpu
 
 
-def _copies_to_host(func: Any, args: Any, kwargs: Any) -> bool:
+def _reason_to_copy(func: Any, args: Any, kwargs: Any) -> str | None:
     if func is torch.ops.aten._to_copy.default:
-        target = kwargs.get("device")
-        return args[0].is_cuda and target is not None and target.type == "cpu" and not kwargs.get("non_blocking")
-    if func is torch.ops.aten.copy_.default:
+        source, target = args[0].device, kwargs.get("device") or args[0].device
+        is_blocking = not kwargs.get("non_blocking")
+    elif func is torch.ops.aten.copy_.default:
+        source, target = args[1].device, args[0].device
         is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        return args[1].is_cuda and args[0].device.type == "cpu" and is_blocking
-    return False
+    else:
+        return None
+    if not is_blocking or source.type == target.type:
+        return None
+    if target.type == "cpu":
+        return "copies to the host, as .cpu() does"
+    return "copies from the host, as x[0] = 1.0 and .to() without non_blocking do"
 
 
 def place() -> str:

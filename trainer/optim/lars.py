@@ -112,7 +112,7 @@ class LARS(torch.optim.Optimizer):
         return loss
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """One update of weights that share device and dtype, in few kernels however many weights there are."""
+        """One update of weights that share device and dtype: few kernels, and a product with its ratio a weight."""
         grads = unscaled_grads(self, weights)
         updates = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         torch._foreach_mul_(updates, self._scales(weights, grads, group).unbind())

@@ -136,7 +136,7 @@ class Suite:
             self.failed.append(name)
             return
         finally:
-            gc.collect()  # hooks tie models into cycles
+            gc.collect()  # what lies in cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         for what, why in entry["left_out"].items():

@@ -14,6 +14,7 @@ from bigbatch.comm.environ import ALONE
 from bigbatch.trainer import build, build_input
 from bigbatch.trainer.config_file import as_yaml, load_config
 from bigbatch.trainer.config_precision import SCALED
+from bigbatch.trainer.graph_step import WARM_UP_STEPS
 from bigbatch.trainer.host import wait_for
 from bigbatch.trainer.input_stream import InputStream
 from bigbatch.trainer.loop import Window, train_step
@@ -124,7 +125,8 @@ class Job:
             self._window.sums_3.tolist()
 
     def close(self) -> None:
-        """Stop what works ahead, leave the job."""
+        """Stop what works ahead, let go of the parts, leave the job."""
+        self.parts.close()
         self.train_split.loader.close()
         self.eval_split.loader.close()
         self.communicator.close()
@@ -157,9 +159,13 @@ def turn(each: Contestant, *, steps: int, device: torch.device) -> float:
 def rates_in_turn(
     contestants: Mapping[str, Contestant], *, size: Size, device: torch.device
 ) -> dict[str, Sequence[float]]:
-    """Images per second of each, interleaved, so that a slow spell hits all alike; the first round is thrown away."""
+    """Images per second of each, interleaved, so that a slow spell hits all alike; the first round is thrown away.
+
+    On a GPU, which captures after some steps, a turn is long enough for a replay, at the small size too.
+    """
+    steps = size.steps if device.type == "cpu" else max(size.steps, WARM_UP_STEPS + 2)
     rounds = [
-        {name: turn(each, steps=size.steps, device=device) for name, each in contestants.items()}
+        {name: turn(each, steps=steps, device=device) for name, each in contestants.items()}
         for _ in range(size.rounds + 1)
     ]
     return {name: [each[name] for each in rounds[1:]] for name in contestants}
