@@ -16,9 +16,9 @@ train: .venv/ready
 	@if [ -e runs/quickstart/summary.json ]; then rm -r runs/quickstart; fi
 	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
 
-# unit tests two at a time; the others start ranks of their own, so one at a time
+# unit tests three at a time, of which on 2 cores one waits; the others start ranks of their own, so one at a time
 test: .venv/ready
-	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests/unit -n 3
 	$(PYTEST) tests --ignore tests/unit --ignore tests/cluster
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
@@ -29,7 +29,7 @@ cluster: .venv/ready
 test-cluster: cluster
 
 check: lint
-	$(PYTEST) tests/unit -n 2 -m "not slow"
+	$(PYTEST) tests/unit -n 3 -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check

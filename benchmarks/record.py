@@ -25,7 +25,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of the two of each round."""
+    """values[i] / others[i], round by round."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 

@@ -49,7 +49,7 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Which GPU it is, as tensors on it say, where the device says cuda alone."""
+    """The same device; cuda alone becomes the GPU in use, by its number, as tensors on it say."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())

@@ -3,4 +3,4 @@
 OF_LARS = {"trust_coefficient": "null", "momentum_form": "null"}
 ADAPTIVE = {**OF_LARS, "momentum": "null", "nesterov": "null", "betas": "[0.9,0.999]", "eps": "1e-6"}
 FP16 = {"precision": "fp16", "loss_scale": "16384", "loss_scale_growth_steps": "2"}
-"""It grows every second step until a step overflows."""
+"""The loss scale grows every second step until a step overflows."""

@@ -237,25 +237,25 @@ def make_parts(
     with ExitStack() as undo:  # where memory ends, hooks would keep what there is of it
         undo.callback(reducer.close)
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
-        average = _make_average(config, precision)
+        parts = Parts(
+            model=model,
+            statistics_N=statistics_N,
+            precision=precision,
+            accumulation=accumulation,
+            optimizer=optimizer,
+            schedule=_make_schedule(config, plan),
+            reducer=reducer,
+            communicator=communicator,
+            prepare=build_input.make_prepare(config, communicator, normalize=normalize),
+            normalize=normalize,
+            stop=StopRequest(),
+            average=_make_average(config, precision),
+            energy=make_energy_meter(communicator.device),
+            execution=make_execution(config, communicator, optimizer),
+            notes=tuple(notes),
+        )
         undo.pop_all()
-    return Parts(
-        model=model,
-        statistics_N=statistics_N,
-        precision=precision,
-        accumulation=accumulation,
-        optimizer=optimizer,
-        schedule=_make_schedule(config, plan),
-        reducer=reducer,
-        communicator=communicator,
-        prepare=build_input.make_prepare(config, communicator, normalize=normalize),
-        normalize=normalize,
-        stop=StopRequest(),
-        average=average,
-        energy=make_energy_meter(communicator.device),
-        execution=make_execution(config, communicator, optimizer),
-        notes=tuple(notes),
-    )
+    return parts
 
 
 def _make_optimizer(

@@ -33,7 +33,7 @@ class Execution(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Let go of what was captured; nothing runs after it."""
         ...
 
 

@@ -114,9 +114,9 @@ def run_steps(
     batch = _generated(config, device)  # may not fit, and nothing would close the parts
     parts = build.make_parts(config, communicator, plan=plan, tuned=None)
     num_steps, start = num_untimed + num_timed, 0.0
-    stream, window = InputStream(iter([batch] * (num_steps * num_microbatches))), Window(device)
-    parts.model.train()
     try:
+        stream, window = InputStream(iter([batch] * (num_steps * num_microbatches))), Window(device)
+        parts.model.train()
         for step in range(num_steps):
             if step == num_untimed:
                 wait_for(device)

@@ -27,7 +27,7 @@ from bigbatch.trainer.input_stream import InputStream, gather_replaced
 from bigbatch.trainer.precision import Precision
 from bigbatch.trainer.seeding import seed_forward
 from bigbatch.trainer.signals import StopRequest
-from bigbatch.trainer.totals import Measured, Totals
+from bigbatch.trainer.totals import Totals, WindowFigures
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def report(done: int, loop: Loop, *, window: Window) -> bool:
         all_N, label=f"report of step {done}"
     ).tolist()
     end_if_input_failed(failed, loop)
-    measured = Measured(
+    measured = WindowFigures(
         steps=window.steps,
         samples=samples,
         seconds=seconds / num_ranks,

@@ -1,4 +1,4 @@
-"""What a run measures of itself: each window between two reports, and all of them together. Pure."""
+"""What a run measures of itself: each window between two reports, and all of them together. No collectives."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from bigbatch.trainer.stragglers import straggler_share
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class WindowFigures:
     """A window, over all ranks (P). Seconds are means over ranks, shares of each rank's own window.
 
     The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
@@ -74,7 +74,7 @@ class Totals:
     """Of the newest checkpoint; where the run started, as long as there is none."""
     stopped_by: str | None = None
 
-    def add(self, window: Measured) -> None:
+    def add(self, window: WindowFigures) -> None:
         """One more window."""
         self.steps += window.steps
         self.step_seconds += window.seconds

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.conditions import device_name, source_commit
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.environ import ALONE
 from bigbatch.comm.reducer import GradientReducer
 from bigbatch.trainer.models import build_model
 
@@ -44,7 +45,7 @@ def main() -> None:
     device = torch.device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    alone = ProcessEnv("none", 0, 1, 0, 1, platform.node(), None)
+    alone = replace(ALONE, host=platform.node())
     communicator = connect(env=alone, device=device)
     pairs = {"eager": (make_step(options), make_step(options, communicator=communicator))}
     if device.type == "cuda":

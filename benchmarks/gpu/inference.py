@@ -4,7 +4,8 @@
 
 The forms take turns, batch size by batch size, on the same random pictures, already on the device; a form's gain is the
 median over rounds of its rate divided by that of the form before it in the same round. Peers: torchvision's model as it
-comes, the same compiled, and the same with all that needs no change of the model (half, channels-last, compiled).
+comes (convolutions in TF32 where the GPU has it; our fp32 is fp32), the same compiled, and the same with all that needs
+no change of the model (half, channels-last, compiled).
 Compiling comes before measuring and is timed by itself. Logits are compared with those of the first form.
 """
 
@@ -12,22 +13,22 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))  # for the suite, and record.py, which all share
 
 import torch
 import torchvision
 from record import conditions, ratios, spread, write_record
+from suite.job import AS_TORCH_STARTS
 from torch import Tensor, nn
 
 from bigbatch.comm.conditions import device_name
 from bigbatch.trainer.config import RESNETS
 from bigbatch.trainer.inference import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
-from bigbatch.trainer.precision import set_tf32
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,6 +66,8 @@ FORMS = (  # each of the first five has what those before it have
 
 
 PEER = "torchvision"
+STRICT = replace(AS_TORCH_STARTS, convolutions_in_tf32=False)
+"""fp32 is fp32."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,6 @@ def main() -> None:
     facts = {**conditions(options), "device": device_name(torch.device(options.device))}
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    if options.device.startswith("cuda"):  # as the trainer has it, for all forms alike
-        set_tf32(False)
-        torch.backends.cudnn.benchmark = True
     models = make_models(options)
     sizes = [measure(models, batch, options) for batch in options.batches]
     record = {"benchmark": "inference", "conditions": facts, "batch_sizes": sizes}
@@ -134,12 +134,19 @@ def measure(models: dict[bool, nn.Module], batch: int, options: argparse.Namespa
     device = torch.device(options.device)
     for _ in range(options.rounds):
         for each in ready:
+            switch(each.form)
             rates[each.form.name].append(forward_rate(each.forward, num_images=batch, device=device))
     reference_BK = models[False](images_BCHW)
     return {
         "batch_size": batch,
         "forms": {each.form.name: facts(each, rates, reference_BK=reference_BK) for each in ready},
     }
+
+
+def switch(form: Form) -> None:
+    """As evaluation has it, or as torch starts (convolutions in TF32); cuDNN's search for both. A CPU has neither."""
+    flags = AS_TORCH_STARTS if form.theirs else STRICT
+    replace(flags, cudnn_benchmark=True).switch()
 
 
 def prepare(form: Form, model: nn.Module, images_BCHW: Tensor, options: argparse.Namespace) -> Ready:
@@ -151,6 +158,7 @@ def prepare(form: Form, model: nn.Module, images_BCHW: Tensor, options: argparse
     layout = torch.channels_last if form.channels_last else torch.contiguous_format
     given_BCHW = images_BCHW.to(device=device, dtype=dtype, memory_format=layout)
     seconds = None
+    switch(form)
     if form.compile:
         start = time.perf_counter()
         compile_(built, given_BCHW)

@@ -25,7 +25,9 @@ from matplotlib.figure import Figure
 from precision_case import settings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+sys.path.append(str(Path(__file__).resolve().parents[1] / "input"))  # for arguments.py
 
+from arguments import run as run_main
 from record import conditions, spread, write_record
 
 from bigbatch.comm.connection import choose_device
@@ -266,4 +268,4 @@ def draw(record: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

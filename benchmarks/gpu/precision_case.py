@@ -3,8 +3,8 @@
     python benchmarks/gpu/precision_case.py speed --model resnet18 --precision bf16 --batch 512 --steps 20
 
 speed: training steps on generated pictures of 32 pixels, and the memory that they took at most. On a GPU that is what
-torch had allocated; on a CPU, by how much the process grew. largest: the largest microbatch that fits, to within a
-fifth; a CPU is given so many MB more than it has before the first try.
+torch had allocated in the timed ones, without cuDNN's search; on a CPU, by how much the process grew. largest: the
+largest microbatch that fits, to within a fifth; a CPU is given so many MB more than it has before the first try.
 """
 
 import argparse

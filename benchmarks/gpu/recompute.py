@@ -22,7 +22,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
+sys.path.append(str(Path(__file__).resolve().parents[1] / "input"))  # for arguments.py
 
+from arguments import run as run_main
 from record import conditions, spread, write_record
 
 from bigbatch.comm.connection import choose_device
@@ -207,4 +209,4 @@ def draw(record: dict[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -56,7 +57,10 @@ def test_nccl_sums_beside_backward(nccl: Communicator) -> None:
         reducer.zero_grad()
     assert reducer.exposed.take_seconds() >= 0
     torch.cuda.synchronize()
-    assert nccl.backend.oldest() is None or nccl.backend.oldest().number <= 3 * len(reducer.buffers)
+    until = time.monotonic() + 10
+    while nccl.backend.oldest() is not None:  # it does not ask about what is younger than a moment
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_a_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:
@@ -95,7 +99,7 @@ def test_spans_on_the_gpu_follow_each_other(nccl: Communicator) -> None:
     sums = [span for span in spans if "all-reduce" in span["name"]]
     assert len(sums) == len(reducer.plan.buffers)
     assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(sums))
-    assert all(span["dur"] >= 0 for span in spans)  # NCCL of one rank has nothing to do in place
+    assert next(span for span in spans if span["name"] == "backward")["dur"] > 0
 
 
 class HostOnly(SingleBackend):

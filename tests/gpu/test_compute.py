@@ -10,14 +10,20 @@ from torch import Tensor, nn
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_
-from bigbatch.trainer.precision import COMPUTE_DTYPES, set_tf32, to_half_
+from bigbatch.trainer.precision import COMPUTE_DTYPES, to_half_
 
 pytestmark = pytest.mark.gpu
 COUNT, SIZE = 32, 64
 
 
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As training in fp32 has it."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def make(precision: str, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """dtype: of arithmetic with the same weights, without running statistics."""
+    """dtype: of all arithmetic, with the same rounded weights; running statistics are left out then."""
     torch.manual_seed(0)
     norm = partial(GhostBatchNorm2d, bn_span=COUNT // 2, ghosts_per_step=2)
     model = build_model("resnet50", num_classes=10, norm=norm, zero_init_residual=False)
@@ -53,7 +59,6 @@ def test_a_compiled_step_is_as_close_to_the_truth_as_the_eager_one(
     precision: str, eps: float, num_recomputed: int
 ) -> None:
     """The truth: the same rounded weights and pictures in float64. 50 layers multiply what each rounds."""
-    set_tf32(False)
     _, truth_N = step(make(precision, dtype=torch.float64), precision)
     eager_loss, eager_N = step(make(precision), precision)
     model = make(precision)

@@ -112,6 +112,7 @@ def require_same_way(
         plan, parts = make_run(tmp_path, settings, is_captured=is_captured, nccl=nccl)
         change(parts)
         ways.append(way_of(plan, parts, sizes=sizes))
+        parts.close()  # first: NCCL waits for graphs that have captured its sums
         if nccl:
             parts.communicator.backend.close()
     at_once, replayed = ways

@@ -75,8 +75,8 @@ RUN_ELSEWHERE |= {
     for name in ("jobs", "preflight")
 }
 RUN_ELSEWHERE[".venv/bin/python benchmarks/gpu/run.py --small --out runs/gpu-small"] = (
-    "tests/unit/test_gpu_benchmarks.py",
-    "run_small(tmp_path)",
+    "tests/gpu_suite.py",
+    '"--small", "--out"',
 )
 WORDS = "tests/parallel/test_language_example.py"
 RUN_ELSEWHERE |= {

@@ -453,7 +453,7 @@ def test_the_first_step_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # of one core: a minute
+@pytest.mark.timeout(900)  # of one core: one to two minutes
 def test_all_cases_run_small(tmp_path: Path) -> None:
     record, stdout = run_small(tmp_path)
     expected = {"training/generated", "training/pictures", "steps", "startup", "evaluation", "cifar"}

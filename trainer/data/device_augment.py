@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bigbatch.trainer.data.augment import uniforms
 from bigbatch.trainer.data.on_device import on_device
-from bigbatch.trainer.data.rand_augment import MAX_MAGNITUDE, Op, blend, rand_augment
+from bigbatch.trainer.data.rand_augment import MAX_MAGNITUDE, Op, blend, rand_augment, vision
 
 
 class Stream(IntEnum):
@@ -95,6 +95,8 @@ class Augment:
             raise ValueError(f"cutout_size={self.cutout_size} must be even and at least 0")
         if len(self.fill) != 3 or not all(0 <= value <= 255 for value in self.fill):
             raise ValueError(f"fill={self.fill} must be three values between 0 and 255")
+        if self.num_ops or self.jitter_strength:
+            vision()  # now, not in the first step
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor:
         """New pictures in the memory format of images_BCHW; images_BCHW itself if nothing is asked for.

@@ -6,7 +6,6 @@ Which sample gets which operation is known on the host, so every index and param
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
-from importlib import import_module
 from types import ModuleType
 
 import numpy as np
@@ -23,7 +22,9 @@ MAX_MAGNITUDE = 30
 @cache
 def vision() -> ModuleType:
     """torchvision's operations. To import them takes a second, which only who augments has to wait."""
-    return import_module("torchvision.transforms.v2.functional")
+    from torchvision.transforms.v2 import functional
+
+    return functional
 
 
 class Op(IntEnum):

@@ -34,13 +34,13 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
     On the threads, and with the TF32 settings, of this process.
     """
     dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
-    product = Product(dtype, device).flops_per_second(seconds=seconds / 2)
+    product_flops_per_second = Product(dtype, device).flops_per_second(seconds=seconds / 2)
     images_BCHW = _channels_last(CONV_BATCH[device.type], CONV_SIDE, dtype=dtype, device=device)
     weight_KCHW = _channels_last(CONV_CHANNELS, 3, dtype=dtype, device=device)
     with torch.no_grad():
         convolution = median_seconds(lambda: conv2d(images_BCHW, weight_KCHW, padding=1), device, seconds=seconds / 2)
     conv_flops = 2 * images_BCHW.numel() * CONV_CHANNELS * 9
-    return max(product, conv_flops / convolution)
+    return max(product_flops_per_second, conv_flops / convolution)
 
 
 def _channels_last(count: int, side: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

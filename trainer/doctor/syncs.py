@@ -27,8 +27,8 @@ INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
 class FindSyncs(TorchDispatchMode):
     """Notes each operator that waits for a GPU, while it is active; backward is seen, other threads are not.
 
-    On a CPU nothing waits, and all tensors count: what is found would wait where they were on a GPU. Not seen are
-    calls of synchronize(), and what a compiled function or a captured graph does.
+    On a CPU nothing waits, and all tensors count: what is found would wait where they were on a GPU. Copies between the
+    two are found on a GPU alone; calls of synchronize(), and what compiled functions and captured graphs do, are not.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class Rates:
 
 
 class Product:
-    """Of two square matrices, large enough to keep the device busy."""
+    """Multiplies two square matrices that are large enough to keep the device busy."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         side = GPU_SIDE if device.type == "cuda" else CPU_SIDE
@@ -44,20 +44,20 @@ class Product:
         torch.mm(self._a_NN, self._b_NN, out=self._out_NN)
 
     def flops_per_second(self, *, seconds: float) -> float:
-        """Median over repeats that take so long together."""
+        """Median over the repeats of so many seconds."""
         return self._flops / median_seconds(self, self._device, seconds=seconds)
 
 
 def measure_rates(device: torch.device, *, seconds: float) -> Rates:
     """Half of the time for each, on the device and the threads of this rank."""
     product = Product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-    multiply = product.flops_per_second(seconds=seconds / 2)
+    multiplied_per_second = product.flops_per_second(seconds=seconds / 2)
     clock = _clock_under_load(product, device)
     num_bytes = COPY_BYTES[device.type]
     source_N: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target_N = torch.empty_like(source_N)
     copy = median_seconds(lambda: target_N.copy_(source_N), device, seconds=seconds / 2)
-    return Rates(multiply / 1e9, num_bytes / copy / 1e9, clock)
+    return Rates(multiplied_per_second / 1e9, num_bytes / copy / 1e9, clock)
 
 
 def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock | None:

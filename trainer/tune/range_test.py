@@ -110,6 +110,7 @@ def _train(
         curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
         return None
     finally:
+        parts.close()
         train_split.loader.close()
         eval_split.loader.close()
 

@@ -48,9 +48,9 @@ def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
 def main() -> int:
     """Measure, write, compare; 1 where a case failed or lost speed."""
     options = parse()
-    device = choose_device(ALONE)
-    size = SMALL if options.small or device.type == "cpu" else FULL
     try:
+        device = choose_device(ALONE)
+        size = SMALL if options.small or device.type == "cpu" else FULL
         names = choose_cases(options.only, list(cases_of(size)))
         if options.list:
             print("\n".join(names))
@@ -153,7 +153,7 @@ class Suite:
         # after measuring, so that clocks and temperature are those under load
         facts |= device_conditions(self.device)
         facts["date"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
-        return {"conditions": facts, **vars(found)}
+        return {**vars(found), "conditions": facts | found.conditions}
 
     def _keep(self, name: str, entry: dict[str, Any]) -> None:
         """Into the record; but what lost stays beside it, so that the next guard still knows the better figures."""

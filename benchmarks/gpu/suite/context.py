@@ -20,7 +20,7 @@ class Size:
     batch: int
     local_batches: tuple[int, ...]
     steps: int
-    """Between two looks at the clock."""
+    """Between two looks at the clock; on a GPU at least as many as a replay needs."""
     rounds: int
     """Turns of each contestant."""
     eval_pictures: int
@@ -104,7 +104,9 @@ class Found:
     left_out: dict[str, str] = field(default_factory=dict)
     """What was not measured, and why."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Title: rows with the same columns, computed from the figures."""
+    """Title: rows with the same columns, computed from the figures or measured beside them."""
+    conditions: dict[str, Any] = field(default_factory=dict)
+    """Those of this case alone, beside those of all."""
 
     def add(self, name: str, values: Sequence[float], *, unit: str) -> None:
         """A figure. The guard watches images/s, s, TFLOP/s and GB/s, not ratio and share."""

@@ -47,6 +47,8 @@ def case(name: str, found: Mapping[str, Any]) -> str:
         "power_limit",
         "sm_clock",
         "temperature_celsius",
+        "precision",
+        "clock",
     )
     parts.append("Conditions: " + ", ".join(f"{key} {conditions[key]}" for key in shown if conditions.get(key)) + ".")
     return "\n\n".join(parts)

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from inference import FORMS
+
 from .context import TOO_LONG, Context, Found
 
 FOLDER = Path(__file__).resolve().parents[1]
-UNCOMPILED = ("eager-fp32", "folded", "half", "channels-last", "torchvision")
-"""Forms of inference.py."""
 
 
 def measure_inference(context: Context) -> Found:
@@ -20,9 +20,11 @@ def measure_inference(context: Context) -> Found:
     if context.is_small:
         options += ["--batches", str(size.batch), "--half", "bf16"]
     if not context.compiles:
-        options += ["--only", *UNCOMPILED]
+        options += ["--only", *(form.name for form in FORMS if not form.compile)]
         found.left_out["compiled"] = TOO_LONG
-    for each in run_script("inference.py", options, context)["batch_sizes"]:
+    record = run_script("inference.py", options, context)
+    found.conditions["precision"] = f"fp32, then {record['conditions']['options']['half']}"
+    for each in record["batch_sizes"]:
         for name, form in each["forms"].items():
             figure = f"{name}, batch {each['batch_size']}"
             found.figures[figure] = {"unit": "images/s", **form["images_per_second"]}
@@ -38,8 +40,12 @@ def measure_recompute(context: Context) -> Found:
     options = ["--batch", str(size.batch), "--repetitions", str(size.rounds), *_net(context)]
     if context.is_small:
         options += ["--blocks", "0", "2"]
-    rows = []
-    for point in run_script("recompute.py", options, context)["curve"]:
+    rows, record = [], run_script("recompute.py", options, context)
+    found.conditions |= {
+        "precision": record["conditions"]["options"]["precision"],
+        "clock": record["conditions"]["clock"],
+    }
+    for point in record["curve"]:
         found.figures[f"{point['recomputed_blocks']} blocks"] = {"unit": "images/s", **point["images_per_second"]}
         peak_bytes = point["peak_bytes"]
         rows.append(
@@ -47,7 +53,7 @@ def measure_recompute(context: Context) -> Found:
                 "blocks": point["recomputed_blocks"],
                 "kept for backward, GB": point["kept_bytes"] / 1e9,
                 "peak, GB": None if peak_bytes is None else peak_bytes / 1e9,
-                "times the step of none": point["relative_time"]["median"],
+                "time, of 0 blocks": point["relative_time"]["median"],
             }
         )
     found.tables["curve"] = rows
