@@ -25,10 +25,10 @@ MANY = 1000
 """Steps of an epoch: as many as real ones have, for what a schedule and an average ask of it."""
 NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$"
-    r"|unable to find an engine to execute",
+    r"|unable to find an engine to execute|bad_alloc",
     re.I,
 )
-"""What torch's allocators, CUDA's libraries, oneDNN and cuDNN (these have no other words) say in a RuntimeError."""
+"""What torch's allocators, C++, CUDA's libraries, oneDNN and cuDNN (these two have no other words) say in a RuntimeError."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from bigbatch.trainer.precision import COMPUTE_DTYPES
 from bigbatch.trainer.rundir import RunDir
 from bigbatch.trainer.summary import device_name
 
-SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1}
+SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1, "memory_mb": 2000}
 CASE = Path(__file__).with_name("precision_case.py")
 FREE = ("out", "data", "small")
 """Options that may differ between a run and the one that goes on with it."""

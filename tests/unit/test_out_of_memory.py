@@ -83,6 +83,7 @@ def test_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.OutOfMemoryError(OF_GPU), True),
         (RuntimeError(OF_CPU), True),
         (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("FIND was unable to find an engine to execute this computation"), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
