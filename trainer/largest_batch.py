@@ -28,7 +28,7 @@ NO_MEMORY = re.compile(
     r"|unable to find an engine to execute|bad_alloc",
     re.I,
 )
-"""What torch's allocators, C++, CUDA's libraries, oneDNN and cuDNN (these two have no other words) say in a RuntimeError."""
+"""What torch, C++ and CUDA say in a RuntimeError, and oneDNN and cuDNN, which have no other words for it."""
 
 
 @dataclass(frozen=True)
