@@ -101,7 +101,8 @@ RUN_ELSEWHERE |= {
     )
     for words in (
         "--data data/cifar10 --out benchmarks/results/precision",
-        "--small --data data/cifar10 --out benchmarks/results/precision-cpu-small",
+        "--small --data data/cifar10 --out runs/precision-small",
+        "--small --precisions fp32 bf16_autocast bf16 --epochs 6 --data data/cifar10-quarter --out benchmarks/results/precision-cpu-small",  # noqa: E501
     )
 }
 SMALLER = {  # benchmark: the same with sizes for a test
