@@ -1,6 +1,5 @@
 """From a config to the objects of a run: with the other build_*.py, the only files that know all parts."""
 
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -234,10 +233,9 @@ def make_parts(
         exposed=exposed,
         **_fusion_sizes(config, model, tuned),
     )
-    with ExitStack() as undo:  # where memory ends, hooks would keep what there is of it
-        undo.callback(reducer.close)
+    try:
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
-        parts = Parts(
+        return Parts(
             model=model,
             statistics_N=statistics_N,
             precision=precision,
@@ -254,8 +252,9 @@ def make_parts(
             execution=make_execution(config, communicator, optimizer),
             notes=tuple(notes),
         )
-        undo.pop_all()
-    return parts
+    except BaseException:  # where memory ends, hooks would keep what there is of it
+        reducer.close()
+        raise
 
 
 def _make_optimizer(

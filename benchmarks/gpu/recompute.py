@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-sys.path.append(str(Path(__file__).resolve().parents[1] / "input"))  # for arguments.py
 
 from arguments import run as run_main
 from record import conditions, spread, write_record

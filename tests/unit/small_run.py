@@ -1,5 +1,6 @@
 """A run of four steps on one rank, small enough for unit tests, and hooks that write down what happens."""
 
+import gc
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,12 @@ def make_batches(count: int = PLAN.num_steps * ACCUMULATION) -> list[Batch]:
         )
         for _ in range(count)
     ]
+
+
+def num_alive(kind: str) -> int:
+    """Objects whose class has that name, without those that only cycles hold."""
+    gc.collect()
+    return sum(type(each).__name__ == kind for each in gc.get_objects())
 
 
 class Recorder:

@@ -1,6 +1,5 @@
 """A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from recorded_graph import RecordedCapture
-from small_run import Recorder
+from small_run import Recorder, num_alive
 from torch import Tensor, nn
 
 from bigbatch.comm.environ import ALONE
@@ -193,18 +192,13 @@ def test_rates_of_the_optimizer_are_numbers_again_after_each_step(tmp_path: Path
 
 
 def test_parts_that_are_closed_keep_no_graph(tmp_path: Path) -> None:
-    before = num_graphs()
+    before = num_alive("_Recording")
     plan, parts = make_run(tmp_path, {})
     parts = replace(parts, execution=Replayed(RecordedCapture(), optimizer=parts.optimizer))
     train(plan, parts, Recorder().hooks(), batches())
-    assert num_graphs() == before + 1
+    assert num_alive("_Recording") == before + 1
     parts.close()
-    assert num_graphs() == before
-
-
-def num_graphs() -> int:
-    gc.collect()
-    return sum(type(each).__name__ == "_Recording" for each in gc.get_objects())
+    assert num_alive("_Recording") == before
 
 
 def test_what_replays_do_not_tell_is_not_reported(tmp_path: Path) -> None:

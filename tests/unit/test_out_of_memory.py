@@ -1,6 +1,5 @@
 """The largest microbatch that fits, what a run says that does not, and that nothing is lost by it."""
 
-import gc
 import re
 import resource
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 import forked_ranks
 import pytest
 import torch
+from small_run import num_alive
 
-from bigbatch.comm.reducer import GradientReducer
 from bigbatch.errors import UserError
 from bigbatch.trainer import out_of_memory
 from bigbatch.trainer.checkpoint import list_checkpoints
@@ -127,14 +126,9 @@ def test_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.Mo
         raise MemoryError
 
     monkeypatch.setattr(f"bigbatch.trainer.{place}", fail)
-    before = num_reducers()
+    before = num_alive("GradientReducer")
     assert not fits_memory(quickstart(64, 16, 8), 4, device=CPU)
-    assert num_reducers() == before
-
-
-def num_reducers() -> int:
-    gc.collect()
-    return sum(type(each) is GradientReducer for each in gc.get_objects())
+    assert num_alive("GradientReducer") == before
 
 
 # --- the line ---

@@ -29,7 +29,7 @@ def measure_inference(context: Context) -> Found:
             figure = f"{name}, batch {each['batch_size']}"
             found.figures[figure] = {"unit": "images/s", **form["images_per_second"]}
             for key, what in (("gain", form.get("gain_over")), ("over_torchvision", "torchvision")):
-                if key in form and what is not None:
+                if key in form:
                     found.figures[f"{figure} / {what}"] = {"unit": "ratio", **form[key]}
     return found
 

@@ -1,4 +1,4 @@
-"""What the command lines of the input benchmarks share."""
+"""What the command lines of the benchmarks share."""
 
 import argparse
 import sys
