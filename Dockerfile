@@ -106,7 +106,7 @@ RUN --mount=type=bind,from=horovod,source=/wheels,target=/horovod \
     set -e; \
     if [ -n "$(ls /horovod)" ]; then pip install --no-cache-dir -c kept.txt /horovod/*.whl; fi; \
     pip install --no-cache-dir --no-deps /wheels/*.whl; \
-    for folder in /opt/venv/lib/python3*/site-packages/bigbatch/comm; do echo "$REVISION" >"$folder/built_from.txt"; done; \
+    for folder in /opt/venv/lib/python3*/site-packages/bigbatch/comm/tuning; do echo "$REVISION" >"$folder/built_from.txt"; done; \
     ln -s /opt/venv/bin/bigbatch /usr/local/bin/bigbatch
 
 ENV PYTHONUNBUFFERED=1 \

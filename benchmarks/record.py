@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.conditions import source_commit
+from bigbatch.comm.tuning.conditions import source_commit
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
 

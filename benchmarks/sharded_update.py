@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.reducer import GradientReducer
-from bigbatch.trainer.build_optimizer import MAKERS
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.trainer.build.optimizer import MAKERS
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.param_groups import param_groups
-from bigbatch.trainer.precision import COMPUTE_DTYPES, Precision
-from bigbatch.trainer.sharded import shard_update
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
+from bigbatch.trainer.step.sharded import shard_update
 
 KINDS = ("whole", "sharded")
 SETTINGS = SimpleNamespace(

@@ -9,11 +9,11 @@ _HOMES = {
     "LAMB": "bigbatch.trainer.optim.lamb",
     "LARS": "bigbatch.trainer.optim.lars",
     "param_groups": "bigbatch.trainer.optim.param_groups",
-    "Precision": "bigbatch.trainer.precision",
-    "Scaling": "bigbatch.trainer.loss_scale",
-    "GradientReducer": "bigbatch.comm.reducer",
-    "DistributedOptimizer": "bigbatch.comm.distributed_optimizer",
-    "ddp_comm_hook": "bigbatch.comm.ddp_hook",
+    "Precision": "bigbatch.trainer.step.precision",
+    "Scaling": "bigbatch.trainer.step.loss_scale",
+    "GradientReducer": "bigbatch.comm.gradients.reducer",
+    "DistributedOptimizer": "bigbatch.comm.gradients.distributed_optimizer",
+    "ddp_comm_hook": "bigbatch.comm.gradients.ddp_hook",
     "connect": "bigbatch.comm.connection",
 }
 
@@ -31,14 +31,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from bigbatch.comm.connection import connect
-    from bigbatch.comm.ddp_hook import ddp_comm_hook
-    from bigbatch.comm.distributed_optimizer import DistributedOptimizer
-    from bigbatch.comm.reducer import GradientReducer
-    from bigbatch.trainer.loss_scale import Scaling
+    from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
+    from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+    from bigbatch.comm.gradients.reducer import GradientReducer
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS
     from bigbatch.trainer.optim.param_groups import param_groups
-    from bigbatch.trainer.precision import Precision
+    from bigbatch.trainer.step.loss_scale import Scaling
+    from bigbatch.trainer.step.precision import Precision
 
 
 def __getattr__(name: str) -> Any:

@@ -14,37 +14,49 @@ from bigbatch import __version__
 from bigbatch.errors import UserError
 
 if TYPE_CHECKING:
-    from bigbatch.comm.environ import ProcessEnv
+    from bigbatch.comm.rendezvous.environ import ProcessEnv
 
 TURN_SECONDS = 0.3
+
+GROUP = "bigbatch.groups"
+"""Where the commands of a group are: its name is the first of their words."""
 
 COMMANDS = {
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
     "evaluate": (
-        "bigbatch.trainer.evaluate",
+        "bigbatch.trainer.inference.evaluate",
         "accuracy of a run's checkpoint, or of any weights, on the validation pictures",
     ),
-    "predict": ("bigbatch.trainer.predict", "classes of any pictures, by a run's checkpoint or by any weights"),
-    "export": ("bigbatch.trainer.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
-    "verify": ("bigbatch.trainer.verify", "compare runs with MLPerf's rules and reference convergence; write its log"),
-    "tune": ("bigbatch.trainer.tune.command", "find a learning rate's range; search config values on short runs"),
-    "ablate": ("bigbatch.launch.ablate.command", "train a recipe trick by trick: the time and accuracy of each"),
+    "predict": (
+        "bigbatch.trainer.inference.predict",
+        "classes of any pictures, by a run's checkpoint or by any weights",
+    ),
+    "export": ("bigbatch.trainer.inference.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
+    "verify": (
+        "bigbatch.trainer.mlperf.verify",
+        "compare runs with MLPerf's rules and reference convergence; write its log",
+    ),
+    "tune": (GROUP, "find a learning rate's range; search config values on short runs"),
+    "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
-        "bigbatch.launch.command",
+        "bigbatch.launch.start",
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
-        "bigbatch.trainer.preflight.command",
+        "bigbatch.trainer.preflight.examine",
         "compare the nodes of a job before it; bigbatch launch preflight starts it",
     ),
-    "sweep": ("bigbatch.launch.sweep.command", "train every combination of ranks, batches and settings for some steps"),
-    "report": ("bigbatch.launch.report.command", "scaling efficiency and its causes; time and cost until an accuracy"),
-    "comm": ("bigbatch.trainer.comm_command", "time all-reduces by size; choose algorithm and fusion for a cluster"),
+    "sweep": (
+        "bigbatch.launch.sweep.complete",
+        "train every combination of ranks, batches and settings for some steps",
+    ),
+    "report": ("bigbatch.launch.report.publish", "scaling efficiency and its causes; time and cost until an accuracy"),
+    "comm": (GROUP, "time all-reduces by size; choose algorithm and fusion for a cluster"),
     "doctor": (
-        "bigbatch.trainer.doctor.command",
+        "bigbatch.trainer.doctor.consult",
         "what limits a run on this machine, and what each known speedup is worth here",
     ),
-    "data": ("bigbatch.trainer.data.command", "prepare, check and pack data sets; generate the embedded one"),
+    "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate the embedded one"),
 }
 
 
@@ -63,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         print(f"bigbatch: {arguments[0]} is no subcommand; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    code = _run(COMMANDS[arguments[0]][0], arguments[1:])
+    code = _run(arguments[0], arguments[1:])
     worker = _worker()
     if worker is not None or _is_held():
         sys.stdout.flush()
@@ -95,9 +107,11 @@ def usage() -> str:
     )
 
 
-def _run(module: str, arguments: list[str]) -> int:
+def _run(command: str, arguments: list[str]) -> int:
     try:
-        return int(import_module(module).main(arguments))  # to import torch takes long enough for a Ctrl-C
+        home = import_module(COMMANDS[command][0])
+        run = home.GROUPS[command].main if home.__name__ == GROUP else home.main
+        return int(run(arguments))  # to import torch takes long enough for a Ctrl-C
     except KeyboardInterrupt:
         print("bigbatch: interrupted", file=sys.stderr)
         return 130
@@ -113,7 +127,7 @@ def _run(module: str, arguments: list[str]) -> int:
 
 def _worker() -> "ProcessEnv | None":
     """Its place, where this process talked to other ranks: it has read the environment, and the job has several."""
-    environ = sys.modules.get("bigbatch.comm.environ")
+    environ = sys.modules.get("bigbatch.comm.rendezvous.environ")
     if environ is None:
         return None
     try:

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
+from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, CommError, InFlight, dtype_name
-from bigbatch.comm.control import Control
-from bigbatch.comm.environ import MPI_LAUNCHERS, ProcessEnv
-from bigbatch.comm.host_staging import HostStaging
-from bigbatch.comm.hybrid import HybridTable
-from bigbatch.comm.node_memory import NodeMemory
-from bigbatch.comm.stall import StallInspector
+from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
+from bigbatch.comm.rendezvous.stall import StallInspector
+from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
-from bigbatch.comm.topology import Topology
+from bigbatch.errors import CommError
 
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""

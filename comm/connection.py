@@ -5,19 +5,21 @@ import warnings
 
 import torch
 
+from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import Backend, CommError, PeerLostError
+from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator, open_controls
-from bigbatch.comm.control import Control
-from bigbatch.comm.environ import ProcessEnv, read_process_env
-from bigbatch.comm.host_staging import HostStaging
-from bigbatch.comm.hybrid import HybridTable
-from bigbatch.comm.node_memory import NodeMemory
-from bigbatch.comm.places import meet
-from bigbatch.comm.stall import StallInspector
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.places import meet
+from bigbatch.comm.rendezvous.stall import StallInspector
+from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.comm.timeline import Timeline
-from bigbatch.comm.topology import Topology, make_topology
+from bigbatch.errors import CommError, PeerLostError
 
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
@@ -112,7 +114,7 @@ def connect(
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
     _require_device(backend, device)
-    control = Control(env, timeout_seconds=timeout_seconds, interface=interface)
+    control = Control(env, timeout_seconds=timeout_seconds, interface=interface, find_master=meet_by_mpi)
     control.library = backend
     nodes = [place.node for place in meet(env, control)]
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)

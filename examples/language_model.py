@@ -22,8 +22,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 
 import bigbatch
 from bigbatch.comm.communicator import Communicator
-from bigbatch.errors import UserError
-from bigbatch.trainer.errors import ConfigError, TrainingDiverged
+from bigbatch.errors import ConfigError, TrainingDiverged, UserError
 from bigbatch.trainer.optim.schedule import one_cycle
 
 NOVEL = Path(__file__).with_name("text") / "frankenstein.txt"
@@ -145,7 +144,7 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
         seen, seconds = perplexity(total_1, len(training_N) - 1), time.monotonic() - start
         precision.require_progress((epoch + 1) * len(blocks), is_last=epoch + 1 == args.epochs)
         if not math.isfinite(seen):
-            raise TrainingDiverged(f"the loss of epoch {epoch + 1} is no number: lower --learning-rate")
+            raise TrainingDiverged(f"the loss of epoch {epoch + 1} is not finite: lower --learning-rate")
         if rank == 0:
             found = f"perplexity {seen:.2f} in training, {evaluate(model, held_out):.2f} held out"
             rate = f"{seconds:.1f} s, {len(training_N) / seconds:,.0f} words/s"

@@ -12,29 +12,31 @@ from typing import Any
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.environ import ProcessEnv, read_process_env
-from bigbatch.comm.tuned import Tuned
-from bigbatch.trainer import build, build_input
-from bigbatch.trainer.build_optimizer import stated_settings
-from bigbatch.trainer.build_whitening import fit_whitening_
-from bigbatch.trainer.checkpoint import save_checkpoint
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import dump_config, load_config
-from bigbatch.trainer.data.bad_pictures import require_few
-from bigbatch.trainer.errors import OutOfMemory, TrainingDiverged
-from bigbatch.trainer.evaluation import evaluate
-from bigbatch.trainer.input_report import MeasuredInput, describe_input, input_record
-from bigbatch.trainer.largest_batch import is_out_of_memory
-from bigbatch.trainer.loop import Hooks, Parts, Plan, set_lr_, train
-from bigbatch.trainer.measure_input import measure_input
+from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import OutOfMemory, TrainingDiverged
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.input_rates import measure_input
+from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.stopping import METRICS
+from bigbatch.trainer.inference.accuracy import evaluate
+from bigbatch.trainer.input.bad_images import require_few
+from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
+from bigbatch.trainer.memory.largest_batch import is_out_of_memory
+from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.optim.foreign import eval_mode
-from bigbatch.trainer.out_of_memory import explain
-from bigbatch.trainer.resume import find_start, restore_
-from bigbatch.trainer.run_output import RunOutput
-from bigbatch.trainer.rundir import RunDir
-from bigbatch.trainer.stage_data import stage_data
-from bigbatch.trainer.stopping import METRICS, reason_to_end
-from bigbatch.trainer.summary import describe_job, introduction
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.resume import find_start, restore_
+from bigbatch.trainer.run.stopping import reason_to_end
+from bigbatch.trainer.run.summary import describe_job, introduction
+from bigbatch.trainer.step.loop import Hooks, Parts, Plan, set_lr_, train
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and saved a checkpoint."""
@@ -186,9 +188,9 @@ class _Run:
         if self.guess_watch:
             self.guess_watch.see(record)
 
-    def _skip(self, done: int, pictures: dict[int, str], *, split: str) -> None:
+    def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
         """Bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
-        named = {f"{split}/{position}": reason for position, reason in sorted(pictures.items())}
+        named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
         new = {name: reason for name, reason in named.items() if name not in self.skipped}
         self.skipped |= new
         for reason in new.values():
@@ -231,7 +233,7 @@ class _Run:
     def _save(self, done: int, top1: float | None) -> None:
         if not self.parts.precision.is_finite():  # the same bits, so the same verdict, on all ranks
             raise TrainingDiverged(
-                f"the update of step {done} left weights that are no numbers, which are not saved: lower "
+                f"the update of step {done} left weights that are not finite, which are not saved: lower "
                 "schedule.base_lr or lengthen schedule.warmup_epochs"
             )
         with self._showing() as in_training:

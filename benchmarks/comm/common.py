@@ -24,12 +24,11 @@ from record import show_record as show_record
 from record import write_record as write_record
 from torch import Tensor
 
-from bigbatch.comm.backends.base import CommError
 from bigbatch.comm.backends.links import leave_bbr
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.conditions import gather_conditions
 from bigbatch.comm.connection import connect
-from bigbatch.errors import UserError
+from bigbatch.comm.tuning.conditions import gather_conditions
+from bigbatch.errors import CommError, UserError
 
 TIMEOUT_SECONDS = 300.0
 """A silent peer ends the job after this: the largest sums on the slowest link take tens of seconds."""

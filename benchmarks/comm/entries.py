@@ -11,10 +11,10 @@ import torch.distributed as dist
 from common import Job
 from torch import Tensor
 
+from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.backends.mpi import import_mpi
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect, make_wire
-from bigbatch.comm.hybrid import HybridTable
 
 CONTESTANTS = (
     "hybrid",

@@ -34,12 +34,12 @@ from entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
 from torch import Tensor
 from tuning import DEFAULT_ALGORITHM, describe_times
 
-from bigbatch.comm.backends.base import CommError
+from bigbatch.comm.algorithms.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.exact import expected_pattern, limit_of, rank_pattern
-from bigbatch.comm.hybrid import HybridTable, Times, make_hybrid
-from bigbatch.comm.measure import count_different, fill_
-from bigbatch.comm.tuner import measure_times, tune_sizes
+from bigbatch.comm.tuning.exact import expected_pattern, limit_of, rank_pattern
+from bigbatch.comm.tuning.measure import count_different, fill_
+from bigbatch.comm.tuning.tuner import measure_times, tune_sizes
+from bigbatch.errors import CommError
 
 SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"
 LOOP_SECONDS, MOST_LOOPS = 0.1, 50

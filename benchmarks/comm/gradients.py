@@ -39,8 +39,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
 
-from bigbatch.comm.ddp_hook import ddp_comm_hook
-from bigbatch.comm.tuner import Findings
+from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
+from bigbatch.comm.tuning.tuner import Findings
 
 CONTESTANTS = ("ours tuned", "ours fp16", "ours", "ddp", "ddp fp16", "ddp with our hook", "horovod")
 WIRES = {**TUNED_WIRES, "ddp fp16": "float16"}

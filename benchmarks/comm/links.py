@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigbatch.comm.addresses import own_address
-from bigbatch.comm.backends.base import CommError
-from bigbatch.comm.cost_model import least_seconds
+from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.tuning.cost_model import least_seconds
+from bigbatch.errors import CommError
 
 if TYPE_CHECKING:
     from common import Job

@@ -25,10 +25,10 @@ from common import spread, write_record
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.conditions import device_name, source_commit
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ALONE
-from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.tuning.conditions import device_name, source_commit
 from bigbatch.trainer.models import build_model
 
 WARM_UP_STEPS = 5

@@ -42,7 +42,7 @@ from gradients import make_contestant
 from step import make_real_model
 from tuning import describe_tuned, tune_each
 
-from bigbatch.comm.ready_times import measure_backward
+from bigbatch.comm.tuning.ready_times import measure_backward
 
 CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")
 FORWARDS = 3

@@ -49,8 +49,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tuning import TUNED_WIRES, describe_tuned, make_reducer, tune_each
 
-from bigbatch.comm.ready_times import measure_backward
-from bigbatch.comm.tuner import Findings
+from bigbatch.comm.tuning.ready_times import measure_backward
+from bigbatch.comm.tuning.tuner import Findings
 from bigbatch.trainer.models import build_model
 
 CONTESTANTS = ("ours tuned", "ours", "ours fp16", "ddp", "local")

@@ -8,13 +8,13 @@ import torch
 from common import Job
 from torch import Tensor, nn
 
+from bigbatch.comm.algorithms.hybrid import Times
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.hybrid import Times
-from bigbatch.comm.measure import Links
-from bigbatch.comm.plan_search import DEFAULT_SIZES
-from bigbatch.comm.ready_times import in_ready_order, measure_backward
-from bigbatch.comm.reducer import GradientReducer
-from bigbatch.comm.tuner import Findings, choose, measure_times, tune_sizes
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.tuning.measure import MeasuredLinks
+from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
+from bigbatch.comm.tuning.tuner import Findings, choose, measure_times, tune_sizes
 
 DEFAULT_ALGORITHM = "hierarchical"
 """That of the packaged experiments."""
@@ -44,7 +44,12 @@ def tune_each(
         communicator = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(TUNED_WIRES[name]))
         times = measure_times(communicator, sizes, dtype=torch.float32, seconds=seconds, on_size=lambda *_: None)
         found[name] = choose(
-            Links(None, None), times, backward, tensors, stated=DEFAULT_SIZES, stated_algorithm=DEFAULT_ALGORITHM
+            MeasuredLinks(None, None),
+            times,
+            backward,
+            tensors,
+            stated=DEFAULT_SIZES,
+            stated_algorithm=DEFAULT_ALGORITHM,
         )
     return found
 

@@ -19,8 +19,8 @@ from common import run_rank
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.conditions import gather_conditions
 from bigbatch.comm.connection import connect, make_wire
+from bigbatch.comm.tuning.conditions import gather_conditions
 
 NUM_VALUES = 1_000_000
 KINDS = ("small", "spread", "large")

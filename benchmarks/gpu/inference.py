@@ -25,9 +25,9 @@ from record import conditions, ratios, spread, write_record
 from suite.job import AS_TORCH_STARTS
 from torch import Tensor, nn
 
-from bigbatch.comm.conditions import device_name
-from bigbatch.trainer.config import RESNETS
-from bigbatch.trainer.inference import compile_, for_inference, forward_rate, num_norms
+from bigbatch.comm.tuning.conditions import device_name
+from bigbatch.trainer.config.schema import RESNETS
+from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -30,13 +30,13 @@ from arguments import run as run_main
 from record import conditions, spread, write_record
 
 from bigbatch.comm.connection import choose_device
-from bigbatch.comm.environ import ALONE
-from bigbatch.trainer.config import RESNETS
-from bigbatch.trainer.config_precision import require_hardware
-from bigbatch.trainer.errors import ConfigError
-from bigbatch.trainer.precision import COMPUTE_DTYPES
-from bigbatch.trainer.rundir import RunDir
-from bigbatch.trainer.summary import device_name
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.precision import require_hardware
+from bigbatch.trainer.config.schema import RESNETS
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.summary import device_name
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1, "memory_mb": 2000}
 CASE = Path(__file__).with_name("precision_case.py")

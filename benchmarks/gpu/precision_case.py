@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from bigbatch.comm.connection import choose_device
-from bigbatch.comm.environ import ALONE
-from bigbatch.trainer.config import RESNETS, Config
-from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.config_precision import SCALED
-from bigbatch.trainer.host import keep_freed_memory
-from bigbatch.trainer.largest_batch import fits_memory, largest_fitting, run_steps
-from bigbatch.trainer.precision import COMPUTE_DTYPES, set_tf32
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.config.schema import RESNETS, Config
+from bigbatch.trainer.machine.host import keep_freed_memory
+from bigbatch.trainer.memory.largest_batch import fits_memory, largest_fitting, run_steps
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, set_tf32
 
 RESNET = {
     "model.width": "null",

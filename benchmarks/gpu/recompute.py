@@ -27,14 +27,14 @@ from arguments import run as run_main
 from record import conditions, spread, write_record
 
 from bigbatch.comm.connection import choose_device
-from bigbatch.comm.environ import ALONE
-from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
-from bigbatch.trainer.host import wait_for
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import recompute_
-from bigbatch.trainer.precision import COMPUTE_DTYPES, in_forward, set_tf32, to_half_
-from bigbatch.trainer.summary import device_name
+from bigbatch.trainer.run.summary import device_name
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward, set_tf32, to_half_
 
 GB = 1e9
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bigbatch.trainer.data.augment import random_resized_crop
-from bigbatch.trainer.data.encoded import open_picture, picture_size
-from bigbatch.trainer.data.imagenet import PictureIndex
-from bigbatch.trainer.data.loader import Loader, Request
-from bigbatch.trainer.data.loaders import make_picture_loader
-from bigbatch.trainer.data.resize import resize_into
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.input.base import Loader, Request
+from bigbatch.trainer.input.formats import encoded_size, open_image
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.resize import resize_into
+from bigbatch.trainer.input.order import ImageIndex
 
 OURS = ("our_dali", "our_pillow")
 
@@ -30,7 +30,7 @@ Draw = Callable[[int], Iterator[Any]]
 class Work:
     """What a contestant is to do."""
 
-    index: PictureIndex
+    index: ImageIndex
     image_size: int
     batch: int
     threads: int
@@ -93,12 +93,12 @@ def random_positions(work: Work, number: int) -> Iterator[np.ndarray]:
 
 def our_dali(work: Work) -> Draw:
     """data.loader=dali."""
-    return _ours(work, make_picture_loader("dali", **_our_settings(work), device_id=work.device_id))
+    return _ours(work, make_image_loader("dali", **_our_settings(work), device_id=work.device_id))
 
 
 def our_pillow(work: Work) -> Draw:
     """data.loader=torchvision."""
-    return _ours(work, make_picture_loader("torchvision", **_our_settings(work)))
+    return _ours(work, make_image_loader("torchvision", **_our_settings(work)))
 
 
 def _our_settings(work: Work) -> dict[str, Any]:
@@ -140,14 +140,14 @@ def bare_dali(work: Work) -> Draw:
             initial_fill=len(paths),
             name="reader",
         )
-        pictures = fn.decoders.image_random_crop(
+        images = fn.decoders.image_random_crop(
             files,
             device="cpu" if work.device_id is None else "mixed",
             output_type=types.RGB,
             random_area=[0.08, 1.0],
         )
-        pictures = fn.resize(pictures, size=[work.image_size] * 2, interp_type=types.INTERP_TRIANGULAR)
-        pipeline.set_outputs(fn.flip(pictures, horizontal=fn.random.coin_flip()), labels)
+        images = fn.resize(images, size=[work.image_size] * 2, interp_type=types.INTERP_TRIANGULAR)
+        pipeline.set_outputs(fn.flip(images, horizontal=fn.random.coin_flip()), labels)
     pipeline.build()
 
     def draw(number: int) -> Iterator[Any]:
@@ -171,13 +171,13 @@ def torchvision_recipe(work: Work) -> Draw:
         transforms.RandomHorizontalFlip(),
         transforms.PILToTensor(),
     ]
-    pictures = ImageFolder(work.index.root, transforms.Compose(steps))
+    images = ImageFolder(work.index.root, transforms.Compose(steps))
     # it listed the whole split
-    pictures.samples = [(work.index.full_path(i), label) for i, label in enumerate(work.index.labels_N.tolist())]
+    images.samples = [(work.index.full_path(i), label) for i, label in enumerate(work.index.labels_N.tolist())]
     batches = DataLoader(
-        pictures,
+        images,
         batch_size=work.batch,
-        sampler=RandomSampler(pictures, replacement=True, num_samples=work.total_batches * work.batch),
+        sampler=RandomSampler(images, replacement=True, num_samples=work.total_batches * work.batch),
         num_workers=work.threads,
         prefetch_factor=work.prefetch_batches,
         persistent_workers=True,
@@ -204,12 +204,12 @@ def simplejpeg_threads(work: Work) -> Draw:
 
     def load(position: int, number: int) -> np.ndarray:
         data, name = work.index.read(position), work.index.name(position)
-        height, width = picture_size(data, path=name)
+        height, width = encoded_size(data, path=name)
         boxes_B4, flips_B = crop(number, np.array([position]), np.array([[height, width]]))
         try:
             pixels_HWC, box = scaled(data, boxes_B4[0], height, width)
         except ValueError:  # a PNG, or a JPEG in CMYK
-            pixels_HWC, box = np.array(open_picture(data, path=name).convert("RGB")), boxes_B4[0]
+            pixels_HWC, box = np.array(open_image(data, path=name).convert("RGB")), boxes_B4[0]
         top, left, height, width = box.tolist()
         resized_HWC = np.empty((size, size, 3), np.uint8)
         resize_into(resized_HWC, pixels_HWC[top : top + height, left : left + width], flip=bool(flips_B[0]))

@@ -28,9 +28,9 @@ from arguments import at_least, run
 from contestants import MAKERS, OURS, Contestant, Work, make_contestants
 from record import conditions, show, spread, write_record
 
-from bigbatch.trainer.data.augment import random_resized_crop
-from bigbatch.trainer.data.encoded import picture_size
-from bigbatch.trainer.data.imagenet import PictureIndex, read_index
+from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.input.formats import encoded_size
+from bigbatch.trainer.input.order import ImageIndex, read_index
 
 Rates = dict[str, list[float]]
 
@@ -41,7 +41,7 @@ def main() -> None:
     facts = conditions(options)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(1)
-    index = subset(read_index(options.root, options.split), number=options.pictures)
+    index = subset(read_index(options.root, options.split), number=options.images)
     work = Work(
         index,
         options.image_size,
@@ -96,18 +96,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def subset(index: PictureIndex, *, number: int) -> PictureIndex:
+def subset(index: ImageIndex, *, number: int) -> ImageIndex:
     """The same random pictures in every call, in the order of the split; all where there are no more."""
     chosen = np.sort(np.random.default_rng(0).permutation(len(index))[:number])
     return replace(index, paths=[index.paths[i] for i in chosen.tolist()], labels_N=index.labels_N[chosen])
 
 
-def read_all(index: PictureIndex) -> dict[str, float]:
+def read_all(index: ImageIndex) -> dict[str, float]:
     """How much there is to decode; to read it brings it into the page cache."""
     num_bytes = num_pixels = 0
     for position in range(len(index)):
         data = index.read(position)
-        height, width = picture_size(data, path=index.name(position))
+        height, width = encoded_size(data, path=index.name(position))
         num_bytes += len(data)
         num_pixels += height * width
     return {

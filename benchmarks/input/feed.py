@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, whic
 from arguments import at_least, run
 from record import conditions, show, spread, write_record
 
-from bigbatch.trainer.data.shards import open_split
-from bigbatch.trainer.errors import DataError
+from bigbatch.errors import DataError
+from bigbatch.trainer.input.shards import open_split
 
 UNITS = {
     "input_wait_fraction": "of the step",

@@ -27,16 +27,17 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.environ import read_process_env
-from bigbatch.trainer import build, build_input
-from bigbatch.trainer.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.ema import evaluated_weights
-from bigbatch.trainer.errors import DataError
-from bigbatch.trainer.evaluation import predict
-from bigbatch.trainer.precision import Precision
-from bigbatch.trainer.rundir import RunDir
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import DataError
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.inference.accuracy import predict
+from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints, load_checkpoint
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.step.ema import evaluated_weights
+from bigbatch.trainer.step.precision import Precision
 
 
 def main() -> None:

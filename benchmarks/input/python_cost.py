@@ -26,18 +26,18 @@ from arguments import at_least, run
 from PIL import Image
 from record import conditions, show, spread, write_record
 
-from bigbatch.trainer.data.augment import random_resized_crop
-from bigbatch.trainer.data.imagenet import train_requests
-from bigbatch.trainer.data.loader import PictureSource, Request
-from bigbatch.trainer.data.loaders import make_picture_loader
-from bigbatch.trainer.data.pack import pack
-from bigbatch.trainer.data.picture_loader import PictureLoader
-from bigbatch.trainer.data.shard_writer import Recipe
-from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input.base import ImageSource, Request
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.encoded import ImageLoader
+from bigbatch.trainer.input.order import train_requests
+from bigbatch.trainer.input.shards import open_split
 
 SIDE = 16
 BATCH = 256
-PICTURES_PER_SECOND = 1000
+IMAGES_PER_SECOND = 1000
 
 
 def main() -> None:
@@ -48,23 +48,23 @@ def main() -> None:
     costs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="bigbatch-python-") as scratch:
         root = Path(scratch)
-        make_pictures(root / "folders", number=options.pictures)
-        pack(root / "folders", root / "packed", recipe=Recipe(), splits=["train"], num_workers=1)
+        make_images(root / "folders", number=options.images)
+        pack(root / "folders", root / "packed", recipe=PackRecipe(), splits=["train"], num_workers=1)
         loaders = {layout: make_loader(open_split(root / layout, "train")) for layout in ("folders", "packed")}
         for number in range(options.repetitions + 1):
             for layout, loader in loaders.items():
                 for part, draw in (("reader", loader.reader.read), ("loader", loader.load)):
-                    cost = microseconds(draw, requests(options.pictures, epoch=number))
+                    cost = microseconds(draw, requests(options.images, epoch=number))
                     if number:
                         costs.setdefault(f"{part}, {layout}", []).append(cost)
         for loader in loaders.values():
             loader.close()
     results = {name: spread(values) for name, values in costs.items()}
-    shares = {name: values["median"] * PICTURES_PER_SECOND / 1e6 for name, values in results.items()}
+    shares = {name: values["median"] * IMAGES_PER_SECOND / 1e6 for name, values in results.items()}
     for name, values in results.items():
         print(show(name, values, unit="us/picture"), f"{shares[name]:.1%} of a core", file=sys.stderr)
     record = {"benchmark": "python_cost", "conditions": facts, "microseconds_per_picture": results}
-    write_record(options.out, record | {f"share_of_a_core_at_{PICTURES_PER_SECOND}_per_second": shares})
+    write_record(options.out, record | {f"share_of_a_core_at_{IMAGES_PER_SECOND}_per_second": shares})
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def make_pictures(root: Path, *, number: int) -> None:
+def make_images(root: Path, *, number: int) -> None:
     """JPEGs of one colour each in two classes."""
     for position in range(number):
         path = root / "train" / str(position % 2) / f"{position}.jpg"
@@ -87,9 +87,9 @@ def make_pictures(root: Path, *, number: int) -> None:
         path.write_bytes(buffer.getvalue())
 
 
-def make_loader(source: PictureSource) -> PictureLoader:
+def make_loader(source: ImageSource) -> ImageLoader:
     """As a run of one rank has it on this machine."""
-    return make_picture_loader(
+    return make_image_loader(
         "dali",
         source,
         crop=random_resized_crop(seed=0),

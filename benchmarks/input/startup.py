@@ -34,11 +34,11 @@ from arguments import at_least, run
 from PIL import Image
 
 if TYPE_CHECKING:
-    from bigbatch.trainer.data.loader import PictureSource
+    from bigbatch.trainer.input.base import ImageSource
 
 NUM_CLASSES = 1000
-IMAGENET_PICTURES = 1_281_167
-PICTURE_BYTES = 110_000
+IMAGENET_IMAGES = 1_281_167
+IMAGE_BYTES = 110_000
 """As ImageNet's on average, for the size of the shards."""
 HEIGHT, WIDTH = 375, 500
 BATCH, IMAGE_SIZE = 256, 224
@@ -60,8 +60,8 @@ def main() -> None:
         root = Path(folder)
         facts["file_system"] = file_system(root)
         start = time.perf_counter()
-        build_class_folders(root / "class_folders", num_pictures=options.num)
-        facts["shards"] = build_packed(root / "packed", num_pictures=options.num)
+        build_class_folders(root / "class_folders", num_images=options.num)
+        facts["shards"] = build_packed(root / "packed", num_images=options.num)
         print(f"{options.num:,} pictures made twice in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         runs = measure(root, repetitions=options.repetitions)
     assert all(run["pictures"] == options.num for each in runs.values() for run in each)
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--num", type=at_least(NUM_CLASSES), default=IMAGENET_PICTURES, help="pictures (default: %(default)s)")
+    add("--num", type=at_least(NUM_CLASSES), default=IMAGENET_IMAGES, help="pictures (default: %(default)s)")
     add("--repetitions", type=at_least(1), default=10, help="fresh processes of each (default: %(default)s)")
     add("--scratch", type=Path, help="folder for what is made (default: the system's temporary folder)")
     add("--out", type=Path, help="JSON file for the results (default: standard output)")
@@ -87,20 +87,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build_class_folders(root: Path, *, num_pictures: int) -> None:
+def build_class_folders(root: Path, *, num_images: int) -> None:
     """root/train/<wnid>/<wnid>_<number>.JPEG with names as long as ImageNet's: one file and its hard links."""
-    per_class, rest = divmod(num_pictures, NUM_CLASSES)
+    per_class, rest = divmod(num_images, NUM_CLASSES)
     for label, wnid in enumerate(_wnids()):
         folder = root / "train" / wnid
         folder.mkdir(parents=True)
         names = [f"{wnid}_{number * 7919 % 100_000}.JPEG" for number in range(per_class + (label < rest))]
-        (folder / names[0]).write_bytes(a_picture())
+        (folder / names[0]).write_bytes(a_image())
         for name in names[1:]:
             os.link(folder / names[0], folder / name)
 
 
 @cache
-def a_picture() -> bytes:
+def a_image() -> bytes:
     """A JPEG of HEIGHT x WIDTH."""
     noise_HWC = np.random.default_rng(0).integers(0, 256, (HEIGHT // 4, WIDTH // 4, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -108,34 +108,34 @@ def a_picture() -> bytes:
     return buffer.getvalue()
 
 
-def build_packed(root: Path, *, num_pictures: int) -> int:
+def build_packed(root: Path, *, num_images: int) -> int:
     """root/train as `bigbatch data pack` leaves it, but all pictures of a shard are its first; the number of shards."""
-    from bigbatch.trainer.data.shard_writer import Recipe, padded
-    from bigbatch.trainer.data.shards import BLOCK_BYTES, ENTRIES, ENTRY, FACTS, FORMAT_VERSION, Facts, Shard
+    from bigbatch.trainer.datasets.shard_writer import PackRecipe, padded
+    from bigbatch.trainer.input.shards import BLOCK_BYTES, ENTRIES, ENTRY, FACTS, FORMAT_VERSION, Shard, SplitIndex
 
     folder = root / "train"
     folder.mkdir(parents=True)
-    member_bytes = BLOCK_BYTES + padded(PICTURE_BYTES) + 2 * BLOCK_BYTES  # header, picture, label with its header
-    per_shard = Recipe().shard_bytes // member_bytes
-    entries_N, numbers_N = np.zeros(num_pictures, ENTRY), np.arange(num_pictures)
+    member_bytes = BLOCK_BYTES + padded(IMAGE_BYTES) + 2 * BLOCK_BYTES  # header, picture, label with its header
+    per_shard = PackRecipe().shard_bytes // member_bytes
+    entries_N, numbers_N = np.zeros(num_images, ENTRY), np.arange(num_images)
     entries_N["shard"], entries_N["offset"] = numbers_N // per_shard, BLOCK_BYTES
-    entries_N["length"], entries_N["height"], entries_N["width"] = len(a_picture()), HEIGHT, WIDTH
-    entries_N["label"] = numbers_N * NUM_CLASSES // num_pictures
+    entries_N["length"], entries_N["height"], entries_N["width"] = len(a_image()), HEIGHT, WIDTH
+    entries_N["label"] = numbers_N * NUM_CLASSES // num_images
     np.save(folder / ENTRIES, entries_N)
-    num_shards = -(-num_pictures // per_shard)
+    num_shards = -(-num_images // per_shard)
     shards = tuple(Shard(f"shard-{n:06d}.tar", per_shard * member_bytes, "0" * 64) for n in range(num_shards))
     for shard in shards:
         with open(folder / shard.name, "wb") as file:
             file.seek(BLOCK_BYTES)
-            file.write(a_picture())
+            file.write(a_image())
             file.truncate(shard.num_bytes)
-    facts = Facts(
+    facts = SplitIndex(
         version=FORMAT_VERSION,
         classes=_wnids(),
-        num_pictures=num_pictures,
+        num_images=num_images,
         entries_sha256=hashlib.sha256((folder / ENTRIES).read_bytes()).hexdigest(),
         shards=shards,
-        made=Recipe().made(),
+        made=PackRecipe().made(),
     )
     (folder / FACTS).write_text(facts.to_json())
     return num_shards
@@ -165,19 +165,19 @@ def measure_fresh(opener: str, root: Path) -> dict[str, Any]:
 
 def measure_here(opener: str, root: Path) -> dict[str, Any]:
     """Seconds of read_index or open_split and to the first batch; peak memory after the list and more than before."""
-    from bigbatch.trainer.data.imagenet import read_index
-    from bigbatch.trainer.data.shards import open_split
+    from bigbatch.trainer.input.order import read_index
+    from bigbatch.trainer.input.shards import open_split
 
     with warmed_loader() as first_batch:
         before = peak_memory_mb()
         start = time.perf_counter()
-        pictures = read_index(root, "train") if opener == "read_index" else open_split(root, "train")
+        images = read_index(root, "train") if opener == "read_index" else open_split(root, "train")
         listed = time.perf_counter() - start
         after = peak_memory_mb()
-        first_batch(pictures)
+        first_batch(images)
         seconds = time.perf_counter() - start
     return {
-        "pictures": len(pictures),
+        "pictures": len(images),
         "list_seconds": listed,
         "first_batch_seconds": seconds,
         "peak_memory_mb": after,
@@ -186,16 +186,16 @@ def measure_here(opener: str, root: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def warmed_loader() -> "Iterator[Callable[[PictureSource], None]]":
+def warmed_loader() -> "Iterator[Callable[[ImageSource], None]]":
     """What draws the first batch of an epoch from a source, with everything imported."""
-    from bigbatch.trainer.data.augment import random_resized_crop
-    from bigbatch.trainer.data.imagenet import train_requests
-    from bigbatch.trainer.data.loaders import make_picture_loader
+    from bigbatch.trainer.augment.crops import random_resized_crop
+    from bigbatch.trainer.input.loaders.by_name import make_image_loader
+    from bigbatch.trainer.input.order import train_requests
 
     loaders = []
 
-    def first_batch(source: "PictureSource") -> None:
-        loader = make_picture_loader(
+    def first_batch(source: "ImageSource") -> None:
+        loader = make_image_loader(
             "torchvision",
             source,
             crop=random_resized_crop(seed=0),

@@ -29,12 +29,12 @@ import numpy as np
 from arguments import at_least, run
 from record import conditions, file_system, show, spread, write_record
 
-from bigbatch.trainer.data.imagenet import epoch_order, read_index
-from bigbatch.trainer.data.loader import PictureSource, Request
-from bigbatch.trainer.data.pack import pack
-from bigbatch.trainer.data.reading import EncodedReader
-from bigbatch.trainer.data.shard_writer import Recipe
-from bigbatch.trainer.data.shards import read_packed
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input.base import ImageSource, Request
+from bigbatch.trainer.input.order import epoch_order, read_index
+from bigbatch.trainer.input.reading import EncodedReader
+from bigbatch.trainer.input.shards import read_packed
 
 PREFETCH_BATCHES = 2
 PROBED_FILES = 500
@@ -47,7 +47,7 @@ MOST_CACHED = 0.05
 class Layout:
     """The same pictures, stored in one way."""
 
-    source: PictureSource
+    source: ImageSource
     files: tuple[str, ...]
 
     @property
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("root", type=Path, help="folder with <split>/<class>/<picture>, your own files")
     add("--split", default="train")
     add("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="for the copy (default: %(default)s)")
-    add("--shard-mb", type=count, default=Recipe().shard_bytes // 10**6, help="in 1e6 bytes (default: %(default)s)")
+    add("--shard-mb", type=count, default=PackRecipe().shard_bytes // 10**6, help="in 1e6 bytes (default: %(default)s)")
     add("--threads", type=count, default=2, help="that read, as in the loaders (default: %(default)s)")
     add("--batch", type=count, default=256, help="pictures (default: %(default)s)")
     add("--repetitions", type=at_least(5), default=10, help="rounds (default: %(default)s)")
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_layouts(options: argparse.Namespace, scratch: Path) -> dict[str, Layout]:
     """The class folders, and a packed copy of them in scratch. Raises: DataError."""
     index = read_index(options.root, options.split)
-    recipe = Recipe(shard_bytes=options.shard_mb * 10**6)
+    recipe = PackRecipe(shard_bytes=options.shard_mb * 10**6)
     cores = len(os.sched_getaffinity(0))
     print(pack(options.root, scratch, recipe=recipe, splits=[options.split], num_workers=cores), file=sys.stderr)
     os.sync()  # a page that is not on disk yet cannot be dropped
@@ -207,7 +207,7 @@ def read_all(layout: Layout, *, number: int, threads: int, batch: int) -> Turn:
         patience_seconds=1,
     )
     start = time.perf_counter()
-    num_read = sum(len(encoded.pictures) for encoded in reader.read(requests))
+    num_read = sum(len(encoded.images) for encoded in reader.read(requests))
     seconds = time.perf_counter() - start
     reader.close()
     return Turn(num_read / seconds, cached)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ablation_data import Pictures
+from ablation_data import Images
 
-from bigbatch.trainer.config_file import find_config, load_config
+from bigbatch.trainer.config.file import find_config, load_config
 
 Settings = Mapping[str, Any]
 """Dotted keys and their values."""
@@ -59,7 +59,7 @@ class Form:
 
     config: str
     """Packaged experiment that the settings override."""
-    pictures: Pictures
+    images: Images
     num_train: int
     settings: Settings
     epochs: int
@@ -125,7 +125,7 @@ RESIDENT: Settings = {
 FORMS = {
     ("cifar10", "short"): Form(
         config="cifar10",
-        pictures=Pictures(train_per_class=1800, val_per_class=200, resize_to=None),
+        images=Images(train_per_class=1800, val_per_class=200, resize_to=None),
         num_train=18_000,
         settings={"model.width": 8, "schedule.warmup_epochs": 1},
         epochs=5,
@@ -139,7 +139,7 @@ FORMS = {
     ),
     ("imagenette", "short"): Form(
         config="imagenette",
-        pictures=Pictures(train_per_class=1000, val_per_class=200, resize_to=32),
+        images=Images(train_per_class=1000, val_per_class=200, resize_to=32),
         num_train=9_469,
         settings={**RESIDENT, "data.image_size": 32, "model.width": 8, "schedule.warmup_epochs": 2},
         epochs=10,
@@ -153,7 +153,7 @@ FORMS = {
     ),
     ("cifar10", "full"): Form(
         config="cifar10",
-        pictures=Pictures(train_per_class=5000, val_per_class=1000, resize_to=None),
+        images=Images(train_per_class=5000, val_per_class=1000, resize_to=None),
         num_train=50_000,
         settings={"model.width": 64, "schedule.warmup_epochs": 5},
         epochs=24,
@@ -167,7 +167,7 @@ FORMS = {
     ),
     ("imagenette", "full"): Form(
         config="imagenette",
-        pictures=Pictures(train_per_class=1000, val_per_class=500, resize_to=None),
+        images=Images(train_per_class=1000, val_per_class=500, resize_to=None),
         num_train=9_469,
         settings={"data.image_size": 128, "model.width": 64, "schedule.warmup_epochs": 5},
         epochs=40,

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from bigbatch.trainer.errors import DataError
+from bigbatch.errors import DataError
 
 SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Images:
     """Which pictures of a data set, and in what size."""
 
     train_per_class: int
@@ -26,7 +26,7 @@ def missing_split(source: Path) -> Path | None:
     return next((source / split for split in SPLITS if not (source / split).is_dir()), None)
 
 
-def write_pictures(pictures: Pictures, source: Path, root: Path) -> None:
+def write_images(images: Images, source: Path, root: Path) -> None:
     """ROOT/{train,val}/<class>/<picture> out of the same below source, unless an earlier call finished it.
 
     Raises: DataError where source has no such folders.
@@ -36,10 +36,10 @@ def write_pictures(pictures: Pictures, source: Path, root: Path) -> None:
         return
     if missing := missing_split(source):
         raise DataError(f"{missing} is not there: name the data set's folder by --data")
-    for split, most in zip(SPLITS, (pictures.train_per_class, pictures.val_per_class), strict=True):
+    for split, most in zip(SPLITS, (images.train_per_class, images.val_per_class), strict=True):
         for folder in sorted((source / split).iterdir()):
             for path in sorted(folder.iterdir())[:most]:
-                write_one(path, root / split / folder.name / path.name, size=pictures.resize_to)
+                write_one(path, root / split / folder.name / path.name, size=images.resize_to)
     done.touch()
 
 
@@ -49,6 +49,6 @@ def write_one(source: Path, path: Path, *, size: int | None) -> None:
     if size is None:
         path.write_bytes(source.read_bytes())
         return
-    with Image.open(source) as picture:
-        small = picture.convert("RGB").resize((size, size), Image.Resampling.BOX)
+    with Image.open(source) as image:
+        small = image.convert("RGB").resize((size, size), Image.Resampling.BOX)
     small.save(path.with_suffix(".png"))

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from ablation_cases import OPTIMIZERS, Form, cases
 
-from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.rundir import RunDir, read_records
-from bigbatch.trainer.tune.space import parse_axis
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.tune.search.space import parse_axis
 
 Run = dict[str, Any]
 """seed, base_lr, top1 (None where it diverged), loss_curve of epoch and loss, seconds."""
@@ -25,7 +25,7 @@ def collect(form: Form, folder: Path) -> dict[str, Any]:
         facts = {"family": case.family, "optimizer": case.optimizer, "batch": case.batch, "epochs": case.epochs}
         found[case.name] = {**facts, **summarise(runs), "runs": runs}
     tuning = {"trials": form.trials, "epochs": form.tune_epochs, "studies": read_studies(form, folder)}
-    return {"pictures": vars(form.pictures), "num_train": form.num_train, "tuning": tuning, "cases": found}
+    return {"pictures": vars(form.images), "num_train": form.num_train, "tuning": tuning, "cases": found}
 
 
 def read_studies(form: Form, folder: Path) -> dict[str, Any]:

@@ -23,14 +23,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, whic
 
 import yaml
 from ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
-from ablation_data import missing_split, write_pictures
+from ablation_data import missing_split, write_images
 from ablation_results import collect, markdown
 from record import conditions, write_record
 
 from bigbatch.errors import UserError
-from bigbatch.launch.local import Stopper, handling_stops
-from bigbatch.trainer.divergence import REMEDY
-from bigbatch.trainer.rundir import RunDir
+from bigbatch.launch.jobs.foreground import Stopper, handling_stops
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.step.divergence import REMEDY
 from bigbatch.trainer.train import INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def main() -> None:
         return
     facts = conditions(options)
     try:
-        write_pictures(form.pictures, source, folder / "data")
+        write_images(form.images, source, folder / "data")
         run_all(form, folder)
     except UserError as error:
         sys.exit(f"ablations.py: {error}")
@@ -166,14 +166,14 @@ def describe(form: Form, folder: Path) -> str:
 
 def estimate(form: Form, everything: Sequence[Case], *, num_studies: int) -> str:
     """Pictures, and minutes."""
-    pictures = {"fp32": float(num_studies * form.trials * form.tune_epochs * form.num_train), "fp16": 0.0}
+    images = {"fp32": float(num_studies * form.trials * form.tune_epochs * form.num_train), "fp16": 0.0}
     for case in everything:
         precision: Any = case.settings.get("optimizer.precision", "fp32")
-        pictures[precision] += len(form.seeds) * case.epochs * form.num_train
-    amounts = ", ".join(f"{count:,.0f} in {precision}" for precision, count in pictures.items())
+        images[precision] += len(form.seeds) * case.epochs * form.num_train
+    amounts = ", ".join(f"{count:,.0f} in {precision}" for precision, count in images.items())
     if form.images_per_second is None:
         return f"training pictures: {amounts}; no rate is known for this form"
-    seconds = sum(count / form.images_per_second[precision] for precision, count in pictures.items())
+    seconds = sum(count / form.images_per_second[precision] for precision, count in images.items())
     seconds += START_SECONDS * (num_studies * form.trials + len(everything) * len(form.seeds))
     return f"training pictures: {amounts}; about {seconds / 60:.0f} minutes on 2 cores"
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_, sharded_allreduce_
+from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Backend
-from bigbatch.comm.hybrid import HybridTable
-from bigbatch.comm.node_memory import NodeMemory
-from bigbatch.comm.topology import Topology
+from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.rendezvous.topology import Topology
 
 AllReduce = Callable[[Tensor], None]
 """Sums a flat tensor over all ranks, in place. Collective; identical bits on all ranks."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.ring import Announce, require_flat
-from bigbatch.comm.backends.base import AllOf, Backend, CommError, InFlight
-from bigbatch.comm.node_memory import NodeMemory
+from bigbatch.comm.backends.base import AllOf, Backend, InFlight
+from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.errors import CommError
 
 WHOLE_BYTES = 256 * 1024
 """A shard up to this size is handed on inside the node when all of it is done, a longer one part by part."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bigbatch.errors import UserError
+from bigbatch.comm.rendezvous.stall import Pending
 
 HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF)
@@ -16,14 +16,6 @@ ALL_DTYPES = (torch.float64, torch.float32, *HALF)
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as float16: as configs, tables and people write it."""
     return str(dtype).removeprefix("torch.")
-
-
-class CommError(UserError, RuntimeError):
-    """Communication could not be set up or carried out; the message says what to do."""
-
-
-class PeerLostError(CommError):
-    """A peer died or stalled; the message names operation, seconds waited and the missing ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +34,6 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     has_messages: bool = True
     """Ranks can send to one another: what every algorithm but the transport's own is made of."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """An operation that is under way: its number in order of submission, and since when (time.monotonic())."""
-
-    number: int
-    label: str
-    since: float
-    ranks: tuple[int, ...] | None = None
-    """Who takes part; None for all ranks."""
 
 
 class InFlight(Protocol):

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Capabilities, CommError, Group, InFlight, Pending
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.mpi import answer_of, mpi_world
-from bigbatch.comm.control import Control, first_line
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.rendezvous.control import Control, first_line
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.errors import CommError
 
 HOW_TO_BUILD = "docs/from-horovod.md says what a build needs, and comm.backend tcp or mpi needs none"
 

@@ -11,7 +11,9 @@ from threading import Thread
 
 import torch
 
-from bigbatch.comm.backends.base import CommError, InFlight, PeerLostError, Pending
+from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.errors import CommError, PeerLostError
 
 POLL_SECONDS = 1.0
 UNHURRIED_SECONDS = 2.0

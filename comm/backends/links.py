@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from bigbatch.comm.addresses import own_address
-from bigbatch.comm.backends.base import CommError
-from bigbatch.comm.control import Control
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.errors import CommError
 
 POLL_SECONDS = 1.0
 GREETING = struct.Struct("!32sI")

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bigbatch.comm.addresses import own_address
-from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, CommError, Group, InFlight, Pending
+from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue
-from bigbatch.comm.control import Control, first_line
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.control import Control, first_line
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.errors import CommError
 
 T = TypeVar("T")
 HOST = torch.device("cpu")

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight, Pending
+from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
+from bigbatch.comm.rendezvous.stall import Pending
 
 
 class SingleBackend:

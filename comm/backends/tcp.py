@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight, Pending
+from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
-from bigbatch.comm.control import Control
-from bigbatch.comm.environ import ProcessEnv
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.stall import Pending
 
 
 class TcpBackend:

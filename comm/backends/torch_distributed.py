@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.comm.backends.base import AllOf, Capabilities, CommError, Group, InFlight, Pending
+from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
-from bigbatch.comm.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control, first_line
-from bigbatch.comm.environ import ProcessEnv, prefer_interface
+from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control, first_line
+from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface
+from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.errors import CommError
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

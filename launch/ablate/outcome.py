@@ -14,7 +14,7 @@ from bigbatch.launch.report.plots import COLOURS, plain_text
 from bigbatch.launch.report.tables import Table, conditions_table, markdown, plain_cell
 from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
-from bigbatch.trainer.rundir import RunDir, writing
+from bigbatch.trainer.run.folder import RunDir, writing
 
 NOTE = (
     "Each step has the changes of all steps before it. Seconds are of training steps on one machine, without start, "

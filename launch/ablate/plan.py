@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import nearest
+from bigbatch.errors import ConfigError, nearest
 from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
 from bigbatch.launch.sweep.points import Point
-from bigbatch.trainer.config import Config, all_keys
-from bigbatch.trainer.config_batch import accumulation_steps
-from bigbatch.trainer.config_file import PACKAGED, as_yaml, load_config
-from bigbatch.trainer.errors import ConfigError
-from bigbatch.trainer.tune.short_run import shorten
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import PACKAGED, as_yaml, load_config
+from bigbatch.trainer.config.schema import Config, all_keys
+from bigbatch.trainer.tune.search.short_run import shorten
 
 STEP = "step"
 """What the value of a point is called."""

@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.commands import port, shape_commands
 from bigbatch.launch.emulate.counters import LinkBytes, read_counters
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import Cluster, is_alive, load, save
+from bigbatch.launch.emulate.programs import port, shape_commands
+from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
 
 SYSTEM_PATH = "/usr/sbin:/sbin"
 """Where Debian keeps ip and tc, and not on the PATH of plain users."""
@@ -32,7 +32,7 @@ WHY_NOT = (
 )
 
 
-def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: int | None = None) -> Cluster:
+def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: int | None = None) -> EmulatedCluster:
     """Build a cluster and leave it running; with a lifeline, a file descriptor, until nobody can write to that.
 
     Raises: EmulationError when one of that name runs, a tool is missing or the kernel does not let this user.
@@ -99,7 +99,7 @@ def system_path(environ: Mapping[str, str]) -> str:
     return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
 
 
-def find(name: str, *, root: Path) -> Cluster:
+def find(name: str, *, root: Path) -> EmulatedCluster:
     """The running cluster of that name. Raises: EmulationError when there is none."""
     cluster = load(root / name)
     if cluster is None or not is_alive(cluster):
@@ -130,7 +130,7 @@ def down(name: str, *, root: Path) -> bool:
     return True
 
 
-def end(cluster: Cluster) -> None:
+def end(cluster: EmulatedCluster) -> None:
     """End all that runs in a cluster, and leave its folder. Raises: EmulationError as `down` does."""
     with suppress(ProcessLookupError):
         keeper = os.pidfd_open(cluster.keeper)
@@ -146,7 +146,7 @@ def end(cluster: Cluster) -> None:
             os.close(keeper)
 
 
-def count(cluster: Cluster) -> tuple[LinkBytes, ...] | None:
+def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
     """Bytes on each link so far; None where the cluster is gone."""
     with suppress(OSError, KeyError):  # it may end meanwhile, its ports before its keeper
         if is_alive(cluster):
@@ -155,7 +155,7 @@ def count(cluster: Cluster) -> tuple[LinkBytes, ...] | None:
 
 
 @contextmanager
-def reaching(cluster: Cluster) -> Iterator[None]:
+def reaching(cluster: EmulatedCluster) -> Iterator[None]:
     """Raises: EmulationError for whatever the system refuses inside, as it does once the cluster is taken down."""
     try:
         yield
@@ -167,7 +167,7 @@ def reaching(cluster: Cluster) -> Iterator[None]:
         ) from error
 
 
-def join(cluster: Cluster) -> None:
+def join(cluster: EmulatedCluster) -> None:
     """Let the children of this process, which has one thread, be processes of the cluster. Raises: EmulationError."""
     with reaching(cluster):
         namespaces.enter_cluster(cluster.keeper)
@@ -178,8 +178,8 @@ def join(cluster: Cluster) -> None:
 
 
 def shape(
-    cluster: Cluster, *, rate: int | None, root: Path, environ: Mapping[str, str], node: int | None = None
-) -> Cluster:
+    cluster: EmulatedCluster, *, rate: int | None, root: Path, environ: Mapping[str, str], node: int | None = None
+) -> EmulatedCluster:
     """Give all links, or that of one node, another rate, at once, also under a running job. Raises: EmulationError."""
     path = _require_tools(environ)
     changed = replace(cluster, plan=replace(cluster.plan, rate=rate)) if node is None else cluster
@@ -192,7 +192,7 @@ def shape(
     return changed
 
 
-def _run_inside(cluster: Cluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
+def _run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
     """Run a tool in a node's network, or in the switch's."""
 
     def enter() -> None:
@@ -206,7 +206,7 @@ def _run_inside(cluster: Cluster, argv: list[str], *, node: int | None, environ:
 
 
 @contextmanager
-def only_job(cluster: Cluster, *, root: Path) -> Iterator[None]:
+def only_job(cluster: EmulatedCluster, *, root: Path) -> Iterator[None]:
     """One job at a time: two would share the links, and neither figure would mean anything.
 
     Raises: EmulationError when another job runs, or the cluster is gone.

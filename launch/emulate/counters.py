@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bigbatch.launch.emulate.commands import port
 from bigbatch.launch.emulate.plan import ClusterPlan, format_rate, host
+from bigbatch.launch.emulate.programs import port
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.commands import build_commands, port
 from bigbatch.launch.emulate.plan import ClusterPlan, host, hosts_file
-from bigbatch.launch.emulate.state import Cluster, boot_id, save, start_ticks
+from bigbatch.launch.emulate.programs import build_commands, port
+from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, save, start_ticks
 from bigbatch.launch.emulate.switch import forward, open_port
 
 
@@ -56,7 +56,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     _build(plan)
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are buried without a word
-    save(folder, Cluster(plan, pid, start_ticks("self") or 0, boot_id()))
+    save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
     _report("ok")  # fails, and ends the cluster, where no one waits for it any more
     os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())

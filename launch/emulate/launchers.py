@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.comm.environ import TERMINAL_VARIABLE
-from bigbatch.launch import mpirun, torchrun
+from bigbatch.comm.rendezvous.environ import TERMINAL_VARIABLE
+from bigbatch.errors import ConfigError
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.launch.launchers import mpirun, torchrun
 
 LAUNCHERS = ("mpirun", "torchrun", "plain")
 ORDERS = ("block", "cyclic")

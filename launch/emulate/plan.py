@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError
 
 DEFAULT_NAME = "box"
 MAX_NODES = 100
@@ -128,14 +128,14 @@ def format_rate(rate: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSlot:
     """Where a rank runs."""
 
     node: int
     local_rank: int
 
 
-def place_ranks(ranks_per_node: tuple[int, ...], *, order: str) -> tuple[Place, ...]:
+def place_ranks(ranks_per_node: tuple[int, ...], *, order: str) -> tuple[RankSlot, ...]:
     """The place of each rank. block fills one node after the other; cyclic deals ranks out to nodes in turn."""
-    slots = [Place(node, local) for node, count in enumerate(ranks_per_node) for local in range(count)]
+    slots = [RankSlot(node, local) for node, count in enumerate(ranks_per_node) for local in range(count)]
     return tuple(slots if order == "block" else sorted(slots, key=lambda slot: (slot.local_rank, slot.node)))

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.launchers import Start
-from bigbatch.launch.emulate.state import Cluster
+from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.emulate.supervise import run_together
 
 WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
@@ -25,7 +25,7 @@ WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
 def run_job(
     starts: Sequence[Start],
     *,
-    cluster: Cluster,
+    cluster: EmulatedCluster,
     root: Path,
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
@@ -68,7 +68,7 @@ def _clear(counters: Path) -> None:
         raise EmulationError(f"--counters {counters}: {error.strerror}; name a file that can be written") from error
 
 
-def _count(cluster: Cluster) -> tuple[LinkBytes, ...]:
+def _count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...]:
     counted = count(cluster)
     if counted is None:
         raise EmulationError(f"{cluster.plan.name} was taken down under the job")

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import end, join, reaching, system_path
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.launchers import without_master
 from bigbatch.launch.emulate.plan import host
 from bigbatch.launch.emulate.slurm import (
@@ -28,9 +28,9 @@ from bigbatch.launch.emulate.slurm import (
     slurm_environ,
     slurm_folder,
 )
-from bigbatch.launch.emulate.state import Cluster
-from bigbatch.launch.local import shell_code
-from bigbatch.trainer.signals import handling
+from bigbatch.launch.emulate.state import EmulatedCluster
+from bigbatch.launch.jobs.foreground import shell_code
+from bigbatch.trainer.step.signals import handling
 
 START_SECONDS = 60
 """How long nodes may take to be idle; one second where the machine is."""
@@ -58,7 +58,7 @@ def _may_set_groups() -> bool:
     return os.geteuid() == 0 and not (switch.exists() and switch.read_text().strip() == "deny")
 
 
-def start_slurm(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> None:
+def start_slurm(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str, str]) -> None:
     """Start it and wait until all nodes are idle; this process can start no threads afterwards.
 
     Where that fails, the cluster ends, and its folder stays for a look at the logs.
@@ -77,7 +77,7 @@ def start_slurm(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> 
         raise
 
 
-def _prepare(cluster: Cluster, folder: Path) -> None:
+def _prepare(cluster: EmulatedCluster, folder: Path) -> None:
     folder.mkdir()
     (folder / "state").mkdir()
     for node in range(cluster.plan.num_nodes):
@@ -89,7 +89,7 @@ def _prepare(cluster: Cluster, folder: Path) -> None:
     key.write_bytes(secrets.token_bytes(128))
 
 
-def _start(cluster: Cluster, argv: list[str], *, node: int, folder: Path, environ: Mapping[str, str]) -> None:
+def _start(cluster: EmulatedCluster, argv: list[str], *, node: int, folder: Path, environ: Mapping[str, str]) -> None:
     log = log_path(argv, folder=folder)
     with reaching(cluster), log.open("a") as file:  # not a pipe, which the daemon would keep open
         enter = partial(namespaces.enter_node, cluster.keeper, node)
@@ -99,7 +99,7 @@ def _start(cluster: Cluster, argv: list[str], *, node: int, folder: Path, enviro
         raise EmulationError(f"{host(node)}: {argv[0]} does not start: {_last_words(log)}")
 
 
-def _wait_for_nodes(cluster: Cluster, *, folder: Path, environ: Mapping[str, str]) -> None:
+def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[str, str]) -> None:
     hosts = [host(node) for node in range(cluster.plan.num_nodes)]
     deadline = time.monotonic() + START_SECONDS
     states = ask_states(cluster, environ=environ)
@@ -121,7 +121,7 @@ def _last_words(log: Path) -> str:
     return f"{log}: {(fatal or lines or ['empty'])[-1]}"
 
 
-def ask_states(cluster: Cluster, *, environ: Mapping[str, str]) -> dict[str, str] | None:
+def ask_states(cluster: EmulatedCluster, *, environ: Mapping[str, str]) -> dict[str, str] | None:
     """Slurm's nodes and their states; None where it does not answer in ANSWER_SECONDS."""
     enter = partial(namespaces.enter_node, cluster.keeper, 0)
     try:
@@ -133,7 +133,7 @@ def ask_states(cluster: Cluster, *, environ: Mapping[str, str]) -> dict[str, str
     return parse_states(done.stdout) if done.returncode == 0 else None
 
 
-def describe_nodes(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) -> str:
+def describe_nodes(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str, str]) -> str:
     """One line for `status`."""
     folder = root / cluster.plan.name
     states = ask_states(cluster, environ=slurm_environ(environ, cluster_folder=folder))
@@ -142,7 +142,7 @@ def describe_nodes(cluster: Cluster, *, root: Path, environ: Mapping[str, str]) 
     return f"Slurm: {', '.join(f'{node} {state}' for node, state in states.items())}"
 
 
-def run_on_login_node(argv: Sequence[str], *, cluster: Cluster, root: Path, environ: Mapping[str, str]) -> int:
+def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Path, environ: Mapping[str, str]) -> int:
     """Run a command of the user in the first node, in the foreground; its exit code, 128 + signal where one ended it.
 
     Ctrl-C reaches it from the terminal, as it does us. Raises: EmulationError for a program that is not installed.

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bigbatch.launch.emulate.errors import EmulationError
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate.plan import ClusterPlan
 
 
 @dataclass(frozen=True)
-class Cluster:
+class EmulatedCluster:
     """A cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
 
     plan: ClusterPlan
@@ -51,19 +51,21 @@ def _owner(path: Path) -> int | None:
         return None
 
 
-def save(folder: Path, cluster: Cluster) -> None:
+def save(folder: Path, cluster: EmulatedCluster) -> None:
     """Write the cluster down, in one piece."""
     aside = folder / "cluster.json.new"
     aside.write_text(json.dumps(asdict(cluster)))
     aside.rename(folder / "cluster.json")
 
 
-def load(folder: Path) -> Cluster | None:
+def load(folder: Path) -> EmulatedCluster | None:
     """What was written down; None where nothing readable was."""
     try:
         facts = json.loads((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
-        return Cluster(ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]), str(facts["boot_id"]))
+        return EmulatedCluster(
+            ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]), str(facts["boot_id"])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -85,6 +87,6 @@ def boot_id() -> str:
         return ""
 
 
-def is_alive(cluster: Cluster) -> bool:
+def is_alive(cluster: EmulatedCluster) -> bool:
     """The keeper runs."""
     return cluster.boot_id == boot_id() and start_ticks(cluster.keeper) == cluster.start_ticks

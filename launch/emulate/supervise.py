@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from bigbatch.errors import ConfigError
 from bigbatch.launch.emulate.launchers import Start
-from bigbatch.launch.local import Stopper, handling_stops, shell_code
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.launch.jobs.foreground import Stopper, handling_stops, shell_code
 
 GRACE_SECONDS = 5.0
 """How long the others may take to end by SIGTERM after one has failed."""

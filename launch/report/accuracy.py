@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.trainer.spent import spent_by
+from bigbatch.trainer.run.cost import spent_by
 
 
 @dataclass(frozen=True)

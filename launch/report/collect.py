@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from bigbatch.errors import ConfigError
 from bigbatch.launch.report.split import Measured, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
-from bigbatch.trainer.errors import ConfigError
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.run.folder import RunDir, read_records
 
 CONDITIONS = ("device", "torch", "commit", "backend", "precision", "date")
 SAME = ("device", "torch", "commit")

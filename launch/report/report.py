@@ -27,11 +27,11 @@ from bigbatch.launch.report.tables import (
     stdout_console,
     unmeasured_table,
 )
-from bigbatch.trainer.rundir import RunDir, writing
+from bigbatch.trainer.run.folder import RunDir, writing
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ScalingReport:
     """Of some sweeps and some runs."""
 
     sweeps: list[SweepResults]
@@ -104,13 +104,13 @@ class Report:
                 figures[f"split{number}"] = plots.draw_split(found, name=name)
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
-        pictures = {name: plots.as_svg(figure) for name, figure in figures.items()}
+        images = {name: plots.as_svg(figure) for name, figure in figures.items()}
         names = dict.fromkeys(sweep.name for sweep in self.sweeps)
         title = "Scaling: " + ", ".join(names) if names else "Time to accuracy"
         page = make_page(
             title=title,
             findings=self.findings,
-            pictures=pictures,
+            images=images,
             tables=self.tables,
             conditions=self.conditions,
         )

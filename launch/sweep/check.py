@@ -4,13 +4,13 @@ import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
-from bigbatch.launch import command
-from bigbatch.launch.job_words import check_words
+from bigbatch.errors import ConfigError
+from bigbatch.launch import start as command
+from bigbatch.launch.jobs.words import check_words
 from bigbatch.launch.sweep.folder import SweepFolder
 from bigbatch.launch.sweep.jobs import BIGBATCH, array_words, arrays, point_command
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
-from bigbatch.trainer.errors import ConfigError
 
 
 def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:

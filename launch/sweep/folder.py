@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from bigbatch.errors import ConfigError
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
-from bigbatch.trainer.config_file import dump_config, flatten
-from bigbatch.trainer.errors import ConfigError
-from bigbatch.trainer.rundir import RunDir, writing
+from bigbatch.trainer.config.file import dump_config, flatten
+from bigbatch.trainer.run.folder import RunDir, writing
 
 MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
 

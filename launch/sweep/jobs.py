@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bigbatch.launch.job import INDEX
+from bigbatch.launch.jobs.spec import INDEX
 from bigbatch.launch.sweep.folder import SweepFolder
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point

@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 
 import yaml
 
-from bigbatch.errors import nearest
-from bigbatch.launch import mpirun, slurm, torchrun
-from bigbatch.launch.job_words import NAME, option
-from bigbatch.launch.options import job_options
-from bigbatch.trainer.config import all_keys
-from bigbatch.trainer.config_file import PACKAGED, StrictLoader
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError, nearest
+from bigbatch.launch.jobs.options import job_options
+from bigbatch.launch.jobs.words import NAME, option
+from bigbatch.launch.launchers import mpirun, slurm, torchrun
+from bigbatch.trainer.config.file import PACKAGED, StrictLoader
+from bigbatch.trainer.config.schema import all_keys
 
 Stated = TypeVar("Stated")
 PLACES = ("local", "mpirun", "emulated", "slurm")

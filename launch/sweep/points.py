@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.launch.job import parse_hosts, read_hostfile
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.launch.sweep.plan import Sweep
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_batch import accumulation_steps, largest_divisor
-from bigbatch.trainer.config_file import as_yaml, load_config
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.schema import Config
 
 SPECIAL = ("ranks", "scaling")
 """Keys of a grid that no experiment has."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigbatch.launch.command import slurm_job, submit_job
-from bigbatch.launch.slurm import log_path
-from bigbatch.launch.slurm_queue import SlurmError, run_slurm
+from bigbatch.errors import ConfigError, SlurmError
+from bigbatch.launch.launchers.slurm import log_path
+from bigbatch.launch.launchers.slurm_queue import run_slurm
+from bigbatch.launch.start import slurm_job, submit_job
 from bigbatch.launch.sweep.folder import (
     DONE,
     FAILED,
@@ -26,7 +27,6 @@ from bigbatch.launch.sweep.jobs import array_words, arrays
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.sweep.running import judge, start_over
-from bigbatch.trainer.errors import ConfigError
 
 POLL_SECONDS = 5.0
 SETTLE_SECONDS = 30.0
@@ -135,14 +135,14 @@ def wait_for_points(
                 continue
             is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
             if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
-                on_end(left.pop(number), settle(folder, number))
+                on_end(left.pop(number), record_end(folder, number))
         if not waits and all((jobs[number], number) in waiting for number in left):
             return
         if left:
             time.sleep(POLL_SECONDS)
 
 
-def settle(folder: SweepFolder, number: int) -> dict[str, Any]:
+def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
     """The new state of a point that has left the queue."""
     log = _log(folder, number)
     outcome = judge(folder, number, exit_code=None, log=log)

@@ -10,14 +10,14 @@ from shutil import rmtree
 from types import FrameType
 from typing import Any
 
-from bigbatch.launch.local import handling_stops, shell_code
+from bigbatch.launch.jobs.foreground import handling_stops, shell_code
 from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary
 from bigbatch.launch.sweep.job_log import find_reason
 from bigbatch.launch.sweep.jobs import point_command
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.sweep.sessions import end_sessions, sessions_under
-from bigbatch.trainer.rundir import writing
+from bigbatch.trainer.run.folder import writing
 
 GRACE_SECONDS = 30.0
 """After each request to end, the firmer one."""

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import pytest
 
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import Cluster, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 
 PROBE = str(Path(__file__).with_name("probe.py"))
 Emulate = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -61,24 +61,24 @@ def emulate() -> Emulate:
 
 
 @pytest.fixture(scope="module")
-def uneven(runtime_folder: Path) -> Iterator[Cluster]:
+def uneven(runtime_folder: Path) -> Iterator[EmulatedCluster]:
     """Nodes with 3, 2, 2 and 1 ranks at 200 Mbit/s."""
     yield from _built("uneven", "3,2,2,1", "200mbit", "0")
 
 
 @pytest.fixture(scope="module")
-def even(runtime_folder: Path) -> Iterator[Cluster]:
+def even(runtime_folder: Path) -> Iterator[EmulatedCluster]:
     """Four nodes with two ranks at 200 Mbit/s."""
     yield from _built("even", "2,2,2,2", "200mbit", "0")
 
 
 @pytest.fixture(scope="module")
-def distant(runtime_folder: Path) -> Iterator[Cluster]:
+def distant(runtime_folder: Path) -> Iterator[EmulatedCluster]:
     """Three nodes with one rank at 200 Mbit/s, one millisecond from each other."""
     yield from _built("distant", "1,1,1", "200mbit", "1ms")
 
 
-def _built(name: str, ranks: str, link: str, delay: str) -> Iterator[Cluster]:
+def _built(name: str, ranks: str, link: str, delay: str) -> Iterator[EmulatedCluster]:
     root = state_root(os.environ)
     plan = make_plan(name=name, nodes=None, ranks_per_node=ranks, link=link, delay=delay)
     yield clusters.up(plan, root=root, environ=os.environ)

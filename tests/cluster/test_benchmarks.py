@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.plan import make_plan
 from bigbatch.launch.emulate.slurm_start import require_slurm
-from bigbatch.launch.emulate.state import Cluster, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate, skip_unless_promised
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/comm"
@@ -37,7 +37,7 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def pair(runtime_folder: Path) -> Iterator[Cluster]:
+def pair(runtime_folder: Path) -> Iterator[EmulatedCluster]:
     """Two nodes with one rank at 1 Gbit/s."""
     root = state_root(os.environ)
     plan = make_plan(name="pair", nodes=2, ranks_per_node="1", link="1gbit", delay="0")
@@ -45,7 +45,7 @@ def pair(runtime_folder: Path) -> Iterator[Cluster]:
     clusters.down("pair", root=root)
 
 
-def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Cluster, tmp_path: Path) -> None:
+def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: EmulatedCluster, tmp_path: Path) -> None:
     """The goodput is given, so that no iperf3 is needed; Horovod takes no part."""
     common = ("--repetitions", "1", "--tune-seconds", "1", "--goodput-mbit", "956", "--setting", json.dumps(SETTING))
     for script, (launcher, options) in SCRIPTS.items():

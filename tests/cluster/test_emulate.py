@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from bigbatch import __version__
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.namespaces import node_fd
 from bigbatch.launch.emulate.plan import place_ranks
-from bigbatch.launch.emulate.state import Cluster, load, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from tests.cluster.conftest import PROBE, Emulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,27 +61,27 @@ def test_every_launcher_runs_every_rank_on_its_node(
 
 
 @pytest.mark.parametrize("launcher", ["plain", "mpirun"])
-def test_ranks_are_dealt_out_to_uneven_nodes_in_turn(launcher: str, emulate: Emulate, uneven: Cluster) -> None:
+def test_ranks_are_dealt_out_to_uneven_nodes_in_turn(launcher: str, emulate: Emulate, uneven: EmulatedCluster) -> None:
     said = probe(emulate, "uneven", "who", launcher=launcher, place="cyclic")
     assert [each["host"] for each in said] == ["n0", "n1", "n2", "n3", "n0", "n1", "n2", "n0"]
     assert [each["local_rank"] for each in said] == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
-def test_the_master_of_another_job_is_not_this_ones(emulate: Emulate, even: Cluster) -> None:
+def test_the_master_of_another_job_is_not_this_ones(emulate: Emulate, even: EmulatedCluster) -> None:
     """Neither on the node of mpirun, which inherits, nor on those to which it passes variables on."""
     said = probe(emulate, "even", "who", launcher="mpirun", MASTER_ADDR="10.0.0.99")
     assert [each["master"] for each in said] == [None] * 8
 
 
 @pytest.mark.parametrize("launcher", ["plain", "mpirun"])
-def test_a_failing_rank_ends_the_job_with_its_code(launcher: str, emulate: Emulate, even: Cluster) -> None:
+def test_a_failing_rank_ends_the_job_with_its_code(launcher: str, emulate: Emulate, even: EmulatedCluster) -> None:
     start = time.monotonic()
     options = ("--name", "even", "--launcher", launcher, "--python")
     assert emulate("run", *options, "--", PROBE, "fail", "5", "7").returncode == 7
     assert time.monotonic() - start < 30
 
 
-def test_a_bigbatch_command_runs_on_every_rank(emulate: Emulate, even: Cluster) -> None:
+def test_a_bigbatch_command_runs_on_every_rank(emulate: Emulate, even: EmulatedCluster) -> None:
     done = emulate("run", "--name", "even", "--launcher", "plain", "--", "--version")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"bigbatch {__version__}") == 8
@@ -104,7 +104,7 @@ def test_a_stream_gets_what_the_link_can_carry(shape: str, emulate: Emulate, req
     assert 0.95 * GOODPUT * 200 < max(rates) < 1.01 * GOODPUT * 200, rates
 
 
-def test_links_can_be_given_another_rate(emulate: Emulate, uneven: Cluster) -> None:
+def test_links_can_be_given_another_rate(emulate: Emulate, uneven: EmulatedCluster) -> None:
     try:
         for link, bounds in (("50mbit", (0.9 * 50 * GOODPUT, 1.02 * 50 * GOODPUT)), ("none", (500.0, 1e6))):
             assert emulate("shape", "--name", "uneven", "--link", link).returncode == 0
@@ -115,7 +115,7 @@ def test_links_can_be_given_another_rate(emulate: Emulate, uneven: Cluster) -> N
     assert "link 200mbit" in emulate("status").stdout
 
 
-def test_a_shaping_that_fails_is_told(even: Cluster, tmp_path: Path) -> None:
+def test_a_shaping_that_fails_is_told(even: EmulatedCluster, tmp_path: Path) -> None:
     (tmp_path / "tc").write_text("#!/bin/sh\necho no such bucket >&2; exit 2\n")
     (tmp_path / "tc").chmod(0o755)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -127,7 +127,7 @@ def test_a_shaping_that_fails_is_told(even: Cluster, tmp_path: Path) -> None:
         clusters.shape(even, rate=even.plan.rate, root=root, environ=os.environ)
 
 
-def test_the_kernel_counts_the_bytes_of_a_stream(emulate: Emulate, even: Cluster, tmp_path: Path) -> None:
+def test_the_kernel_counts_the_bytes_of_a_stream(emulate: Emulate, even: EmulatedCluster, tmp_path: Path) -> None:
     """Beside the payload there are headers: 66 bytes for each packet that TCP hands on, the other way only those."""
     file = tmp_path / "counters.json"
     options = ("--name", "even", "--launcher", "plain", "--counters", str(file), "--python")
@@ -144,7 +144,7 @@ def test_the_kernel_counts_the_bytes_of_a_stream(emulate: Emulate, even: Cluster
     assert f"{nodes['n0']['sent_bytes'] / 1e6:.3f}" in done.stderr
 
 
-def test_a_file_that_cannot_be_written_is_found_out_before_the_job(emulate: Emulate, even: Cluster) -> None:
+def test_a_file_that_cannot_be_written_is_found_out_before_the_job(emulate: Emulate, even: EmulatedCluster) -> None:
     options = ("--name", "even", "--launcher", "plain", "--counters", "/no/such/folder/x.json", "--python")
     done = emulate("run", *options, "--", PROBE, "who")
     assert (done.returncode, done.stdout) == (1, "")
@@ -154,14 +154,16 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_job(emulate: Emul
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_file_that_turns_out_full_does_not_hide_the_exit_code(emulate: Emulate, even: Cluster) -> None:
+def test_a_file_that_turns_out_full_does_not_hide_the_exit_code(emulate: Emulate, even: EmulatedCluster) -> None:
     options = ("--name", "even", "--launcher", "plain", "--counters", "/dev/full", "--python")
     done = emulate("run", *options, "--", PROBE, "fail", "5", "7")
     assert done.returncode == 7
     assert done.stderr.endswith("bigbatch: --counters /dev/full: No space left on device\n")
 
 
-def test_a_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: Cluster, distant: Cluster) -> None:
+def test_a_delay_counts_twice_in_a_round_trip(
+    emulate: Emulate, even: EmulatedCluster, distant: EmulatedCluster
+) -> None:
     near, far = (probe(emulate, name, "round_trips", "200")[0]["us"] for name in ("even", "distant"))
     added = far[100] - near[100]
     assert 1900 < added < 2600, (near[100], far[100])
@@ -171,7 +173,7 @@ def test_a_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: Cluster, d
 # --- ends ---
 
 
-def namespaces_of(cluster: Cluster) -> set[int]:
+def namespaces_of(cluster: EmulatedCluster) -> set[int]:
     """The cluster's networks and its process namespace, as inodes."""
     nodes = [f"fd/{node_fd(node, 'net')}" for node in range(cluster.plan.num_nodes)]
     return {os.stat(f"/proc/{cluster.keeper}/{each}").st_ino for each in ("ns/net", "ns/pid", *nodes)}
@@ -267,7 +269,7 @@ def test_nothing_is_left_behind_after_kill_9(
     assert emulate("down", "--name", "doomed").stdout == "doomed: there is none\n"
 
 
-def test_a_daemon_does_not_outlive_its_job(emulate: Emulate, even: Cluster, tmp_path: Path) -> None:
+def test_a_daemon_does_not_outlive_its_job(emulate: Emulate, even: EmulatedCluster, tmp_path: Path) -> None:
     job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
     assert len(processes_in(namespaces_of(even))) == 2 + 8 * 2, "keeper, watcher, ranks and their children"
     job.send_signal(signal.SIGINT)
@@ -277,7 +279,7 @@ def test_a_daemon_does_not_outlive_its_job(emulate: Emulate, even: Cluster, tmp_
 
 @pytest.mark.parametrize(("launcher", "asked_by"), [("plain", "SIGTERM"), ("mpirun", "SIGUSR1")])
 def test_ctrl_c_reaches_every_node_and_gives_time(
-    launcher: str, asked_by: str, emulate: Emulate, even: Cluster, tmp_path: Path
+    launcher: str, asked_by: str, emulate: Emulate, even: EmulatedCluster, tmp_path: Path
 ) -> None:
     job = start_lingering("even", tmp_path / "here", "--launcher", launcher, count=8, mode="heed")
     job.send_signal(signal.SIGINT)
@@ -286,7 +288,7 @@ def test_ctrl_c_reaches_every_node_and_gives_time(
     assert said.count(f'"signal": "{asked_by}"') == 8
 
 
-def test_one_job_at_a_time(emulate: Emulate, even: Cluster, tmp_path: Path) -> None:
+def test_one_job_at_a_time(emulate: Emulate, even: EmulatedCluster, tmp_path: Path) -> None:
     job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
     done = emulate("run", "--name", "even", "--launcher", "plain", "--python", "--", PROBE, "who")
     assert done.returncode == 1
@@ -342,7 +344,7 @@ def test_a_cluster_for_one_job_goes_with_it_even_by_kill_9(
     assert "once" not in emulate("status").stdout
 
 
-def test_a_cluster_that_is_up_is_not_built_again(emulate: Emulate, even: Cluster) -> None:
+def test_a_cluster_that_is_up_is_not_built_again(emulate: Emulate, even: EmulatedCluster) -> None:
     for words in (("up",), ("run", "--python", "--", PROBE, "who")):
         split = words.index("--") if "--" in words else len(words)
         done = emulate(*words[:split], "--name", "even", "--nodes", "2", *words[split:])
@@ -375,7 +377,7 @@ def nobodys_python(tmp_path: Path) -> list[str]:
     """A Python that an unprivileged user may run, with bigbatch in it."""
     if os.geteuid() != 0:
         pytest.skip("all of these tests run as an unprivileged user already")
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import bigbatch.launch.command"
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import bigbatch.launch.start"
     found = []
     for python in (sys.executable, "/usr/bin/python3"):
         with suppress(OSError):

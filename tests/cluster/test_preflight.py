@@ -12,7 +12,7 @@ import pytest
 
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.state import Cluster, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its scripts import each other by name
@@ -23,7 +23,7 @@ MOST_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
-def four(runtime_folder: Path) -> Iterator[Cluster]:
+def four(runtime_folder: Path) -> Iterator[EmulatedCluster]:
     """Four nodes with one rank at 1 Gbit/s."""
     root = state_root(os.environ)
     plan = make_plan(name="four", nodes=4, ranks_per_node="1", link="1gbit", delay="0")
@@ -45,7 +45,11 @@ def blamed(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("fault", "text"), [(nullcontext, None), (lambda: slowed("n2"), "n2: multiplies matrices at")])
 def test_a_node_at_half_speed_is_named_and_equal_ones_are_not(
-    fault: Callable[[], AbstractContextManager[None]], text: str | None, four: Cluster, emulate: Emulate, tmp_path: Path
+    fault: Callable[[], AbstractContextManager[None]],
+    text: str | None,
+    four: EmulatedCluster,
+    emulate: Emulate,
+    tmp_path: Path,
 ) -> None:
     with fault():
         code, found, printed = look(emulate, tmp_path)
@@ -55,7 +59,7 @@ def test_a_node_at_half_speed_is_named_and_equal_ones_are_not(
     assert f"bigbatch: {text}" in printed if text else "nodes: 4, all fit" in printed
 
 
-def test_a_link_at_a_tenth_is_named(four: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_a_link_at_a_tenth_is_named(four: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     assert emulate("shape", "--name", "four", "--node", "n3", "--link", "100mbit").returncode == 0
     try:
         code, found, printed = look(emulate, tmp_path)
@@ -68,7 +72,7 @@ def test_a_link_at_a_tenth_is_named(four: Cluster, emulate: Emulate, tmp_path: P
     )
 
 
-def test_nodes_that_do_not_reach_each_other_are_named(four: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_nodes_that_do_not_reach_each_other_are_named(four: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     """n1 has no way to n3, though both reach the node where the ranks meet."""
     route = ["ip", "route", "add", "blackhole", "10.77.0.4/32"]
     with clusters.reaching(four):
@@ -84,7 +88,7 @@ def test_nodes_that_do_not_reach_each_other_are_named(four: Cluster, emulate: Em
     assert found["seconds"] < MOST_SECONDS
 
 
-def test_an_unknown_interface_is_one_line(four: Cluster, emulate: Emulate) -> None:
+def test_an_unknown_interface_is_one_line(four: EmulatedCluster, emulate: Emulate) -> None:
     done = emulate("run", "--name", "four", "--", "preflight", "--interface", "ib7")
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
@@ -104,7 +108,7 @@ sys.exit(main(["preflight", "--bad-nodes", "bad"]))
 
 
 def test_a_silent_node_is_named_in_time(
-    four: Cluster, emulate: Emulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    four: EmulatedCluster, emulate: Emulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "silent.py").write_text(SILENT)

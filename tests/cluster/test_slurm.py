@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigbatch.comm.environ import expand_hostlist
+from bigbatch.comm.rendezvous.environ import expand_hostlist
+from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
-from bigbatch.launch.emulate.errors import EmulationError
 from bigbatch.launch.emulate.namespaces import node_fd
 from bigbatch.launch.emulate.slurm_start import require_slurm
-from bigbatch.launch.emulate.state import Cluster, load, state_root
-from bigbatch.trainer.config_file import dump_config, load_config
-from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.datasets.generated import write_dataset
 from tests.cluster.conftest import Emulate, skip_unless_promised
 from tests.laws.jobs import (
     TRAIN_PER_CLASS,
@@ -57,12 +57,12 @@ STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def slurm(runtime_folder: Path, emulate: Emulate) -> Iterator[Cluster]:
+def slurm(runtime_folder: Path, emulate: Emulate) -> Iterator[EmulatedCluster]:
     """Four nodes with two ranks and Slurm."""
     yield from _built(emulate, "slurm", "--nodes", "4", "--ranks-per-node", "2", "--link", "1gbit")
 
 
-def _built(emulate: Emulate, name: str, *size: str) -> Iterator[Cluster]:
+def _built(emulate: Emulate, name: str, *size: str) -> Iterator[EmulatedCluster]:
     root = state_root(os.environ)
     try:
         require_slurm(root / name, environ=os.environ)
@@ -152,13 +152,13 @@ def srun_train(shapes: Path, folder: Path, settings: dict[str, object]) -> str:
 
 WHO = """
 import dataclasses, json, os, socket
-from bigbatch.comm.environ import read_process_env
+from bigbatch.comm.rendezvous.environ import read_process_env
 facts = dataclasses.asdict(read_process_env()) | {"here": socket.gethostname(), "folder": os.getcwd()}
 print(json.dumps(facts), flush=True)
 """
 
 
-def test_every_rank_knows_its_place(slurm: Cluster, tmp_path: Path) -> None:
+def test_every_rank_knows_its_place(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """And the job runs where sbatch was called, with that environment."""
     line = f"srun {PYTHON} -c {shlex.quote(WHO)}"
     text = output_of(f"echo $SLURM_JOB_ID\n{line}", "--nodes=4", "--ntasks-per-node=2", cwd=tmp_path)
@@ -174,7 +174,7 @@ def test_every_rank_knows_its_place(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_training_job_ends_with_the_bits_of_mpirun(
-    slurm: Cluster, shapes: Path, uninterrupted: Path, tmp_path: Path
+    slurm: EmulatedCluster, shapes: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     script = srun_train(shapes, tmp_path / "run", LONG)
     said = output_of(script, "--nodes=2", "--ntasks-per-node=1", cwd=tmp_path)
@@ -184,7 +184,7 @@ def test_a_training_job_ends_with_the_bits_of_mpirun(
     assert_identical(final_state(tmp_path / "run"), final_state(uninterrupted))
 
 
-def test_a_sweep_is_an_array_for_each_number_of_ranks(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+def test_a_sweep_is_an_array_for_each_number_of_ranks(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
     experiment = load_config(
         train_command(shapes, tmp_path / "base", {"data.loader": "torchvision", "run.epochs": 1})[1:]
     )
@@ -224,7 +224,7 @@ def test_a_sweep_is_an_array_for_each_number_of_ranks(slurm: Cluster, shapes: Pa
 # --- ends ---
 
 
-def test_exit_codes_and_messages_pass_through(slurm: Cluster, tmp_path: Path) -> None:
+def test_exit_codes_and_messages_pass_through(slurm: EmulatedCluster, tmp_path: Path) -> None:
     done = login("sbatch", "--partition=no-such", "--wrap=true", cwd=tmp_path)
     assert done.returncode == 1
     assert "invalid partition specified: no-such" in done.stderr
@@ -236,7 +236,7 @@ def test_exit_codes_and_messages_pass_through(slurm: Cluster, tmp_path: Path) ->
     assert (missing.returncode, missing.stderr) == (1, "bigbatch: no-such-command: No such file or directory\n")
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_code(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_job_with_its_code(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """As the largest code of all ranks; those of bigbatch that lose a peer end by themselves, with 1."""
     script = 'srun bash -c "[ \\$SLURM_PROCID != 5 ] || exit 3; sleep 1; exit 1"'
     job = submit(script, "--nodes=4", "--ntasks-per-node=2", "--output=said", cwd=tmp_path)
@@ -245,7 +245,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_code(slurm: Cluster, tmp_path: 
     assert "n2: task 5: Exited with exit code 3" in (tmp_path / "said").read_text()
 
 
-def test_a_rank_that_fails_can_end_ranks_that_would_go_on(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_rank_that_fails_can_end_ranks_that_would_go_on(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """The largest code is then that of those who were ended."""
     script = 'srun --kill-on-bad-exit=1 bash -c "[ \\$SLURM_PROCID != 5 ] || exit 3; sleep 600"'
     job = submit(script, "--nodes=4", "--ntasks-per-node=2", "--output=said", cwd=tmp_path)
@@ -255,7 +255,7 @@ def test_a_rank_that_fails_can_end_ranks_that_would_go_on(slurm: Cluster, tmp_pa
 
 
 @pytest.fixture
-def slow(slurm: Cluster, emulate: Emulate) -> Iterator[Callable[[], None]]:
+def slow(slurm: EmulatedCluster, emulate: Emulate) -> Iterator[Callable[[], None]]:
     """Links at which a job goes on for minutes; a call lets it finish fast."""
     assert emulate("shape", "--name", "slurm", "--link", SLOW_LINK).returncode == 0
 
@@ -320,7 +320,7 @@ def test_a_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
     assert 2 <= newest_step(tmp_path / "run") < STEPS, log.read_text()
 
 
-def test_different_code_on_two_nodes_is_named(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+def test_different_code_on_two_nodes_is_named(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
     """By every rank, before any training."""
     copy = tmp_path / "other"
     shutil.copytree(ROOT / "bigbatch", copy / "bigbatch", ignore=shutil.ignore_patterns("__pycache__"))
@@ -337,7 +337,7 @@ def test_different_code_on_two_nodes_is_named(slurm: Cluster, shapes: Path, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_status_and_cancel_of_an_array_are_of_all_its_jobs(slurm: Cluster, tmp_path: Path) -> None:
+def test_status_and_cancel_of_an_array_are_of_all_its_jobs(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """More than the nodes can run at once."""
     script = '# run folder: null\ntrap "exit 130" USR2\necho listens\nsleep 600 & wait'
     job = submit(script, "--array=0-9", "--ntasks=2", "--nodes=1", "--output=said-%a", cwd=tmp_path)
@@ -353,7 +353,7 @@ def test_status_and_cancel_of_an_array_are_of_all_its_jobs(slurm: Cluster, tmp_p
     assert shown.count("130 (stopped by request") == 4, shown
 
 
-def test_a_job_changes_a_slow_node_for_another(slurm: Cluster, shapes: Path, tmp_path: Path) -> None:
+def test_a_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
     with slowed("n1"):
         job, log = launch(
             *(*TWO_NODES, "--preflight", "exclude"),
@@ -381,7 +381,7 @@ def test_a_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Pa
     assert 2 <= newest_step(tmp_path / "run") < STEPS, (tmp_path / "said").read_text()
 
 
-def test_an_urgent_job_gets_the_nodes_and_gives_them_back(slurm: Cluster, tmp_path: Path) -> None:
+def test_an_urgent_job_gets_the_nodes_and_gives_them_back(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """The other one is told by its own signal, long before its time limit."""
     script = """
         trap 'echo told; scontrol requeue $SLURM_JOB_ID; sleep 60' USR1
@@ -404,12 +404,12 @@ def test_an_urgent_job_gets_the_nodes_and_gives_them_back(slurm: Cluster, tmp_pa
 
 
 @pytest.fixture
-def mortal(runtime_folder: Path, emulate: Emulate) -> Iterator[Cluster]:
+def mortal(runtime_folder: Path, emulate: Emulate) -> Iterator[EmulatedCluster]:
     """Three nodes with Slurm, of which one will die."""
     yield from _built(emulate, "mortal", "--nodes", "3", "--ranks-per-node", "1")
 
 
-def test_a_job_moves_away_from_a_node_that_dies(mortal: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_a_job_moves_away_from_a_node_that_dies(mortal: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     log = tmp_path / "said"
     rank = 'echo "attempt ${SLURM_RESTART_COUNT:-0} on $(hostname)"; [ -n "$SLURM_RESTART_COUNT" ] || sleep 600'
     job = submit(
@@ -427,7 +427,7 @@ def test_a_job_moves_away_from_a_node_that_dies(mortal: Cluster, emulate: Emulat
     assert "Slurm: n0 idle, n1 down*, n2 idle" in emulate("status").stdout
 
 
-def networks_of(cluster: Cluster) -> list[int]:
+def networks_of(cluster: EmulatedCluster) -> list[int]:
     """The nodes' networks, as inodes."""
     return [
         os.stat(f"/proc/{cluster.keeper}/fd/{node_fd(node, 'net')}").st_ino for node in range(cluster.plan.num_nodes)
@@ -444,20 +444,20 @@ def processes_in(*networks: int) -> list[Path]:
     return found
 
 
-def kill_node(cluster: Cluster, node: int) -> None:
+def kill_node(cluster: EmulatedCluster, node: int) -> None:
     """SIGKILL to all of its processes."""
     for folder in processes_in(networks_of(cluster)[node]):
         with suppress(ProcessLookupError):
             os.kill(int(folder.name), signal.SIGKILL)
 
 
-def daemons_in(cluster: Cluster) -> list[str]:
+def daemons_in(cluster: EmulatedCluster) -> list[str]:
     """Names of Slurm's processes in a cluster, sorted."""
     names = [(folder / "comm").read_text().strip() for folder in processes_in(*networks_of(cluster))]
     return sorted(name for name in names if name in ("munged", "slurmctld", "slurmd"))
 
 
-def test_slurm_goes_with_its_cluster(slurm: Cluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_slurm_goes_with_its_cluster(slurm: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     done = emulate("up", "--name", "brief", "--nodes", "2", "--slurm")
     assert (done.returncode, done.stdout) == (0, "brief: nodes 2, ranks 1,1, link none, delay 0us, Slurm\n")
     brief = load(state_root(os.environ) / "brief")
@@ -474,7 +474,7 @@ def test_slurm_goes_with_its_cluster(slurm: Cluster, emulate: Emulate, tmp_path:
 
 
 def test_a_node_that_does_not_start_is_named(
-    emulate: Emulate, slurm: Cluster, tmp_path: Path, runtime_folder: Path
+    emulate: Emulate, slurm: EmulatedCluster, tmp_path: Path, runtime_folder: Path
 ) -> None:
     (tmp_path / "slurmd").write_text("#!/bin/sh\n[ $2 = n1 ] && { echo fatal: no clock >&2; exit 1; }\nexit 0\n")
     (tmp_path / "slurmd").chmod(0o755)

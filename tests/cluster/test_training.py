@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.datasets.generated import write_dataset
 
 TRAIN = (
     *("train", "--config", "quickstart", "--data.loader", "torchvision", "--run.epochs", "2"),

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from bigbatch.comm.backends.base import Capabilities
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import ALONE
-from bigbatch.comm.host_staging import HostStaging
-from bigbatch.comm.node_memory import NodeMemory
-from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
 
 pytestmark = pytest.mark.gpu
 

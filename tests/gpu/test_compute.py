@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_
-from bigbatch.trainer.precision import COMPUTE_DTYPES, to_half_
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
 
 pytestmark = pytest.mark.gpu
 COUNT, SIZE = 32, 64

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.environ import ALONE
-from bigbatch.trainer import build
-from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.data.loader import Batch, Request
-from bigbatch.trainer.errors import ComputeError, DataError
-from bigbatch.trainer.graph_step import WARM_UP_STEPS
-from bigbatch.trainer.input_stream import InputStream
-from bigbatch.trainer.loop import Parts, Plan, Window, train_step
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import ComputeError, DataError
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.loop import Parts, Plan, Window, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +87,9 @@ def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
     before, window = weights_of(parts), Window(parts.communicator.device)
     stream, seen = InputStream(iter([*batches(sizes)])), dict.fromkeys(sizes, 0)
     for step, size in enumerate(sizes):
-        is_replay = not parts.execution.tells_waits and seen[size] > WARM_UP_STEPS  # the first one is captured before
+        is_replay = (
+            not parts.execution.measures_waits and seen[size] > WARM_UP_STEPS
+        )  # the first one is captured before
         seen[size] += 1
         torch.cuda.set_sync_debug_mode("error" if is_replay else "default")
         try:
@@ -130,22 +132,22 @@ def test_sums_of_nccl_are_captured(name: str, tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES[name], nccl=True)
 
 
-def test_two_sizes_of_pictures_have_two_graphs(tmp_path: Path) -> None:
+def test_two_sizes_of_images_have_two_graphs(tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES["lars sharded fp16"], sizes=(*(32,) * 5, *(48,) * 5, 32, 48))
 
 
 def test_dropout_draws_what_it_draws_at_once(tmp_path: Path) -> None:
-    def drop_pictures(parts: Parts) -> None:
+    def drop_images(parts: Parts) -> None:
         parts.model.register_forward_pre_hook(lambda model, args: (F.dropout(args[0], 0.5),))
 
-    require_same_way(tmp_path, {}, change=drop_pictures)
+    require_same_way(tmp_path, {}, change=drop_images)
 
 
 def test_a_failed_input_changes_nothing_in_a_replay(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {}, is_captured=True, nccl=False)
     num_good = WARM_UP_STEPS + 2
-    pictures = batches((32,) * num_good, error="the disk is gone")
-    stream, window = InputStream(pictures), Window(parts.communicator.device)
+    source = batches((32,) * num_good, error="the disk is gone")
+    stream, window = InputStream(source), Window(parts.communicator.device)
     for step in range(num_good):
         train_step(step, plan, parts, stream, window)
     before, statistics_before_N = weights_of(parts), parts.statistics_N[:-1].clone()

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from bigbatch.comm.environ import ALONE
-from bigbatch.trainer import build
-from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.data.augment import random_resized_crop
-from bigbatch.trainer.data.generated import write_dataset
-from bigbatch.trainer.data.imagenet import read_index, train_requests
-from bigbatch.trainer.data.loader import Batch, Request
-from bigbatch.trainer.data.loaders import make_picture_loader
-from bigbatch.trainer.errors import DataError
-from bigbatch.trainer.input_stream import InputFailure, InputStream
-from bigbatch.trainer.largest_batch import fits_memory
-from bigbatch.trainer.loop import Window, train_step
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import DataError
+from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.order import read_index, train_requests
+from bigbatch.trainer.input.stream import InputFailure, InputStream
+from bigbatch.trainer.memory.largest_batch import fits_memory
+from bigbatch.trainer.step.loop import Window, train_step
 from bigbatch.trainer.train import main as train_main
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("hardware_share", [0.0, 1.0])
-def test_gpu_decoder_sees_the_same_pictures_as_pillow(hardware_share: float, data: Path) -> None:
+def test_gpu_decoder_sees_the_same_images_as_pillow(hardware_share: float, data: Path) -> None:
     """In two epochs of different picture sizes."""
     pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI")
     index = read_index(data, "train")
@@ -74,8 +74,8 @@ def test_gpu_decoder_sees_the_same_pictures_as_pillow(hardware_share: float, dat
             end_step=26,
         )
     )
-    on_gpu = make_picture_loader("dali", **common, device_id=0, hardware_share=hardware_share)
-    on_cpu = make_picture_loader("torchvision", **common)
+    on_gpu = make_image_loader("dali", **common, device_id=0, hardware_share=hardware_share)
+    on_cpu = make_image_loader("torchvision", **common)
     sides = []
     for ours, theirs in zip(on_gpu.load(requests), on_cpu.load(requests), strict=True):
         sides.append(ours.images_BCHW.shape[-1])

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.trainer.data.generated import write_dataset
-from bigbatch.trainer.inference import compile_, for_inference, forward_rate
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate
 from bigbatch.trainer.models import MODELS
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def test_half_and_compiled_logits_are_those_of_fp32_on_the_cpu(dtype: torch.dtyp
     given_BCHW = images_BCHW.to("cuda", dtype).contiguous(memory_format=torch.channels_last)
     if is_compiled:
         compile_(half, given_BCHW)
-    bound = 4 * torch.finfo(dtype).eps / 2 * 21**0.5  # as in tests/unit/test_inference.py
+    bound = 4 * torch.finfo(dtype).eps / 2 * 21**0.5  # as in tests/unit/trainer/inference/test_folding.py
     assert float((half(given_BCHW).float().cpu() - want_BK).norm() / want_BK.norm()) < bound
 
 
@@ -61,8 +61,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["evaluate", *start, *options, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-2)
-    pictures = sorted((tmp_path / "shapes/val").rglob("*.JPEG"))
-    assert main(["predict", *start, "--json", "--top=1", *map(str, pictures)]) == 0
+    images = sorted((tmp_path / "shapes/val").rglob("*.JPEG"))
+    assert main(["predict", *start, "--json", "--top=1", *map(str, images)]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    correct = sum(a["classes"][0]["class"] == p.parent.name for a, p in zip(answers, pictures, strict=True))
+    correct = sum(a["classes"][0]["class"] == p.parent.name for a, p in zip(answers, images, strict=True))
     assert correct == round(found[0]["top1"] * 20)

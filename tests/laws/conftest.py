@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.trainer.data.generated import write_dataset
-
-from .jobs import TRAIN_PER_CLASS, VAL_PER_CLASS
+from bigbatch.trainer.datasets.generated import write_dataset
+from tests.laws.jobs import TRAIN_PER_CLASS, VAL_PER_CLASS
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,10 @@ import torch
 from forked_ranks import exit_codes, places, start_rank
 from torch import Tensor
 
-from bigbatch.launch.job import JobSpec
-from bigbatch.launch.mpirun import mpirun_argv
-from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.mpirun import mpirun_argv
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from bigbatch.trainer.run.folder import RunDir, read_records
 
 NUM_CLASSES = 10
 TRAIN_PER_CLASS = 16

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.reducer import GradientReducer
-from bigbatch.trainer.config_precision import SCALED
-from bigbatch.trainer.loss_scale import Scaling
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.trainer.config.precision import SCALED
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.param_groups import param_groups
-from bigbatch.trainer.precision import Precision
+from bigbatch.trainer.step.loss_scale import Scaling
+from bigbatch.trainer.step.precision import Precision
 
 OVERFLOW_STEP, OVERFLOW_RANK = 3, 1
 

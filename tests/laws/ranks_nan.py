@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from forked_ranks import bigbatch
 from torch import Tensor
 
-from bigbatch.comm.environ import read_process_env
+from bigbatch.comm.rendezvous.environ import read_process_env
 
 MICROBATCHES = 2
 """Of a rank in a step: two ranks share four."""

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from bigbatch.cli import main
-from bigbatch.trainer.checkpoint import list_checkpoints
-
-from .jobs import (
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+from tests.laws.jobs import (
     ROUNDING,
     SGD,
     alone,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import (
+from tests.laws.jobs import (
     AUGMENTED,
     ROUNDING,
     SGD,
@@ -54,7 +54,7 @@ def test_another_ghost_batch_is_another_run(data: Path, one_rank: Path, tmp_path
 
 
 @pytest.mark.parametrize("loader", ["dali", "torchvision"])
-def test_augmented_and_mixed_pictures_are_those_of_the_batch(
+def test_augmented_and_mixed_images_are_those_of_the_batch(
     loader: str, data: Path, one_rank: Path, tmp_path: Path
 ) -> None:
     alike = {**SGD, **AUGMENTED, "data.loader": loader}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .jobs import SGD, alone, fails, final_state, forked, records, run, statistics_distance, train_command
+from tests.laws.jobs import SGD, alone, fails, final_state, forked, records, run, statistics_distance, train_command
 
 NUM_STEPS = 20
 SMALL = {

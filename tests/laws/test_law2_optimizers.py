@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
-
-from .jobs import (
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from tests.laws.jobs import (
     ROUNDING,
     SGD,
     alone,

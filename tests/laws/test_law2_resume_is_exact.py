@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.trainer.checkpoint import list_checkpoints
-from bigbatch.trainer.rundir import RunDir
-
-from .jobs import (
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.run.folder import RunDir
+from tests.laws.jobs import (
     AUGMENTED,
     ROUNDING,
     SGD,

@@ -11,10 +11,9 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2 import functional as tv
 
-from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint
 from bigbatch.trainer.models import build_model
-
-from .jobs import NUM_CLASSES, VAL_PER_CLASS, alone, copy_of, fails, forked, mpirun, run, train_command
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from tests.laws.jobs import NUM_CLASSES, VAL_PER_CLASS, alone, copy_of, fails, forked, mpirun, run, train_command
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +29,30 @@ def count_by_hand(data: Path, trained: Path) -> tuple[int, int, float]:
     model = build_model("resnet9", num_classes=NUM_CLASSES, norm=partial(nn.BatchNorm2d), width=4)
     model.load_state_dict(state)
     model.eval()
-    correct, pictures, loss = 0, 0, 0.0
+    correct, images, loss = 0, 0, 0.0
     for label, folder in enumerate(sorted((data / "val").iterdir())):
         for path in sorted(folder.iterdir()):
-            picture = Image.open(path).convert("RGB")
-            side = min(picture.size)
-            square = tv.center_crop(picture, [side, side])
+            image = Image.open(path).convert("RGB")
+            side = min(image.size)
+            square = tv.center_crop(image, [side, side])
             pixels = tv.pil_to_tensor(tv.resize(square, [32, 32], antialias=True)).float() / 255
             with torch.no_grad():
                 logits = model(((pixels - 0.5) / 0.25)[None])
             correct += int(logits.argmax() == label)
             loss += float(nn.functional.cross_entropy(logits, torch.tensor([label])))
-            pictures += 1
-    return correct, pictures, loss / pictures
+            images += 1
+    return correct, images, loss / images
 
 
 @pytest.mark.parametrize(("ranks", "microbatch_size"), [(1, 8), (1, 32), (2, 16), (3, 32)])
-def test_every_picture_counts_once(ranks: int, microbatch_size: int, data: Path, trained: Path) -> None:
+def test_every_image_counts_once(ranks: int, microbatch_size: int, data: Path, trained: Path) -> None:
     command = ["evaluate", str(trained), "--json", f"--batch.microbatch_size={microbatch_size}"]
     done = run(forked(command, ranks=ranks))
     record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    correct, pictures, loss = count_by_hand(data, trained)
-    assert pictures == NUM_CLASSES * VAL_PER_CLASS
-    assert record["count"] == pictures
-    assert record["top1"] * pictures == pytest.approx(correct, abs=1e-9)
+    correct, images, loss = count_by_hand(data, trained)
+    assert images == NUM_CLASSES * VAL_PER_CLASS
+    assert record["count"] == images
+    assert record["top1"] * images == pytest.approx(correct, abs=1e-9)
     assert record["loss"] == pytest.approx(loss, rel=2e-2), "crops of odd sides are rounded by up to a pixel"
 
 
@@ -75,7 +74,7 @@ def test_foreign_weights_score_the_same_at_any_world_size(data: Path, tmp_path: 
 
 @pytest.mark.parametrize(("ranks", "microbatch_size"), [(1, 8), (2, 16)])
 @pytest.mark.parametrize("number", [0, NUM_CLASSES * VAL_PER_CLASS - 1], ids=["first", "last, which pads"])
-def test_bad_picture_is_counted_out(
+def test_bad_image_is_counted_out(
     number: int, ranks: int, microbatch_size: int, data: Path, trained: Path, tmp_path: Path
 ) -> None:
     damaged = copy_of(data, tmp_path)
@@ -87,12 +86,12 @@ def test_bad_picture_is_counted_out(
     record = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert [line for line in done.stdout.splitlines() if line.startswith(f"skipped: {victim}: ")]
     victim.unlink()
-    correct, pictures, _ = count_by_hand(damaged, trained)
-    assert record["count"] == pictures == NUM_CLASSES * VAL_PER_CLASS - 1
-    assert record["top1"] * pictures == pytest.approx(correct, abs=1e-9)
+    correct, images, _ = count_by_hand(damaged, trained)
+    assert record["count"] == images == NUM_CLASSES * VAL_PER_CLASS - 1
+    assert record["top1"] * images == pytest.approx(correct, abs=1e-9)
 
 
-def test_bad_picture_that_may_not_be_skipped_ends_the_evaluation(data: Path, trained: Path, tmp_path: Path) -> None:
+def test_bad_image_that_may_not_be_skipped_ends_the_evaluation(data: Path, trained: Path, tmp_path: Path) -> None:
     damaged = copy_of(data, tmp_path)
     victim = sorted((damaged / "val").glob("*/*"))[40]
     victim.write_bytes(b"no picture")

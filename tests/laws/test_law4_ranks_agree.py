@@ -2,7 +2,7 @@
 
 import pytest
 
-from .jobs import Forked, run
+from tests.laws.jobs import Forked, run
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp16_autocast"])

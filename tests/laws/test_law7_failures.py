@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-
-from .jobs import (
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from tests.laws.jobs import (
     SGD,
     Forked,
     alone,
@@ -84,7 +83,7 @@ def test_class_missing_in_validation(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loader", ["dali", "torchvision"])
 @pytest.mark.parametrize("damage", ["text", "truncated", "empty"])
-def test_file_that_is_no_picture_is_named(loader: str, damage: str, data: Path, tmp_path: Path) -> None:
+def test_file_that_is_no_image_is_named(loader: str, damage: str, data: Path, tmp_path: Path) -> None:
     broken = copy_of(data, tmp_path)
     victim = sorted((broken / "train" / "disk").iterdir())[0]
     content = {"text": b"hello", "truncated": victim.read_bytes()[:600], "empty": b""}[damage]
@@ -244,14 +243,14 @@ def test_steps_of_other_samples_are_not_gone_on_with(key: str, value: int, data:
     assert "--run.resume" in line
 
 
-def test_steps_of_other_pictures_are_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+def test_steps_of_other_images_are_not_gone_on_with(data: Path, tmp_path: Path) -> None:
     """As many as before, one of them in another class: no count tells."""
     changed, folder = copy_of(data, tmp_path), tmp_path / "run"
     run(alone(train_command(changed, folder, {"run.epochs": 1})))
     goes_on = alone(train_command(changed, folder, {"run.epochs": 2}))
-    picture = sorted((changed / "train" / "disk").iterdir())[0]
-    moved = changed / "train" / "ring" / picture.name
-    picture.rename(moved)
+    image = sorted((changed / "train" / "disk").iterdir())[0]
+    moved = changed / "train" / "ring" / image.name
+    image.rename(moved)
     line = fails(goes_on)
     assert f"the training pictures in {changed} are not those" in line
     assert "--run.resume" in line

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from bigbatch.trainer.checkpoint import list_checkpoints
-from bigbatch.trainer.data.imagenet import epoch_order, read_index
-from bigbatch.trainer.data.pack import pack
-from bigbatch.trainer.data.shard_writer import Recipe
-from bigbatch.trainer.rundir import RunDir
-
-from .jobs import (
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input.order import epoch_order, read_index
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.run.folder import RunDir
+from tests.laws.jobs import (
     NUM_CLASSES,
     ROUNDING,
     SGD,
@@ -47,7 +46,7 @@ SEED, GLOBAL_BATCH, STEPS_PER_EPOCH = 0, 32, 5
 NUM_SAMPLES = NUM_CLASSES * TRAIN_PER_CLASS
 
 
-def picture_of(data: Path, *, epoch: int, step: int, rank: int, number: int = 0) -> Path:
+def image_of(data: Path, *, epoch: int, step: int, rank: int, number: int = 0) -> Path:
     """What a rank of two trains on at a step of an epoch."""
     order_N = epoch_order(seed=SEED, epoch=epoch, num_samples=NUM_SAMPLES)
     position = order_N[step * GLOBAL_BATCH + rank * (GLOBAL_BATCH // 2) + number]
@@ -62,7 +61,7 @@ def only_decoding_tells(path: Path) -> None:
     path.write_bytes(data)
 
 
-def no_picture(path: Path) -> None:
+def no_image(path: Path) -> None:
     path.write_bytes(b"no picture")
 
 
@@ -114,13 +113,13 @@ def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp
     done = every_epochs * STEPS_PER_EPOCH
     run(forked(train_command(data, whole, overrides), ranks=2))
     victim = sorted((damaged / "val").glob("*/*"))[60]
-    picture = victim.read_bytes()
-    no_picture(victim)
+    image = victim.read_bytes()
+    no_image(victim)
     command = forked(train_command(damaged, broken, overrides), ranks=2)
     assert str(victim) in fails(command)
     assert newest_step(broken) == steps(broken)[-1] == done
     assert records(broken, "eval") == []
-    victim.write_bytes(picture)
+    victim.write_bytes(image)
     assert f"resumed after step {done}" in run(command).stdout
     assert_identical(final_state(broken), final_state(whole))
     found, expected = ([(r["step"], r["top1"]) for r in records(folder, "eval")] for folder in (broken, whole))
@@ -132,10 +131,10 @@ def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp
         assert ours[name] == theirs[name]
 
 
-@pytest.mark.parametrize(("loader", "damage"), [("torchvision", no_picture), ("dali", only_decoding_tells)])
-def test_bad_picture_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loader", "damage"), [("torchvision", no_image), ("dali", only_decoding_tells)])
+def test_bad_image_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data: Path, tmp_path: Path) -> None:
     damaged = copy_of(data, tmp_path)
-    victim = picture_of(damaged, epoch=0, step=2, rank=1)
+    victim = image_of(damaged, epoch=0, step=2, rank=1)
     damage(victim)
     key = f"train/{sorted((damaged / 'train').glob('*/*')).index(victim)}"
     command = train_command(damaged, tmp_path / "1", {**SGD, "data.max_skipped": 3, "data.loader": loader})
@@ -154,9 +153,9 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
     """It goes on where only steps are left that do not meet the picture again."""
     damaged, whole, resumed = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "resumed"
     last_step = {"epoch": 1, "step": STEPS_PER_EPOCH - 1}
-    left = {picture_of(damaged, **last_step, rank=0, number=number) for number in range(GLOBAL_BATCH)}
+    left = {image_of(damaged, **last_step, rank=0, number=number) for number in range(GLOBAL_BATCH)}
     victim = next(path for path in sorted((damaged / "train").glob("*/*")) if path not in left)
-    no_picture(victim)
+    no_image(victim)
     overrides = {"data.max_skipped": 3, "run.checkpoint_every_steps": 1, "run.keep_checkpoints": 100}
     run(forked(train_command(damaged, whole, overrides), ranks=2))
     assert cut_back(whole, resumed, num_checkpoints=9) == 9
@@ -169,12 +168,12 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
     assert records(resumed, "skipped") == records(whole, "skipped")
 
 
-def test_skipped_picture_is_the_same_one_after_a_move(data: Path, tmp_path: Path) -> None:
+def test_skipped_image_is_the_same_one_after_a_move(data: Path, tmp_path: Path) -> None:
     """Of the data, and of the run, which goes on in another folder: each epoch meets the picture again."""
     damaged, moved = copy_of(data, tmp_path), tmp_path / "moved"
     here, there = tmp_path / "here", tmp_path / "there"
-    victim = picture_of(damaged, epoch=0, step=2, rank=0)
-    no_picture(victim)
+    victim = image_of(damaged, epoch=0, step=2, rank=0)
+    no_image(victim)
     overrides = {"data.max_skipped": 1, "data.loader": "torchvision"}
     run(alone(train_command(damaged, here, {**overrides, "run.epochs": 1})))
     checkpoint = shutil.copytree(list_checkpoints(here / "checkpoints")[-1].path, tmp_path / "step-00000005")
@@ -190,7 +189,7 @@ def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
     damaged, strict = copy_of(data, tmp_path), {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
     for split in ("train", "val"):
         first = sorted((damaged / split).glob("*/*"))[0]
-        no_picture(first.rename(first.with_name(os.fsdecode(b"0\xff.jpg"))))
+        no_image(first.rename(first.with_name(os.fsdecode(b"0\xff.jpg"))))
     overrides = {"data.loader": "torchvision", "run.eval_every_epochs": 1}
     done = run(mpirun(train_command(damaged, tmp_path / "1", {**overrides, "data.max_skipped": 2}), ranks=2), **strict)
     told = [line for line in done.stdout.splitlines() if line.startswith("skipped: ") and "/0\\udcff.jpg: " in line]
@@ -201,11 +200,11 @@ def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1)], ids=["of one rank", "of all ranks"])
-def test_more_bad_pictures_than_may_be_skipped(ranks: tuple[int, int], data: Path, tmp_path: Path) -> None:
+def test_more_bad_images_than_may_be_skipped(ranks: tuple[int, int], data: Path, tmp_path: Path) -> None:
     damaged, folder = copy_of(data, tmp_path), tmp_path / "run"
-    victims = [picture_of(damaged, epoch=0, step=2 + number, rank=rank) for number, rank in enumerate(ranks)]
+    victims = [image_of(damaged, epoch=0, step=2 + number, rank=rank) for number, rank in enumerate(ranks)]
     for victim in victims:
-        no_picture(victim)
+        no_image(victim)
     overrides = {"data.max_skipped": 1, "data.loader": "torchvision"}
     line = message(run(forked(train_command(damaged, folder, overrides), ranks=2), expect=1))
     assert "2 pictures are bad, and data.max_skipped=1" in line
@@ -219,7 +218,7 @@ def test_more_bad_pictures_than_may_be_skipped(ranks: tuple[int, int], data: Pat
 
 def test_packed_and_staged_copies_are_the_same_data(data: Path, tmp_path: Path) -> None:
     packed, local = tmp_path / "packed", tmp_path / "local"
-    pack(data, packed, recipe=Recipe())
+    pack(data, packed, recipe=PackRecipe())
 
     def trained(root: Path, name: str, **overrides: object) -> str:
         keys = {key.replace("__", "."): value for key, value in overrides.items()}

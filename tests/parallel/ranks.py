@@ -22,12 +22,12 @@ from ranks_sharded import check_sharded_update
 from ranks_sums import check_several_at_once, check_sums, without_shared_memory
 from ranks_transport import check_transport
 
-from bigbatch.comm import control
 from bigbatch.comm.backends import in_flight, links
-from bigbatch.comm.backends.base import CommError, PeerLostError
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.environ import read_process_env
+from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import CommError, PeerLostError
 
 SURVIVED = 7
 """Exit code of a rank that noticed the loss of another one."""

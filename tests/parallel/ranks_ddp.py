@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.ddp_hook import ddp_comm_hook
+from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 
 IMAGES_PER_RANK = 4
 EXACT = {"rtol": 1e-11, "atol": 1e-14}

@@ -12,11 +12,17 @@ from ranks_ddp import EXACT, Branches, done, images_of, loss_of, own_part, run
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from bigbatch.comm.backends.base import CommError, Group
-from bigbatch.comm.broadcast import allreduce, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from bigbatch.comm.backends.base import Group
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.distributed_optimizer import DistributedOptimizer
+from bigbatch.comm.gradients.broadcast import (
+    allreduce,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+from bigbatch.errors import CommError
 
 
 def check_optimizer(*backends: str) -> int:

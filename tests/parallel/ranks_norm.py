@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.backends.base import PeerLostError
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.group_gather import make_group_gather
-from bigbatch.comm.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.gradients.group_gather import make_group_gather
+from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.errors import PeerLostError
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.spread_norm import RankGroup
 

@@ -7,7 +7,7 @@ from ranks_sums import as_bytes
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
 
 
 def make_model() -> nn.Sequential:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.parts import gathering, scattering
-from bigbatch.comm.reducer import GradientReducer
-from bigbatch.trainer.build_optimizer import MAKERS
-from bigbatch.trainer.errors import ConfigError
-from bigbatch.trainer.loss_scale import Scaling
+from bigbatch.comm.gradients.parts import gathering, scattering
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.optimizer import MAKERS
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
-from bigbatch.trainer.precision import Precision
-from bigbatch.trainer.sharded import ShardedWeights, shard_update
+from bigbatch.trainer.step.loss_scale import Scaling
+from bigbatch.trainer.step.precision import Precision
+from bigbatch.trainer.step.sharded import ShardedWeights, shard_update
 
 ADAPTIVE = {"betas": (0.9, 0.99), "eps": 1e-6}
 HEAVY = {"momentum": 0.9, "nesterov": True}

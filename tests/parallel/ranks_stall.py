@@ -5,9 +5,9 @@ import time
 import torch
 from torch import nn
 
-from bigbatch.comm.backends.base import PeerLostError
 from bigbatch.comm.connection import connect
-from bigbatch.comm.reducer import GradientReducer
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.errors import PeerLostError
 
 LATE = 1
 SURVIVED = 7

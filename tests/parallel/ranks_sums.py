@@ -9,10 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import ALL_DTYPES
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.hybrid import HybridRow, HybridTable
 
 LENGTHS = (0, 1, 3, 7, 1000, 100_003)
 LONGEST = 3_000_001

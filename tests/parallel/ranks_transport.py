@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bigbatch.comm.backends.base import ALL_DTYPES, AllOf, CommError, Group
+from bigbatch.comm.backends.base import ALL_DTYPES, AllOf, Group
 from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import CommError
 
 
 def check_transport(communicator: Communicator) -> None:

@@ -12,10 +12,10 @@ import pytest
 from forked_ranks import places
 from test_parallel import fork_job, needs_mpi, run_job
 
-from bigbatch.comm.fusion import TensorSpec
-from bigbatch.comm.plan_search import LEAST_GAIN
-from bigbatch.comm.tuned import read_tuned
-from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.comm.gradients.fusion import TensorSpec
+from bigbatch.comm.tuning.plan_search import LEAST_GAIN
+from bigbatch.comm.tuning.tuned import read_tuned
+from bigbatch.trainer.datasets.generated import write_dataset
 
 SMALL_MODEL = ("--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4")
 ONE_SIZE = ("--min-bytes", "40000", "--max-bytes", "40000", "--repetitions", "2")

@@ -83,4 +83,4 @@ def test_a_batch_that_ranks_cannot_share(script: Path) -> None:
 def test_a_learning_rate_out_of_reach(script: Path) -> None:
     code, output = alone(script, *SHORT, "--learning-rate", "1e30")
     assert code == 1
-    assert "language_model.py: the loss of epoch 1 is no number: lower --learning-rate\n" in output
+    assert "language_model.py: the loss of epoch 1 is not finite: lower --learning-rate\n" in output

@@ -14,7 +14,7 @@ from test_parallel import RANKS, assert_all_passed, job_argv, needs_mpi, run_to_
 from torch import nn
 
 from bigbatch.comm.connection import connect
-from bigbatch.comm.ddp_hook import ddp_comm_hook
+from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 
 ROOT = Path(__file__).resolve().parents[2]
 DDP = Path(__file__).with_name("ranks_ddp.py")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from forked_ranks import LAUNCHED, exit_codes, places, start_rank
 
-from bigbatch.launch.installed import find_mpirun
-from bigbatch.launch.job import JobSpec
-from bigbatch.launch.mpirun import mpirun_argv
-from bigbatch.launch.torchrun import torchrun_argv
+from bigbatch.launch.jobs.installed import find_mpirun
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.mpirun import mpirun_argv
+from bigbatch.launch.launchers.torchrun import torchrun_argv
 
 RANKS = Path(__file__).with_name("ranks.py")
 

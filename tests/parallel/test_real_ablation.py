@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from bigbatch.cli import main
-from bigbatch.trainer.data.generated import write_dataset
+from bigbatch.trainer.datasets.generated import write_dataset
 
 OPTIONS = {
     "data.loader": "torchvision",

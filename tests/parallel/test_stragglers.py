@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.run.folder import RunDir, read_records
 
 SLEEP_SECONDS = 0.1
 SCRIPT = f"""

@@ -10,28 +10,28 @@ import pytest
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.command import _parser as bench_parser
-from bigbatch.comm.command import make_sweep
-from bigbatch.launch.command import _parser as launch_parser
-from bigbatch.launch.report.command import _parser as report_parser
+from bigbatch.comm.bench.sweep import _parser as bench_parser
+from bigbatch.comm.bench.sweep import make_sweep
+from bigbatch.launch.report.publish import _parser as report_parser
+from bigbatch.launch.start import _parser as launch_parser
 from bigbatch.launch.sweep.plan import read_sweep
 from bigbatch.launch.sweep.points import make_points
-from bigbatch.trainer.checkpoint import save_checkpoint
-from bigbatch.trainer.config_batch import accumulation_steps
-from bigbatch.trainer.config_file import dump_config, load_config, packaged_configs
-from bigbatch.trainer.data.command import _parser as data_parser
-from bigbatch.trainer.data.generated import write_dataset
-from bigbatch.trainer.doctor.command import _parser as doctor_parser
-from bigbatch.trainer.evaluate import _parser as evaluate_parser
-from bigbatch.trainer.export import _parser as export_parser
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.datasets.subcommands import _parser as data_parser
+from bigbatch.trainer.doctor.consult import _parser as doctor_parser
+from bigbatch.trainer.inference.arguments import read_trained
+from bigbatch.trainer.inference.evaluate import _parser as evaluate_parser
+from bigbatch.trainer.inference.export import _parser as export_parser
+from bigbatch.trainer.inference.predict import _parser as predict_parser
+from bigbatch.trainer.mlperf.verify import _parser as verify_parser
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.predict import _parser as predict_parser
-from bigbatch.trainer.trained import read_trained
-from bigbatch.trainer.tune.experiment import make_experiment
-from bigbatch.trainer.tune.range_test import _parser as range_parser
-from bigbatch.trainer.tune.search_command import parse_search
-from bigbatch.trainer.tune_comm import _parser as tune_parser
-from bigbatch.trainer.verify import _parser as verify_parser
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.tune.communication import _parser as tune_parser
+from bigbatch.trainer.tune.range.rising_rate import _parser as range_parser
+from bigbatch.trainer.tune.search.experiment import make_experiment
+from bigbatch.trainer.tune.search.options import parse_search
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -58,10 +58,10 @@ NOT_HERE = (  # need an engine or a base that a test machine has not
     "apptainer build bigbatch.sif docker-daemon://bigbatch:latest",
     "srun apptainer exec --nv --bind /data bigbatch.sif bigbatch train --config quickstart",
 )
-FEED = ("tests/unit/test_feed_benchmarks.py", 'run("feed.py", shapes')
+FEED = ("tests/unit/benchmarks/test_feed.py", 'run("feed.py", shapes')
 RUN_ELSEWHERE |= {
     ".venv/bin/python benchmarks/input/parity.py runs/imagenette --out benchmarks/results/input-parity.json": (
-        "tests/unit/test_feed_benchmarks.py",
+        "tests/unit/benchmarks/test_feed.py",
         'run("parity.py", folder',
     ),
     ".venv/bin/python benchmarks/input/feed.py data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json": FEED,  # noqa: E501
@@ -75,7 +75,7 @@ RUN_ELSEWHERE |= {
     for name in ("jobs", "preflight")
 }
 RUN_ELSEWHERE[".venv/bin/python benchmarks/gpu/run.py --small --out runs/gpu-small"] = (
-    "tests/gpu_suite.py",
+    "tests/support/gpu_suite.py",
     '"--small", "--out"',
 )
 WORDS = "tests/parallel/test_language_example.py"
@@ -96,7 +96,7 @@ RECOMPUTE = (
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
 RUN_ELSEWHERE |= {
     f".venv/bin/python benchmarks/gpu/precision.py {words}.json": (
-        "tests/unit/test_precision_benchmark.py",
+        "tests/unit/benchmarks/test_precision.py",
         '"precision.py"',
     )
     for words in (
@@ -286,24 +286,24 @@ def test_bigbatch_commands(
     elif words[:2] == ["comm", "tune"]:
         arguments, overrides = tune_parser().parse_known_args(words[2:])
         load_config(["--config", arguments.config, *overrides])
-    elif words[:2] == ["tune", "range"]:  # tests/unit/test_tune_range.py runs it
+    elif words[:2] == ["tune", "range"]:  # tests/unit/trainer/tune/range/test_range.py runs it
         arguments, overrides = range_parser().parse_known_args(words[2:])
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
-    elif words[:2] == ["tune", "search"]:  # tests/unit/test_tune_search_command.py runs it
+    elif words[:2] == ["tune", "search"]:  # tests/unit/trainer/tune/search/test_options.py runs it
         make_experiment(parse_search(words[2:]))
-    elif words[0] == "doctor":  # tests/unit/test_doctor_probe.py runs it
+    elif words[0] == "doctor":  # tests/unit/trainer/doctor/test_probe.py runs it
         arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=arguments.ranks) >= 1
-    elif words[0] == "ablate":  # tests/unit/test_ablate.py and tests/parallel/test_real_ablation.py run it
+    elif words[0] == "ablate":  # tests/parallel/test_real_ablation.py runs it
         monkeypatch.chdir(tmp_path)
         assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
-    elif words[0] == "sweep":  # tests/unit/test_sweep.py runs it
+    elif words[0] == "sweep":  # tests/unit/launch/sweep/test_sweep.py runs it
         monkeypatch.chdir(tmp_path)
         (tmp_path / "configs").symlink_to(ROOT / "configs")
         assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
-    elif words[0] == "report":  # tests/unit/test_scaling_report.py runs it
+    elif words[0] == "report":  # tests/unit/launch/report/test_report.py runs it
         assert report_parser().parse_args(words[1:]).folders
     elif "--help" in words:
         with pytest.raises(SystemExit, match="0"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from bigbatch import cli
-from bigbatch.comm import environ  # noqa: F401  # a rank has read it
+from bigbatch.comm.rendezvous import environ  # noqa: F401  # a rank has read it
 
 
 class Left(BaseException):

@@ -8,7 +8,7 @@ import ast
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,37 +16,67 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PARTS = ("models", "data", "optim", "precision", "checkpoint", "metrics")
+ROOMS = (
+    # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
+    ("errors",),
+    ("comm.rendezvous",),
+    ("comm.backends",),
+    ("comm.algorithms",),
+    ("comm",),
+    ("comm.gradients",),
+    ("comm.tuning",),
+    ("comm.bench",),
+    ("trainer.config",),
+    ("trainer.machine", "trainer.models", "trainer.optim"),
+    ("trainer.input",),
+    ("trainer.augment", "trainer.datasets"),
+    ("trainer.input.loaders",),
+    ("trainer.step",),
+    ("trainer.run",),
+    ("trainer.build",),
+    ("trainer.memory", "trainer.inference", "trainer.mlperf", "trainer.preflight"),
+    ("trainer.tune.search",),
+    ("trainer.tune.range",),
+    ("trainer.tune",),
+    ("trainer.doctor",),
+    ("trainer",),
+    ("launch.jobs",),
+    ("launch.launchers",),
+    ("launch.emulate",),
+    ("launch",),
+    ("launch.sweep",),
+    ("launch.report",),
+    ("launch.ablate",),
+)
+FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = (
-    # (what imports, what it must not import)
+    # (what imports, what it must not import), beside the order of the rooms
     ("bigbatch.comm", "bigbatch.trainer"),
-    ("bigbatch.comm", "bigbatch.launch"),
-    ("bigbatch.trainer", "bigbatch.launch"),
-    ("bigbatch.trainer.loop", "bigbatch.trainer.build"),
-    ("bigbatch.trainer.loop", "bigbatch.trainer.build_input"),
-    ("bigbatch.trainer.loop", "bigbatch.trainer.config"),
-    ("bigbatch.trainer.loop", "bigbatch.trainer.config_file"),
-    *((f"bigbatch.trainer.{a}", f"bigbatch.trainer.{b}") for a in PARTS for b in PARTS if a != b),
+    ("bigbatch.trainer.step", "bigbatch.trainer.config.schema"),  # the loop is handed ready objects
+    ("bigbatch.trainer.step", "bigbatch.trainer.config.file"),
+    ("bigbatch.trainer.step", "bigbatch.trainer.models"),
+    ("bigbatch.trainer.input", "bigbatch.trainer.models"),
+    ("bigbatch.trainer.input", "bigbatch.trainer.optim"),
 )
 DOORS = {
     # dependency: the files that may import it
     "mpi4py": ("bigbatch.comm.backends.mpi",),
-    "nvidia.dali": ("bigbatch.trainer.data.dali",),
+    "nvidia.dali": ("bigbatch.trainer.input.loaders.dali",),
     "horovod": ("bigbatch.comm.backends.horovod",),
     "apex": (),
-    "mlperf_logging": ("bigbatch.trainer.mlperf",),
-    "scipy": ("bigbatch.trainer.mlperf",),
-    "pynvml": ("bigbatch.trainer.gpu_driver",),
-    "optuna": ("bigbatch.trainer.tune.study",),
-    "safetensors": ("bigbatch.trainer.weights",),
-    "onnx": ("bigbatch.trainer.export_formats",),
-    "onnxscript": ("bigbatch.trainer.export_formats",),
-    "onnxruntime": ("bigbatch.trainer.export_formats",),
-    "timm": ("bigbatch.trainer.export_formats",),
+    "mlperf_logging": ("bigbatch.trainer.mlperf.reference",),
+    "scipy": ("bigbatch.trainer.mlperf.reference",),
+    "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
+    "optuna": ("bigbatch.trainer.tune.search.study",),
+    "safetensors": ("bigbatch.trainer.run.weights",),
+    "onnx": ("bigbatch.trainer.inference.formats",),
+    "onnxscript": ("bigbatch.trainer.inference.formats",),
+    "onnxruntime": ("bigbatch.trainer.inference.formats",),
+    "timm": ("bigbatch.trainer.inference.formats",),
 }
 ENVIRONMENT_READERS = (
-    "bigbatch.comm.environ",
-    "bigbatch.launch.command",  # hands all of it to the job that it starts
+    "bigbatch.comm.rendezvous.environ",
+    "bigbatch.launch.start",  # hands all of it to the job that it starts
 )
 
 
@@ -116,12 +146,31 @@ def is_within(name: str, room: str) -> bool:
     return name == room or name.startswith(f"{room}.")
 
 
+HOUSE = read_house()
+
+
+def room_of(name: str, modules: Iterable[str]) -> str | None:
+    """The folder that a module of ours lies in, such as bigbatch.comm.gradients; None for the front door and others."""
+    if name not in modules:
+        name = name.rpartition(".")[0]  # a name in a module
+    rooms = (name, name.rpartition(".")[0])  # a package lies in itself
+    return next((room for room in rooms if room in FLOORS), None)
+
+
+def climbs(importer: str | None, imported: str | None) -> bool:
+    """A room imports one above it, or a neighbour."""
+    if importer is None or imported is None or importer == imported:
+        return False
+    return FLOORS[imported] >= FLOORS[importer]
+
+
 def broken_walls(modules: Mapping[str, Module]) -> list[str]:
     """Every edge, door and reader that the design does not allow."""
     found = []
     for name, module in sorted(modules.items()):
         for imported in sorted({each.name for each in module.imports}):
-            if any(is_within(name, a) and is_within(imported, b) for a, b in FORBIDDEN):
+            is_forbidden = any(is_within(name, a) and is_within(imported, b) for a, b in FORBIDDEN)
+            if is_forbidden or climbs(room_of(name, [name]), room_of(imported, HOUSE)):
                 found.append(f"{name} imports {imported}")
             for dependency, doors in DOORS.items():
                 if is_within(imported, dependency) and name not in doors:
@@ -146,13 +195,20 @@ def imported_with(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
     return asked_by
 
 
-HOUSE = read_house()
-
-
 def test_the_whole_house_is_read() -> None:
-    assert {"bigbatch", "bigbatch.cli", "bigbatch.comm.environ", "bigbatch.trainer.data.dali"} <= HOUSE.keys()
+    assert {
+        "bigbatch",
+        "bigbatch.cli",
+        "bigbatch.comm.rendezvous.environ",
+        "bigbatch.trainer.input.loaders.dali",
+    } <= HOUSE.keys()
     assert any(each.name == "mpi4py.MPI" for each in HOUSE["bigbatch.comm.backends.mpi"].imports)
-    assert HOUSE["bigbatch.comm.environ"].reads_environment
+    assert HOUSE["bigbatch.comm.rendezvous.environ"].reads_environment
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {name.rpartition(".")[0] for name in HOUSE} - {"", "bigbatch"}
+    assert rooms <= FLOORS.keys()
 
 
 def test_no_wall_is_broken() -> None:
@@ -177,7 +233,9 @@ def test_what_launch_may_use_brings_in_no_torch(name: str) -> None:
     assert "torch" not in imported_with(f"bigbatch.{name}", HOUSE)
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "predict", "export", "doctor.probe"])
+@pytest.mark.parametrize(
+    "name", ["train", "inference.evaluate", "inference.predict", "inference.export", "doctor.probe"]
+)
 def test_what_is_slow_to_import_waits_until_it_is_used(name: str) -> None:
     """torchvision takes as long as torch does."""
     asked_by = imported_with(f"bigbatch.trainer.{name}", HOUSE)
@@ -188,20 +246,35 @@ def test_what_is_slow_to_import_waits_until_it_is_used(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "complaint"),
     [
-        ("comm.ring", "from bigbatch.trainer.config import Config", "imports bigbatch.trainer.config.Config"),
-        ("comm.ring", "def f():\n    import bigbatch.launch.job", "imports bigbatch.launch.job"),
+        (
+            "comm.ring",
+            "from bigbatch.trainer.config.schema import Config",
+            "imports bigbatch.trainer.config.schema.Config",
+        ),
+        ("comm.ring", "def f():\n    import bigbatch.launch.jobs.spec", "imports bigbatch.launch.jobs.spec"),
         ("comm.ring", "from bigbatch import trainer", "imports bigbatch.trainer"),
-        ("trainer.loop", "from bigbatch.trainer import build", "imports bigbatch.trainer.build"),
-        ("trainer.loop", "from bigbatch.trainer.config import Config", "imports bigbatch.trainer.config.Config"),
-        ("trainer.models.resnet", "from bigbatch.trainer.data.loader import Batch", ".data.loader.Batch"),
+        ("trainer.step.loop", "from bigbatch.trainer.build import parts", "imports bigbatch.trainer.build.parts"),
+        (
+            "trainer.step.loop",
+            "from bigbatch.trainer.config.schema import Config",
+            "imports bigbatch.trainer.config.schema.Config",
+        ),
+        (
+            "trainer.models.resnet",
+            "from bigbatch.trainer.input.base import Batch",
+            "imports bigbatch.trainer.input.base.Batch",
+        ),
         ("trainer.optim.lars", "import bigbatch.trainer.models", "imports bigbatch.trainer.models"),
         ("trainer.train", "import mpi4py", "imports mpi4py"),
-        ("trainer.data.pillow", "from nvidia.dali import fn", "imports nvidia.dali.fn"),
-        ("trainer.precision", "def f():\n    from apex import amp", "imports apex.amp"),
+        ("trainer.input.loaders.pillow", "from nvidia.dali import fn", "imports nvidia.dali.fn"),
+        ("trainer.step.precision", "def f():\n    from apex import amp", "imports apex.amp"),
         ("comm.reducer", "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    pass", "horovod.torch"),
         ("comm.fusion", "import os\nx = os.environ['RANK']", "reads the environment"),
         ("comm.fusion", "import os\ndef f():\n    return os.getenv('RANK')", "reads the environment"),
         ("comm.fusion", "from os import environ", "reads the environment"),
+        ("comm.rendezvous.control", "def f():\n    from bigbatch.comm.backends import mpi", "comm.backends.mpi"),
+        ("trainer.input.order", "from bigbatch.trainer.input.loaders import dali", "trainer.input.loaders.dali"),
+        ("trainer.memory.out_of_memory", "import bigbatch.trainer.inference.folding", "trainer.inference.folding"),
     ],
 )
 def test_the_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -> None:
@@ -213,13 +286,13 @@ def test_the_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("comm.ring", "from bigbatch.comm.topology import Topology\nimport torch"),
+        ("comm.ring", "from bigbatch.comm.rendezvous.topology import Topology\nimport torch"),
         ("comm.trainers", "import bigbatch.trainers"),  # a longer name is another name
-        ("trainer.data.dali", "def f():\n    from nvidia.dali import fn"),
-        ("trainer.data.dali", "import nvidia.nvimgcodec"),
+        ("trainer.input.loaders.dali", "def f():\n    from nvidia.dali import fn"),
+        ("trainer.input.loaders.dali", "import nvidia.nvimgcodec"),
         ("trainer.models.resnet", "from bigbatch.trainer.models.norm import NormFactory"),
-        ("trainer.build", "from bigbatch.trainer.data.dali import DaliDecoder"),
-        ("comm.environ", "import os\nx = os.environ"),
+        ("trainer.build.parts", "from bigbatch.trainer.input.loaders.dali import DaliDecoder"),
+        ("comm.rendezvous.environ", "import os\nx = os.environ"),
         ("comm.fusion", "import os\nx = os.cpu_count()"),
     ],
 )
@@ -230,20 +303,37 @@ def test_the_reader_lets_the_design_pass(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("job", "rooms", "brings_torch"),
     [
-        ("from bigbatch.comm.fusion import plan_fusion", {}, False),
+        ("from bigbatch.comm.gradients.fusion import plan_fusion", {}, False),
         ("import torch", {}, True),
         ("from torch import Tensor", {}, True),
-        ("from bigbatch.comm.fusion import plan_fusion", {"bigbatch.comm.fusion": "import torch.nn"}, True),
-        ("from bigbatch.comm.fusion import plan_fusion", {"bigbatch.comm": "import torch"}, True),  # its package
+        (
+            "from bigbatch.comm.gradients.fusion import plan_fusion",
+            {"bigbatch.comm.gradients.fusion": "import torch.nn"},
+            True,
+        ),
+        (
+            "from bigbatch.comm.gradients.fusion import plan_fusion",
+            {"bigbatch.comm": "import torch"},
+            True,
+        ),  # its package
         ("", {"bigbatch.launch": "import torch"}, True),
-        ("from bigbatch.comm.fusion import plan_fusion", {"bigbatch.comm": "def f():\n    import torch"}, False),
+        (
+            "from bigbatch.comm.gradients.fusion import plan_fusion",
+            {"bigbatch.comm": "def f():\n    import torch"},
+            False,
+        ),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", {}, False),
     ],
 )
 def test_the_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str], brings_torch: bool) -> None:
-    sources = {"bigbatch": "", "bigbatch.comm": "", "bigbatch.comm.fusion": "", "bigbatch.launch.job": job} | rooms
+    sources = {
+        "bigbatch": "",
+        "bigbatch.comm": "",
+        "bigbatch.comm.gradients.fusion": "",
+        "bigbatch.launch.jobs.spec": job,
+    } | rooms
     modules = {name: read_module(source) for name, source in sources.items()}
-    assert ("torch" in imported_with("bigbatch.launch.job", modules)) is brings_torch
+    assert ("torch" in imported_with("bigbatch.launch.jobs.spec", modules)) is brings_torch
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["launch", "mpirun", "--dry-run", "--", "train"]])

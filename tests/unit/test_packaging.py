@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from bigbatch.trainer.config_file import load_config
+from bigbatch.trainer.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("comm", "configs", "launch", "trainer")
@@ -113,10 +113,10 @@ def test_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) 
         command = [sys.executable, *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True).stdout
 
-    place = run("-c", "import bigbatch.comm.environ as m; print(m.__file__)").strip()
+    place = run("-c", "import bigbatch.comm.rendezvous.environ as m; print(m.__file__)").strip()
     assert Path(place) == tmp_path / "site/bigbatch/comm/environ.py"
     assert "usage: bigbatch" in run("-m", "bigbatch", "--help")
-    configs = run("-c", "from bigbatch.trainer.config_file import packaged_configs; print(*packaged_configs())")
+    configs = run("-c", "from bigbatch.trainer.config.file import packaged_configs; print(*packaged_configs())")
     assert {"quickstart", "imagenet/resnet50_8k"} <= set(configs.split())
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_batch import accumulation_steps, largest_divisor
-from bigbatch.trainer.config_compute import require_one_microbatch
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config.compute import require_one_microbatch
+from bigbatch.trainer.config.schema import Config
 
 MOST_MICROBATCHES = 8
 

@@ -7,11 +7,11 @@ from os import getpid
 from pathlib import Path
 from typing import Any
 
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import dump_config
+from bigbatch.errors import DoctorError
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.exchange import LOOK_SECONDS, Exchange
-from bigbatch.trainer.errors import DoctorError
-from bigbatch.trainer.tune.running import RunningTrial
+from bigbatch.trainer.tune.search.running import RunningTrial
 
 END_SECONDS = 10.0
 """To leave on its own: ranks say farewell to each other."""

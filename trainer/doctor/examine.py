@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigbatch.trainer.config import Config, lookup
+from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured
 from bigbatch.trainer.doctor.probes import Probe, Probes
 from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, advice, measure_noise, noise_of
 from bigbatch.trainer.doctor.speedups import find_candidates
-from bigbatch.trainer.doctor.verdict import Rates, find_limit
+from bigbatch.trainer.doctor.verdict import DoctorRates, find_limit
 
-PICTURES, TENSORS = "pictures", "tensors"
+IMAGES, TENSORS = "pictures", "tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Findings:
     steps: dict[str, Any] = field(default_factory=dict)
     input: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
-    rates: Rates | None = None
+    rates: DoctorRates | None = None
     noise: Comparison | None = None
     rows: list[Row] = field(default_factory=list)
     unmeasured: list[Unmeasured] = field(default_factory=list)
@@ -78,7 +78,7 @@ def _look_at(base: Probe, request: Request, findings: Findings, *, say: Callable
     capability = facts.pop("capability")
     machine = findings.machine = Machine(capability=capability and tuple(capability), **facts)
     reads = request.config.data.loader != "synthetic"
-    batches = PICTURES if reads else TENSORS
+    batches = IMAGES if reads else TENSORS
     say("measuring whole steps, and the model alone, in turn")
     turns = [[base.ask("steps", batches=each) for each in (batches, TENSORS)] for _ in range(request.turns)]
     steps, alone = (sorted(each, key=_seconds)[len(turns) // 2] for each in zip(*turns, strict=True))
@@ -89,7 +89,7 @@ def _look_at(base: Probe, request: Request, findings: Findings, *, say: Callable
     say("looking at where the step's time goes")
     findings.profile = base.ask("profile", batches=batches)
     roof = base.ask("roofline")
-    findings.rates = Rates(
+    findings.rates = DoctorRates(
         together=steps["images"] / steps["seconds"],
         input_alone=findings.input.get("loader_images_per_second"),
         model_alone=alone["images"] / alone["seconds"],

@@ -13,26 +13,26 @@ from typing import Any
 import torch
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.conditions import device_name
-from bigbatch.comm.environ import read_process_env
-from bigbatch.comm.tuned import Tuned
-from bigbatch.errors import UserError
-from bigbatch.trainer import build, build_input
-from bigbatch.trainer.build_whitening import fit_whitening_
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.config_file import load_config
-from bigbatch.trainer.data.loader import Batch
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.conditions import device_name
+from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import DataError, DoctorError, UserError
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.input_rates import measure_input
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.exchange import Exchange, is_running
 from bigbatch.trainer.doctor.profile import profile_step
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
-from bigbatch.trainer.errors import DataError, DoctorError
-from bigbatch.trainer.gpu_driver import compute_capability
-from bigbatch.trainer.host import cores_per_rank, wait_for
-from bigbatch.trainer.input_report import describe_input, input_record
-from bigbatch.trainer.input_stream import InputStream
-from bigbatch.trainer.loop import Parts, Plan, Window, train_step
-from bigbatch.trainer.measure_input import measure_input
-from bigbatch.trainer.stage_data import stage_data
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.report import describe_input, input_record
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.machine.gpu_driver import compute_capability
+from bigbatch.trainer.machine.host import cores_per_rank, wait_for
+from bigbatch.trainer.step.loop import Parts, Plan, Window, train_step
 
 ENDLESS = 2**40
 """Steps that no measurement comes to."""
@@ -145,7 +145,7 @@ class _Probe:
 
     def _exposed_seconds(self, ranks: Sequence[dict[str, Any]]) -> float | None:
         """Mean over ranks; None where a captured step does not tell."""
-        if not self.parts.execution.tells_waits:
+        if not self.parts.execution.measures_waits:
             return None
         return sum(each["exposed_seconds"] for each in ranks) / len(ranks)
 
@@ -172,7 +172,7 @@ class _Probe:
             partial(self._timed, self._streams[batches]),
             self.communicator,
             num_steps=number,
-            is_captured=not self.parts.execution.tells_waits,
+            is_captured=not self.parts.execution.measures_waits,
         )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:

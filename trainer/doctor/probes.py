@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from bigbatch.errors import DoctorError
 from bigbatch.trainer.doctor.recommend import Turn
-from bigbatch.trainer.errors import DoctorError
 
 T = TypeVar("T")
 

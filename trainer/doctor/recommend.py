@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Protocol
 
+from bigbatch.errors import DoctorError
 from bigbatch.trainer.doctor.candidates import Candidate
-from bigbatch.trainer.errors import DoctorError
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bigbatch.trainer.config import Config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import verdict
 from bigbatch.trainer.doctor.candidates import Unmeasured
 from bigbatch.trainer.doctor.examine import Findings, describe, shown
 from bigbatch.trainer.doctor.recommend import Comparison, Row, noise_of
-from bigbatch.trainer.input_remedies import InputSettings
-from bigbatch.trainer.input_report import MeasuredInput, Waited, hints
+from bigbatch.trainer.input.remedies import InputSettings
+from bigbatch.trainer.input.report import MeasuredInput, Waited, hints
 
 WIDTH = 100
 """Of a report that goes to a file."""

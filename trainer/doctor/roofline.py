@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from bigbatch.trainer.data.prepare_batch import Prepared
-from bigbatch.trainer.loop import Parts
-from bigbatch.trainer.precision import COMPUTE_DTYPES
+from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.preflight.rates import Product, median_seconds
+from bigbatch.trainer.step.loop import Parts
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 """A convolution of 3 x 3 with plenty to do for each byte."""

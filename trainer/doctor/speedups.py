@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from bigbatch.trainer.config import NO_READER, Config, lookup
-from bigbatch.trainer.config_compute import RESIDUAL_BLOCKS
-from bigbatch.trainer.config_precision import CAPABILITY, SCALED
+from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.precision import CAPABILITY, SCALED
+from bigbatch.trainer.config.schema import NO_READER, Config, lookup
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
 
 Tried = Iterator[Candidate | Unmeasured]

@@ -11,7 +11,7 @@ CONTENDED = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class DoctorRates:
     """Of all ranks together, in pictures per second, and shares of a step."""
 
     together: float
@@ -35,7 +35,7 @@ class Rates:
         return self.model_alone * self.flops_per_image / self.peak_flops
 
 
-def find_limit(rates: Rates) -> str:
+def find_limit(rates: DoctorRates) -> str:
     """input, network, launch or compute: the longest wait that is worth the name, else the work itself."""
     waits = {"input": rates.wait_share, "network": rates.exposed_share or 0.0}
     longest = max(waits, key=lambda name: waits[name])
@@ -44,7 +44,7 @@ def find_limit(rates: Rates) -> str:
     return "launch" if rates.busy_share is not None and rates.busy_share < BUSY else "compute"
 
 
-def explain(rates: Rates) -> list[str]:
+def explain(rates: DoctorRates) -> list[str]:
     """The verdict in words: what limits, how fast each part is alone, and how far from the roof."""
     sums = "; how long for sums over ranks, a captured step does not tell"
     if rates.exposed_share is not None:

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from bigbatch.errors import nearest
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError, nearest
 from bigbatch.trainer.models.alexnet import alexnet_bn
 from bigbatch.trainer.models.norm import NormFactory
 from bigbatch.trainer.models.resnet import resnet18, resnet34, resnet50, resnet101, resnet152

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bigbatch.trainer.errors import CheckpointError
+from bigbatch.errors import CheckpointError
 
 NESTS = ("state_dict", "model")
 """Where training scripts put the weights among other state: timm's; torchvision's and ours."""

@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 
 from bigbatch import __version__
-from bigbatch.comm.conditions import source_commit
-from bigbatch.comm.release import sources_digest
-from bigbatch.trainer.config import Config
-from bigbatch.trainer.data.shards import open_split
-from bigbatch.trainer.errors import DataError
+from bigbatch.comm.rendezvous.release import sources_digest
+from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.errors import DataError
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.shards import open_split
 
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
 ASK_SECONDS = 8
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """Of a rank; of its host too, where it is the first one there."""
 
     rank: int
@@ -52,22 +52,22 @@ class NodeFacts:
     """Of each folder that a run writes to."""
     disk_trouble: dict[str, str]
     """Of those where it cannot be told."""
-    pictures: dict[str, int]
+    images: dict[str, int]
     """Classes, and pictures of each split."""
     complaint: str | None
     """Why pictures cannot be counted."""
 
 
-def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool, device: torch.device) -> Facts:
+def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool, device: torch.device) -> RankFacts:
     """Takes a second or two where there are many pictures."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if not is_leader:
-        return Facts(rank, host, name, None)
+        return RankFacts(rank, host, name, None)
     counting = start_counting(config)
     free, trouble = free_disk(config)
     gpus = query_gpus()
     node = NodeFacts(versions(device, gpus), gpus, free, trouble, *counting())
-    return Facts(rank, host, name, node)
+    return RankFacts(rank, host, name, node)
 
 
 def nccl_version() -> str:
@@ -143,14 +143,14 @@ def free_gb(folder: str) -> float | str:
 
 
 def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], str | None]]:
-    """count_pictures, in time."""
+    """count_images, in time."""
     if config is None:
         return lambda: ({}, None)
     late = f"{config.data.root} was not read within {STORAGE_SECONDS:g} s: slow storage; bigbatch data pack helps"
-    return in_time(partial(count_pictures, config), late=({}, late))
+    return in_time(partial(count_images, config), late=({}, late))
 
 
-def count_pictures(config: Config) -> tuple[dict[str, int], str | None]:
+def count_images(config: Config) -> tuple[dict[str, int], str | None]:
     """Classes and pictures as this node sees them, or what is wrong."""
     if config.data.loader == "synthetic":
         return {}, None

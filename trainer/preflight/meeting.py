@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigbatch.comm.addresses import own_address
-from bigbatch.comm.control import Control
-from bigbatch.comm.environ import ProcessEnv, step_hosts
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv, step_hosts
 from bigbatch.trainer.preflight.node import Finding
 
 MEET_SECONDS = 12.0
@@ -20,7 +21,7 @@ _ABSENT = "preflight/absent"
 
 
 @dataclass(frozen=True)
-class Place:
+class Attendee:
     """Where a node is reached, and what its ranks compute on. All ranks know all of these, so they are short."""
 
     rank: int
@@ -40,7 +41,7 @@ def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
     """This host's address, and the line to the others. Raises: CommError where rank 0 is not reached."""
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
-    return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface)
+    return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface, find_master=meet_by_mpi)
 
 
 def absent_ranks(control: Control) -> list[int]:
@@ -78,7 +79,7 @@ def leave_together(control: Control) -> None:
         control.read(f"{_ABSENT}/told", what="verdict of the preflight")
 
 
-def misfits(places: Sequence[Place]) -> list[Finding]:
+def misfits(places: Sequence[Attendee]) -> list[Finding]:
     """Names that are no names, and nodes without the GPUs that the others have. Pure."""
     found = []
     for host, count in Counter(place.host for place in places).items():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bigbatch.trainer.gpu_driver import Clock
+from bigbatch.trainer.machine.gpu_driver import Clock
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Node:
     free_gb: Mapping[str, float] = field(default_factory=dict)
     disk_trouble: Mapping[str, str] = field(default_factory=dict)
     """Folder -> why nobody can tell what is free there."""
-    pictures: Mapping[str, int] = field(default_factory=dict)
+    images: Mapping[str, int] = field(default_factory=dict)
     complaint: str | None = None
     gpus: Sequence[str] = ()
     multiply_gflops: float = 0.0

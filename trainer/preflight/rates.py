@@ -8,8 +8,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.gpu_driver import Clock, read_clock
-from bigbatch.trainer.host import wait_for
+from bigbatch.trainer.machine.gpu_driver import Clock, read_clock
+from bigbatch.trainer.machine.host import wait_for
 
 CPU_SIDE, GPU_SIDE = 768, 8192
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}

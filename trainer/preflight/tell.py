@@ -67,6 +67,6 @@ def _table(nodes: Sequence[Node]) -> Table:
             f"{node.copy_gb_per_second:.1f} GB/s",
             bits(node.best_link) if node.best_link else "none measured",
             Text(f"{node.free_gb[folder]:g} GB, {folder}" if folder else ""),
-            f"{node.pictures['training']:,} + {node.pictures['validation']:,}" if node.pictures else "",
+            f"{node.images['training']:,} + {node.images['validation']:,}" if node.images else "",
         )
     return table

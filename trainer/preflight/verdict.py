@@ -36,7 +36,7 @@ def shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
 
 def remarks(nodes: Sequence[Node]) -> list[str]:
     """What a person may want to know, and what ends no job."""
-    counts = next((dict(node.pictures) for node in nodes if node.pictures), {})
+    counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
         shown = f"{counts['training']:,} training and {counts['validation']:,} validation pictures"
         return [f"1,000 classes, but {shown}: ImageNet has 1,281,167 and 50,000"]
@@ -142,7 +142,7 @@ def _data(nodes: Sequence[Node]) -> list[Finding]:
     bad = [Finding(f"{node.host}: {node.complaint}", (node.host,)) for node in nodes if node.complaint]
     if len(bad) == len(nodes):  # no node's fault
         return [Finding(str(nodes[0].complaint))]
-    counts = {node.host: dict(node.pictures) for node in nodes if not node.complaint}
+    counts = {node.host: dict(node.images) for node in nodes if not node.complaint}
     odd = [
         Finding(f"{host}: sees other data, {counts[host]} instead of {usual}", (host,))
         for host, usual in odd_ones(counts)

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from record import ratios
 
-from bigbatch.trainer.data.encoded import open_picture
-from bigbatch.trainer.data.loader import PictureSource
-from bigbatch.trainer.data.shards import open_split
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.shards import open_split
 
 from .context import Context, Found
+from .images import small_images
 from .job import as_options
-from .pictures import small_pictures
 
 RECIPE = "cifar10_10epochs"
 SCRIPTS = ("legacy/airbench94.py", "airbench94.py")
@@ -40,7 +40,7 @@ TINY = {
 def measure(context: Context) -> Found:
     """Each seed in fresh processes. Seconds are of training with its evaluation, the reading of pictures left out."""
     found = Found()
-    root = context.cifar or (small_pictures(context.scratch, side=32) if context.is_small else None)
+    root = context.cifar or (small_images(context.scratch, side=32) if context.is_small else None)
     if root is None:
         found.left_out["cifar"] = "needs CIFAR-10 in class folders: name the folder by --cifar"
         return found
@@ -106,16 +106,16 @@ def as_tensors(root: Path, folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     for split, name in (("train", "train.pt"), ("val", "test.pt")):
-        pictures = open_split(root, split)
-        order_N = np.random.default_rng(0).permutation(len(pictures))
-        images = [_pixels(pictures, int(position)) for position in order_N]
+        source = open_split(root, split)
+        order_N = np.random.default_rng(0).permutation(len(source))
+        images = [_pixels(source, int(position)) for position in order_N]
         content = {
             "images": torch.from_numpy(np.stack(images)),
-            "labels": torch.from_numpy(pictures.labels_N[order_N]),
-            "classes": list(pictures.classes),
+            "labels": torch.from_numpy(source.labels_N[order_N]),
+            "classes": list(source.classes),
         }
         torch.save(content, folder / name)
 
 
-def _pixels(pictures: PictureSource, position: int) -> np.ndarray:
-    return np.asarray(open_picture(pictures.read(position), path=pictures.name(position)).convert("RGB"))
+def _pixels(source: ImageSource, position: int) -> np.ndarray:
+    return np.asarray(open_image(source.read(position), path=source.name(position)).convert("RGB"))

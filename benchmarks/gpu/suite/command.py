@@ -18,7 +18,7 @@ from arguments import at_least
 from record import conditions, write_record
 
 from bigbatch.comm.connection import choose_device
-from bigbatch.comm.environ import ALONE
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import UserError
 
 from . import cifar, evaluation, scripts, small_batches, starting, steps, training
@@ -40,7 +40,7 @@ def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
         "inference": scripts.measure_inference,
         "recompute": scripts.measure_recompute,
         "evaluation": evaluation.measure,
-        "training/pictures": training.measure_pictures,
+        "training/pictures": training.measure_images,
         "cifar": cifar.measure,
     }
 

@@ -23,7 +23,7 @@ class Size:
     """Between two looks at the clock; on a GPU at least as many as a replay needs."""
     rounds: int
     """Turns of each contestant."""
-    eval_pictures: int
+    eval_images: int
     matmul: int
     """Rows and columns of the product that shows the device's peak."""
     copy_bytes: int
@@ -42,7 +42,7 @@ FULL = Size(
     local_batches=(16, 32, 50, 64, 128, 256, 400),
     steps=20,
     rounds=7,
-    eval_pictures=50_000,
+    eval_images=50_000,
     matmul=8192,
     copy_bytes=2**30,
     repeats=7,
@@ -57,7 +57,7 @@ SMALL = Size(
     local_batches=(2, 3),
     steps=1,
     rounds=1,
-    eval_pictures=20,
+    eval_images=20,
     matmul=128,
     copy_bytes=2**20,
     repeats=1,

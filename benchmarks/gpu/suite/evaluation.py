@@ -5,13 +5,13 @@ from importlib.util import find_spec
 
 from record import ratios
 
-from bigbatch.trainer import build_input
-from bigbatch.trainer.data.shards import open_split
-from bigbatch.trainer.evaluation import evaluate
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.inference.accuracy import evaluate
+from bigbatch.trainer.input.shards import open_split
 
 from .context import Context, Found
+from .images import like_imagenet, small_images
 from .job import Job, seconds_of, settings_for
-from .pictures import like_imagenet, small_pictures
 from .torchvision_peer import num_workers
 
 ROUNDS = 3
@@ -20,19 +20,17 @@ ROUNDS = 3
 def measure(context: Context) -> Found:
     """The loader drained, and the evaluation, in turn; the first round is thrown away."""
     found, size = Found(), context.size
-    made = (
-        small_pictures if context.is_small else lambda scratch: like_imagenet(scratch, num_pictures=size.eval_pictures)
-    )
+    made = small_images if context.is_small else lambda scratch: like_imagenet(scratch, num_images=size.eval_images)
     root = context.data or made(context.scratch)
     loader = "dali" if find_spec("nvidia.dali") else "torchvision"
-    pictures = {
+    images = {
         "data.loader": loader,
         "data.root": str(root),
         "data.num_synthetic_samples": None,
         "data.num_classes": len(open_split(root, "train").classes),
         "data.num_threads": num_workers(context),
     }
-    job = Job(settings_for(size, batch=size.batch, precision="bf16") | pictures)
+    job = Job(settings_for(size, batch=size.batch, precision="bf16") | images)
 
     def drain() -> None:
         for _ in build_input.eval_batches(job.config, job.communicator, job.eval_split):

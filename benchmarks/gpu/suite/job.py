@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.environ import ALONE
-from bigbatch.trainer import build, build_input
-from bigbatch.trainer.config_file import as_yaml, load_config
-from bigbatch.trainer.config_precision import SCALED
-from bigbatch.trainer.graph_step import WARM_UP_STEPS
-from bigbatch.trainer.host import wait_for
-from bigbatch.trainer.input_stream import InputStream
-from bigbatch.trainer.loop import Window, train_step
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.step.execution import WARM_UP_STEPS
+from bigbatch.trainer.step.loop import Window, train_step
 
 from .context import Size
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from bigbatch.trainer.rundir import RunDir, read_records
+from bigbatch.trainer.run.folder import RunDir, read_records
 
 from .context import TOO_LONG, Context, Found
 from .job import COMPILED, Settings, as_options, settings_for

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.trainer.errors import ConfigError
+from bigbatch.errors import ConfigError
 
 from .context import Context
 from .job import AS_TORCH_STARTS, Contestant
@@ -130,16 +130,16 @@ def generated_batches(context: Context) -> Batches:
         yield images_BCHW, labels_B
 
 
-def picture_batches(context: Context, root: Path) -> Batches:
+def image_batches(context: Context, root: Path) -> Batches:
     """Training pictures as the script's preset makes them, by torch's DataLoader with a worker per core."""
     import torchvision
     from torchvision.transforms import v2
 
     steps = [v2.RandomResizedCrop(context.size.image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    pictures = torchvision.datasets.ImageFolder(str(root / "train"), v2.Compose(steps))
+    dataset = torchvision.datasets.ImageFolder(str(root / "train"), v2.Compose(steps))
     loader = torch.utils.data.DataLoader(
-        pictures,
+        dataset,
         batch_size=context.size.batch,
         shuffle=True,
         drop_last=True,

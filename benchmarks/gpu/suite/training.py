@@ -7,12 +7,12 @@ from typing import Any
 
 from record import ratios
 
-from bigbatch.trainer.data.shards import open_split
+from bigbatch.trainer.input.shards import open_split
 
 from . import torchvision_peer
 from .context import Context, Found
+from .images import small_images
 from .job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn
-from .pictures import small_pictures
 
 MOST_BATCHES_AHEAD = 2
 """Of each worker of torch's DataLoader, which have to be used up before the clock starts."""
@@ -33,10 +33,10 @@ def measure_generated(context: Context) -> Found:
     return found
 
 
-def measure_pictures(context: Context) -> Found:
+def measure_images(context: Context) -> Found:
     """The same from JPEG files: DALI beside torch's DataLoader, each alone with the cores at its turn."""
     found = Found()
-    root = context.data or (small_pictures(context.scratch) if context.is_small else None)
+    root = context.data or (small_images(context.scratch) if context.is_small else None)
     if root is None:
         found.left_out["pictures"] = "needs a data set: name its folder by --data"
         return found
@@ -72,19 +72,19 @@ def fastest(context: Context, *, precision: str) -> dict[str, Any]:
 
 def ours(context: Context, root: Path, *, precision: str, num_classes: int) -> Contestant:
     """DALI into our step."""
-    pictures = {
+    images = {
         "data.loader": "dali",
         "data.root": str(root),
         "data.num_synthetic_samples": None,
         "data.num_classes": num_classes,
         "data.num_threads": torchvision_peer.num_workers(context),
     }
-    return contestant(fastest(context, precision=precision) | pictures)
+    return contestant(fastest(context, precision=precision) | images)
 
 
 def theirs(context: Context, root: Path, *, num_classes: int) -> Contestant:
     """torch's DataLoader into the script's epoch."""
-    batches = torchvision_peer.picture_batches(context, root)
+    batches = torchvision_peer.image_batches(context, root)
     return torchvision_peer.peer(context, batches, num_classes=num_classes)
 
 

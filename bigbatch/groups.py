@@ -1,0 +1,60 @@
+"""Commands in groups, `bigbatch GROUP COMMAND`: comm and tune. Imports nothing heavy before it knows what to do."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group: its name, what its help says, and for each command the module that has its main, and a line."""
+
+    name: str
+    description: str
+    commands: Mapping[str, tuple[str, str]]
+    example: str
+
+    def main(self, argv: Sequence[str]) -> int:
+        """Run the command that argv begins with; its exit code."""
+        what = "; ".join(f"{name}: {text}" for name, (_, text) in self.commands.items())
+        parser = argparse.ArgumentParser(
+            prog=f"bigbatch {self.name}",
+            usage=f"bigbatch {self.name} {{{','.join(self.commands)}}} [OPTION ...]",
+            description=f"{self.description} {what}",
+            epilog=f"example: {self.example}",
+        )
+        parser.add_argument("command", choices=tuple(self.commands), help=what)
+        command = parser.parse_args(argv[:1]).command
+        return int(import_module(self.commands[command][0]).main(argv[1:]))
+
+
+GROUPS = {
+    "comm": Group(
+        "comm",
+        "Measure the network between the ranks of a job.",
+        {
+            "bench": ("bigbatch.comm.bench.sweep", "time the all-reduce by size, all algorithms side by side"),
+            "tune": (
+                "bigbatch.trainer.tune.communication",
+                "choose algorithm by size and fusion plan for this cluster and a model",
+            ),
+        },
+        "bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",
+    ),
+    "tune": Group(
+        "tune",
+        "Find good values for a config.",
+        {
+            "range": (
+                "bigbatch.trainer.tune.range.rising_rate",
+                "raise the learning rate step by step until the loss explodes",
+            ),
+            "search": (
+                "bigbatch.trainer.tune.search.options",
+                "search config values on short runs, from coarse to fine",
+            ),
+        },
+        "bigbatch tune range --config quickstart --from 0.1 --to 100 --steps 60 --out runs/range",
+    ),
+}

@@ -1,0 +1,149 @@
+"""Memory that the ranks of one node share, so that inside a node a sum needs no messages but short ones."""
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.topology import Topology
+from bigbatch.errors import CommError
+
+SMALLEST_SCRATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """One allocation of every rank of the node group, in the group's order; this rank's own is among them."""
+
+    index: int
+    own: Tensor
+    all: tuple[Tensor, ...]
+
+    @property
+    def first(self) -> int:
+        """Address of this rank's first byte."""
+        return self.own.data_ptr()
+
+
+class NodeMemory:
+    """Host tensors that the other ranks of the node group can see. Linux; a group of one needs no sharing.
+
+    The memory has no name in any file system and ends with the last process that maps it, so nothing is left
+    behind by a crash. Methods marked collective are called by all ranks of the job, in the same order.
+    """
+
+    def __init__(self, topology: Topology, control: Control) -> None:
+        self._node = topology.node
+        self._place = topology.node.index(topology.rank)
+        self._needs_sharing = topology.num_nodes < topology.world_size
+        self._control = control
+        self._regions: list[Region] = []
+        self._num_shared = 0
+        self._scratch_N = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype, *, what: str = "fusion buffers") -> Tensor:
+        """A flat tensor of zeros that views() knows. Collective.
+
+        Raises: CommError where a rank of the same node cannot open the memory.
+        """
+        num_bytes = max(1, num_elements * dtype.itemsize)
+        self._num_shared += 1
+        region = (
+            self._share(num_bytes, what=f"memory shared inside nodes for {what}")
+            if self._needs_sharing
+            else self._keep(num_bytes)
+        )
+        self._regions.append(region)
+        return region.own[: num_elements * dtype.itemsize].view(dtype)
+
+    def release(self, tensor_N: Tensor) -> None:
+        """Forget what allocate() gave; the memory is free once no tensor uses it. On all ranks alike."""
+        self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
+
+    def scratch(self, num_elements: int, dtype: torch.dtype, *, what: str = "a tensor") -> Tensor:
+        """Shared memory for a tensor that lies elsewhere; its content is undefined. Collective."""
+        num_bytes = num_elements * dtype.itemsize
+        if num_bytes > self._scratch_N.numel():
+            size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._scratch_N = self.allocate(size, torch.uint8, what=what)
+        return self._scratch_N[:num_bytes].view(dtype)
+
+    def holds(self, tensor_N: Tensor) -> bool:
+        """Whether views() knows this tensor."""
+        return not self._needs_sharing or self._region_of(tensor_N) is not None
+
+    def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
+        """The same place in the memory of every rank of the node group, or None for a tensor that lies elsewhere."""
+        region = self._region_of(tensor_N)
+        if region is None:
+            return None if self._needs_sharing else (tensor_N,)
+        start = tensor_N.data_ptr() - region.first
+        return tuple(
+            tensor_N if place == self._place else whole[start : start + tensor_N.nbytes].view(tensor_N.dtype)
+            for place, whole in enumerate(region.all)
+        )
+
+    def name_of(self, tensor_N: Tensor) -> tuple[int, int, int]:
+        """Region, offset and size in bytes: equal on all ranks that sum the same tensor."""
+        region = self._region_of(tensor_N)
+        if region is None:
+            return -1, 0, tensor_N.nbytes
+        return region.index, tensor_N.data_ptr() - region.first, tensor_N.nbytes
+
+    def _region_of(self, tensor_N: Tensor) -> Region | None:
+        start = tensor_N.data_ptr()
+        for region in self._regions:
+            if region.first <= start and start + tensor_N.nbytes <= region.first + region.own.numel():
+                return region
+        return None
+
+    def _keep(self, num_bytes: int) -> Region:
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Region(self._num_shared, own, (own,))
+
+    def _share(self, num_bytes: int, *, what: str) -> Region:
+        number = os.memfd_create("bigbatch")
+        try:
+            os.ftruncate(number, num_bytes)
+            own = _map(number, num_bytes)
+            described = f"{os.getpid()} {number} {os.fstat(number).st_ino}"
+            everyone = self._control.gather_text(described, what=what)
+            shared = tuple(
+                own if place == self._place else self._open(everyone, place, num_bytes)
+                for place in range(len(self._node))
+            )
+            self._control.gather_text("", what=what)  # all have opened it
+        finally:
+            os.close(number)
+        return Region(self._num_shared, own, shared)
+
+    def _open(self, everyone: Sequence[str], place: int, num_bytes: int) -> Tensor:
+        peer = self._node[place]
+        process, number, inode = everyone[peer].split()
+        path = Path("/proc", process, "fd", number)
+        try:
+            mine = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise self._refusal(peer, str(error.strerror)) from error
+        try:
+            if os.fstat(mine).st_ino != int(inode):
+                raise self._refusal(peer, "another process has its number")
+            return _map(mine, num_bytes)
+        finally:
+            os.close(mine)
+
+    def _refusal(self, peer: int, reason: str) -> CommError:
+        return CommError(
+            f"rank {self._control.rank} cannot open the memory of rank {peer} on the same host {self._control.host} "
+            f"({reason}): run all ranks of a host as one user, in one container; or give each its own host name by "
+            "BIGBATCH_HOST, so that they talk as if on different hosts"
+        )
+
+
+def _map(number: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)

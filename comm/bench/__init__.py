@@ -1,0 +1,1 @@
+"""`bigbatch comm bench`: all-reduces by size."""

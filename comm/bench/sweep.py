@@ -1,0 +1,233 @@
+"""`bigbatch comm bench`, run by every rank of a job."""
+
+import argparse
+import contextlib
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bigbatch.comm.algorithms.hybrid import HybridTable
+from bigbatch.comm.bench import figures as bench
+from bigbatch.comm.bench.report import SweepReport
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import BACKENDS, WIRE_DTYPES, connect
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.conditions import gather_conditions
+from bigbatch.comm.tuning.measure import Effort, measure_links, time_sums
+from bigbatch.comm.tuning.tuned import read_tuned
+from bigbatch.errors import CommError
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+WORKING_COPIES = 3
+"""The tensor, and as much again twice for what algorithms keep under way."""
+
+LINK_SECONDS = 4.0
+"""How long links are measured for their limit."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Sweep the sizes that argv names; 0, or 1 where a sum came out wrong. Collective over the job's ranks.
+
+    Raises: UserError for arguments that make no sense, and where ranks cannot meet.
+    """
+    arguments = _parser().parse_args(argv)
+    sweep = make_sweep(arguments)
+    tuned = read_tuned(arguments.table) if arguments.table else None
+    communicator = _connect(arguments)
+    command = shlex.join(["bigbatch", "comm", "bench", *argv])
+    communicator.agree("the command line", command)
+    conditions = gather_conditions(communicator)
+    if tuned:
+        tuned.require_cluster(conditions.cluster, path=arguments.table)
+    contestants = _contestants(arguments.algorithms, communicator, table=tuned.table if tuned else None)
+    sweep.require_memory(communicator)
+    limit, source = _find_limit(sweep.link_gbit, communicator, dtype=sweep.dtype)
+    report = SweepReport(
+        conditions,
+        limit,
+        dtype=sweep.dtype,
+        output=sweep.output,
+        plot=sweep.plot,
+        is_first=communicator.rank == 0,
+        on_terminal=communicator.env.terminal_columns is not None,
+    )
+    problem = communicator.gather_text(report.open(command))[0]
+    if problem:
+        raise CommError(problem)
+    report.head(bench.explain_limit(limit, num_nodes=communicator.topology.num_nodes, source=source))
+    tensor_N = communicator.allocate(max(sweep.counts), getattr(torch, sweep.dtype))
+    for count in sweep.counts:
+        report.working_on(f"{bench.show_bytes(tensor_N[:count].nbytes)} by {', '.join(contestants)}")
+        label = f"{bench.show_bytes(tensor_N[:count].nbytes)} all-reduce"
+        sums = time_sums(tensor_N[:count], contestants, effort=sweep.effort, label=label)
+        report.add(
+            [
+                bench.make_row(
+                    each.measured,
+                    count=count,
+                    dtype=sweep.dtype,
+                    algorithm=name,
+                    num_wrong=each.num_wrong,
+                    world_size=communicator.world_size,
+                    limit=limit,
+                )
+                for name, each in sums.items()
+            ]
+        )
+    communicator.close()
+    report.close()
+    return 1 if report.num_wrong else 0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure, checked."""
+
+    counts: tuple[int, ...]
+    dtype: str
+    effort: Effort
+    link_gbit: float | None
+    """None: to be measured."""
+    output: Path | None
+    plot: Path | None
+
+    def require_memory(self, communicator: Communicator) -> None:
+        """Raises: CommError where the largest tensor cannot fit into the machine."""
+        largest = max(self.counts) * bench.ELEMENT_BYTES[self.dtype]
+        if communicator.device.type == "cuda":
+            memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
+        else:
+            memory, share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), communicator.env.local_size
+        room = memory // (share * WORKING_COPIES)
+        if largest > room:
+            raise CommError(
+                f"--max-bytes: {bench.show_bytes(largest)} bytes for each of {share} ranks, and as much again twice to "
+                f"work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at most "
+                f"{bench.show_bytes(1 << (room.bit_length() - 1))}"
+            )
+
+
+def make_sweep(arguments: argparse.Namespace) -> Sweep:
+    """Check what can be checked before ranks meet. Raises: CommError naming the option and a legal value."""
+    counts = bench.sweep_counts(
+        min_bytes=bench.parse_bytes(arguments.min_bytes, option="--min-bytes"),
+        max_bytes=bench.parse_bytes(arguments.max_bytes, option="--max-bytes"),
+        factor=arguments.factor,
+        dtype=arguments.dtype,
+    )
+    for option, value, least in (
+        ("--repetitions", arguments.repetitions, 2),
+        ("--group-size", arguments.group_size, 1),
+    ):
+        if value is not None and value < least:
+            raise CommError(f"{option} {value} is too few; give at least {least}")
+    for option, seconds in (
+        ("--seconds-per-size", arguments.seconds_per_size),
+        ("--timeout-seconds", arguments.timeout_seconds),
+    ):
+        if not 0 < seconds < float("inf"):
+            raise CommError(f"{option} {seconds:g} is no length of time; give a positive number of seconds")
+    plot = arguments.plot
+    if plot and plot.suffix not in PLOT_SUFFIXES:
+        raise CommError(f"--plot {plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
+    return Sweep(
+        counts=counts,
+        dtype=arguments.dtype,
+        effort=Effort(arguments.repetitions, arguments.seconds_per_size),
+        link_gbit=_parse_gbit(arguments.link_gbit),
+        output=arguments.output,
+        plot=plot,
+    )
+
+
+def _parse_gbit(text: str) -> float | None:
+    if text == "measured":
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise CommError(f"--link-gbit {text!r} is no bandwidth; give a link's Gbit/s, such as 100, or measured")
+
+
+def _connect(arguments: argparse.Namespace) -> Communicator:
+    try:
+        return connect(
+            backend=arguments.backend,
+            group_size=arguments.group_size,
+            warn_seconds=arguments.timeout_seconds,  # a large sum may take long
+            timeout_seconds=arguments.timeout_seconds,
+            interface=arguments.interface,
+            wire_dtype=arguments.wire_dtype,
+            env=read_process_env(),
+        )
+    except ValueError as error:
+        raise CommError(str(error)) from error
+
+
+def _contestants(
+    algorithms: str, communicator: Communicator, *, table: HybridTable | None
+) -> Mapping[str, Communicator]:
+    """One communicator per algorithm that takes part. Collective."""
+    available = (*communicator.algorithms, *(("hybrid",) if table else ()))
+    where = f"on {communicator.backend.name}"
+    names = bench.choose_algorithms(algorithms, available=available, where=where)
+    return {name: communicator.with_algorithm(name, table=table) for name in names}
+
+
+def _find_limit(link_gbit: float | None, communicator: Communicator, *, dtype: str) -> tuple[bench.Limit | None, str]:
+    """What the last column is a share of, and where that figure is from. Collective."""
+    num_nodes = communicator.topology.num_nodes
+    if link_gbit and num_nodes == 1:
+        raise CommError(f"--link-gbit {link_gbit:g}: all ranks are on one node, so no link limits them; leave it out")
+    if num_nodes == 1:
+        return None, ""
+    if link_gbit:
+        bytes_per_second, source = link_gbit * 1e9 / 8, "as given"
+    else:
+        across = measure_links(communicator, seconds=LINK_SECONDS).across
+        if across is None:
+            return None, ""
+        longest = bench.show_bytes(across.times[-1][0])
+        bytes_per_second, source = across.best_bytes_per_second, f"measured: the best of messages of {longest} bytes"
+    memory_dtype = getattr(torch, dtype)
+    wire_dtype = communicator.wire.of(torch.empty(0, dtype=memory_dtype))
+    narrowing = wire_dtype.itemsize / memory_dtype.itemsize
+    return bench.Limit(num_nodes, bytes_per_second, narrowing), source
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch comm bench",
+        usage="bigbatch comm bench [OPTION ...]",
+        description="Time the all-reduce of tensors of growing size by every algorithm, side by side, and count wrong "
+        "values. Runs as one rank of a job.",
+        epilog="example: bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M --output bench.jsonl",
+    )
+    add = parser.add_argument
+    add("--min-bytes", default="1K", help="smallest tensor; K, M and G are powers of 1024 (default: %(default)s)")
+    add("--max-bytes", default="256M", help="largest tensor (default: %(default)s)")
+    add("--factor", type=int, default=4, help="from one size to the next (default: %(default)s)")
+    add("--dtype", choices=tuple(bench.ELEMENT_BYTES), default="float32", help="of the tensors (default: %(default)s)")
+    add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
+    add("--table", type=Path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
+    add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
+    wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
+    add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: that of the tensors)")
+    add("--group-size", type=int, help="ranks per node group (default: all of a host)")
+    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add("--repetitions", type=int, default=20, help="of each algorithm and size, at most (default: %(default)s)")
+    add(
+        "--seconds-per-size",
+        type=float,
+        default=20.0,
+        help="fewer repetitions where all algorithms together would take longer (default: %(default)s)",
+    )
+    add("--link-gbit", default="measured", metavar="GBIT", help="a node's link in Gbit/s (default: %(default)s)")
+    add("--timeout-seconds", type=float, default=60.0, help="a silent peer ends the job (default: %(default)s)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="a line of conditions, then a line per algorithm and size")
+    add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth and time by size")
+    return parser

@@ -1,0 +1,1 @@
+"""From a gradient to its sum over all ranks."""

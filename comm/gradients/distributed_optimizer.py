@@ -1,0 +1,199 @@
+"""For scripts written for Horovod: its optimizer wrapper, over a communicator of ours."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.reducer import GradientReducer
+
+OPS = ("average", "sum")
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step() first averages the gradients over all ranks, as Horovod's of the same name.
+
+    Gradients travel during the last of backward_passes_per_step backward passes; passes add up, they are not
+    averaged. To clip, or with a GradScaler, wait for them first:
+
+        loss.backward(); optimizer.synchronize(); clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize(): optimizer.step()
+
+    It is an Optimizer because schedulers and scalers insist on one, but has no state of its own: what it does not
+    define is the wrapped optimizer's. Horovod makes a new class from the wrapped one's and constructs that from its
+    parameter groups; here the wrapped object itself stays, with its state, hooks and constructor.
+    All methods are to be called by all ranks alike. reducer_options go to GradientReducer.
+    Raises: ValueError for an unknown op, a count below 1, an optimizer that is distributed already or LBFGS, and a
+    parameter that named_parameters leaves out; from GradientReducer as there.
+    Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        communicator: Communicator,
+        *,
+        op: str = "average",
+        backward_passes_per_step: int = 1,
+        **reducer_options: Any,
+    ) -> None:
+        # not super().__init__: it would make a second set of parameter groups and state
+        if op not in OPS:
+            raise ValueError(f"op={op!r} is unknown; choose one of {', '.join(OPS)}")
+        if backward_passes_per_step < 1:
+            raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
+        _require_distributable(optimizer)
+        named = _of_optimizer(optimizer, named_parameters)
+        self._optimizer = optimizer
+        self._divisor = communicator.world_size if op == "average" else 1
+        self._num_passes = backward_passes_per_step
+        self._passes: Counter[str] = Counter()
+        self._is_synchronized = False
+        self._should_synchronize = True
+        self._hooks = [  # before the reducer's own, which go by is_active
+            parameter.register_post_accumulate_grad_hook(partial(self._count_pass, name)) for name, parameter in named
+        ]
+        try:
+            self._reducer = GradientReducer(named, communicator, **reducer_options)
+        except BaseException:  # the caller may try again with other options
+            self._remove_hooks()
+            raise
+        self._reducer.is_active = backward_passes_per_step == 1
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped optimizer has: param_groups, state, defaults, its hooks."""
+        return getattr(object.__getattribute__(self, "_optimizer"), name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """No: GradScaler unscales by itself, and here reads this before it does.
+
+        Raises: RuntimeError where it would unscale gradients that are still on their way.
+        """
+        if not self._is_synchronized:
+            raise RuntimeError(
+                "a GradScaler needs the averaged gradients: call optimizer.synchronize() before scaler.unscale_() or "
+                "scaler.step(), and scaler.step() inside optimizer.skip_synchronize()"
+            )
+        return False
+
+    def _count_pass(self, name: str, parameter: nn.Parameter) -> None:
+        self._is_synchronized = False
+        self._passes[name] += 1
+        if self._passes[name] > self._num_passes:
+            raise RuntimeError(
+                f"backward reached {name} more than backward_passes_per_step={self._num_passes} times before step(): "
+                "raise backward_passes_per_step to accumulate gradients"
+            )
+        if self._passes[name] == self._num_passes:
+            self._reducer.is_active = True
+
+    def synchronize(self) -> None:
+        """Return when every gradient is the average (op "sum": the sum) over all ranks. Collective.
+
+        Raises: PeerLostError naming the buffer and the missing ranks.
+        """
+        self._reducer.wait()
+        if self._divisor != 1:
+            for buffer_N in self._reducer.buffers:
+                buffer_N.div_(self._divisor)
+        self._start_over()
+        self._is_synchronized = True
+
+    def _start_over(self) -> None:
+        self._passes.clear()
+        self._reducer.is_active = self._num_passes == 1
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, step() takes the gradients as synchronize() and the caller have left them."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Synchronize where that has not been done, and update. A closure's gradients are averaged, its loss is not.
+
+        Raises: RuntimeError inside skip_synchronize() without synchronize().
+        """
+        if closure is not None:
+            loss = self._optimizer.step(partial(self._closed, closure))
+            self._is_synchronized = False
+            return loss
+        if not self._is_synchronized:
+            if not self._should_synchronize:
+                raise RuntimeError("step() inside skip_synchronize() needs synchronize() before it")
+            self.synchronize()
+        self._optimizer.step()
+        self._is_synchronized = False
+        return None
+
+    def _closed(self, closure: Callable[[], float]) -> float:
+        loss = closure()
+        self.synchronize()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero; they stay in their buffers, whatever set_to_none says.
+
+        Raises: RuntimeError between backward and step() or synchronize(), while gradients are on their way.
+        """
+        if self._passes:
+            raise RuntimeError(
+                "zero_grad() after backward, but before step() or synchronize(): gradients are on their way over the "
+                "wire; call one of the two first"
+            )
+        self._reducer.zero_grad()
+        self._is_synchronized = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises: RuntimeError: the buffers are made."""
+        raise RuntimeError("add parameter groups to the optimizer before it is wrapped by DistributedOptimizer")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, so that runs with and without a wrapper read each other's checkpoints."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, so that another optimizer can be distributed over them."""
+        self._remove_hooks()
+        self._reducer.close()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _require_distributable(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ValueError("this optimizer is a DistributedOptimizer already: wrap each one once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS decides by this rank's own loss how often to go on, so ranks would part: take another")
+
+
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Those of named_parameters that the optimizer updates: the others keep the gradients of their rank."""
+    own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    named = [(name, parameter) for name, parameter in named_parameters if id(parameter) in own]
+    left_out = own.keys() - {id(parameter) for _, parameter in named}
+    if left_out:
+        shapes = ", ".join(str(tuple(parameter.shape)) for key, parameter in own.items() if key in left_out)
+        raise ValueError(
+            f"named_parameters leaves out parameters of shape {shapes}: pass model.named_parameters() of every model "
+            "that the optimizer updates"
+        )
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]

@@ -1,0 +1,132 @@
+"""Tensor fusion: which gradients travel together. The plan is pure; the buffers hold the gradients themselves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One gradient: its parameter's name, number of elements, bytes per element and dtype name."""
+
+    name: str
+    num_elements: int
+    element_bytes: int
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gradient."""
+        return self.num_elements * self.element_bytes
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One fusion buffer: the gradients in it, in the order in which backward finishes them."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the buffer."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        first, count = self.tensors[0].name, len(self.tensors)
+        more = f" and {count - 1} more" if count > 1 else ""
+        return f"{first}{more}, {self.num_bytes / 1e6:.3g} MB {self.tensors[0].dtype}"
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """All buffers, in the order in which they are sent."""
+
+    buffers: tuple[BufferPlan, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"buffer {i}: {buffer}" for i, buffer in enumerate(self.buffers))
+
+
+def plan_fusion(
+    tensors: Sequence[TensorSpec], *, threshold_bytes: int, buffer_bytes: int, first_buffer_bytes: int | None = None
+) -> FusionPlan:
+    """Group gradients, given in the order in which they become ready, into buffers.
+
+    A gradient larger than threshold_bytes or buffer_bytes goes alone; the others share buffers of one dtype
+    and at most buffer_bytes, the first shared one at most first_buffer_bytes (None: as large as the others): a
+    small first buffer lets communication start early. Buffers are ordered by the moment their last gradient is
+    ready.
+    Raises: ValueError for a size that is not positive.
+    Source: Jia et al. 2018, tensor fusion with a size threshold; a small first bucket: PyTorch's
+    DistributedDataParallel.
+    """
+    first_bytes = buffer_bytes if first_buffer_bytes is None else first_buffer_bytes
+    for name, value in (
+        ("threshold_bytes", threshold_bytes),
+        ("buffer_bytes", buffer_bytes),
+        ("first_buffer_bytes", first_bytes),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be a positive number of bytes")
+    done: list[_Filling] = []
+    filling: dict[str, _Filling] = {}
+    limit_bytes = min(first_bytes, buffer_bytes)
+    for position, tensor in enumerate(tensors):
+        if tensor.num_bytes > threshold_bytes:
+            done.append(_Filling(position, [tensor], tensor.num_bytes))
+            continue
+        buffer = filling.get(tensor.dtype)
+        if buffer and buffer.num_bytes + tensor.num_bytes > limit_bytes:
+            done.append(buffer)
+            buffer, limit_bytes = None, buffer_bytes
+        if buffer is None:
+            buffer = filling[tensor.dtype] = _Filling(position, [], 0)
+        buffer.add(position, tensor)
+    done += filling.values()
+    return FusionPlan(tuple(BufferPlan(tuple(each.members)) for each in sorted(done, key=lambda d: d.position)))
+
+
+@dataclass
+class _Filling:
+    """A buffer in the making; position is that of its last gradient."""
+
+    position: int
+    members: list[TensorSpec]
+    num_bytes: int
+
+    def add(self, position: int, tensor: TensorSpec) -> None:
+        self.position = position
+        self.members.append(tensor)
+        self.num_bytes += tensor.num_bytes
+
+
+@dataclass(frozen=True)
+class PlanSizes:
+    """The three sizes that make a fusion plan, in bytes."""
+
+    threshold_bytes: int
+    buffer_bytes: int
+    first_buffer_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not is_size and not (name == "first_buffer_bytes" and value is None):
+                raise ValueError(f"{name}={value!r} must be a positive number of bytes")
+
+    def plan(self, tensors: Sequence[TensorSpec]) -> FusionPlan:
+        """The plan for gradients in the order in which they become ready."""
+        return plan_fusion(
+            tensors,
+            threshold_bytes=self.threshold_bytes,
+            buffer_bytes=self.buffer_bytes,
+            first_buffer_bytes=self.first_buffer_bytes,
+        )
+
+
+DEFAULT_SIZES = PlanSizes(threshold_bytes=4_000_000, buffer_bytes=25_000_000)
+"""Of a plan that nobody has tuned: buffers about as large as DistributedDataParallel's."""

@@ -1,0 +1,323 @@
+"""Gradients summed over all ranks while backward still runs."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends.base import InFlight, dtype_name
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.gradients.parts import scattering
+
+
+class GradientReducer:
+    """Sums the gradients of parameters over all ranks, each fusion buffer as soon as backward has filled it.
+
+    The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Buffers
+    are started in the order of the plan on every rank. Gradients are summed, not averaged: divide the loss
+    by the global batch size. Use:
+
+        reducer = GradientReducer(model.named_parameters(), communicator)
+        loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
+
+    With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
+    threshold_bytes, buffer_bytes and first_buffer_bytes are plan_fusion's. The order in which gradients become ready
+    is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
+    whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does. The order decides
+    how sums are rounded: a resumed run that must end with the same bits passes its `order` on.
+    With scatter each rank gets its own part of each sum (parts.own_part of each of `buffers`) and nothing else, by the
+    backend's own reduce-scatter; buffers are then filled up to a multiple of the ranks.
+    A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
+    where others may count, too.
+    All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
+    ready for the next one.
+    Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or nothing
+    to reduce; CommError where ranks have different parameters; RuntimeError from a backward that adds to a gradient
+    already on its way.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        communicator: Communicator,
+        *,
+        threshold_bytes: int = DEFAULT_SIZES.threshold_bytes,
+        buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
+        first_buffer_bytes: int | None = None,
+        order: Sequence[str] | None = None,
+        learn_order: bool = True,
+        unused: Literal["zero", "error"] = "zero",
+        scatter: bool = False,
+        exposed: "ExposedTime | None" = None,
+    ) -> None:
+        self._communicator = communicator
+        self._sums = scattering(communicator) if scatter else communicator
+        self._what = "reduce-scatter" if scatter else "all-reduce"
+        self._multiple = communicator.world_size if scatter else 1
+        is_narrow = communicator.wire.dtype is not None
+        self._exactly = communicator.with_algorithm(communicator.algorithm, wire=Wire()) if is_narrow else communicator
+        self._parameters = _by_name(named_parameters)
+        _require_device(self._parameters, communicator.device)
+        self._plan_fusion = partial(
+            plan_fusion,
+            threshold_bytes=threshold_bytes,
+            buffer_bytes=buffer_bytes,
+            first_buffer_bytes=first_buffer_bytes,
+        )
+        self._unused = unused
+        sizes = f"{threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}"
+        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\nfusion {sizes}")
+        self.is_active = True
+        self.exposed = ExposedTime() if exposed is None else exposed
+        self._learned: list[str] | None = [] if learn_order and order is None else None
+        self._waiting: list[InFlight] = []
+        self._extra: list[InFlight] = []
+        self._missing: list[set[str]] = []
+        guessed = list(reversed(self._parameters))  # backward finishes the last layer first
+        self.order = guessed if order is None else _checked(order, self._parameters)
+        """The gradients in the order in which they become ready: for the next reducer of the same run."""
+        self.buffers: list[Tensor] = []
+        self._views: dict[str, Tensor] = {}
+        self._buffer_of: dict[str, int] = {}
+        self._lay_out(self._make_plan(self.order))
+        self._start_over()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+            for name, parameter in self._parameters.items()
+        ]
+
+    def _make_plan(self, order: Sequence[str]) -> FusionPlan:
+        return self._plan_fusion([tensor_spec(name, self._parameters[name]) for name in order])
+
+    def _lay_out(self, plan: FusionPlan) -> None:
+        """Give each gradient its place in the buffers of a plan, and its value with it."""
+        former = self.buffers
+        self.plan = plan
+        self.buffers = [self._allocate(buffer) for buffer in plan.buffers]
+        self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
+        self._views = {
+            name: view
+            for buffer, buffer_N in zip(plan.buffers, self.buffers, strict=True)
+            for name, view in gradient_views(buffer, buffer_N, self._parameters)
+        }
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._views[name].copy_(parameter.grad)
+            parameter.grad = self._views[name]
+        for buffer_N in former:
+            self._communicator.release(buffer_N)
+
+    def _allocate(self, buffer: BufferPlan) -> Tensor:
+        num_elements = -(-buffer.num_elements // self._multiple) * self._multiple
+        return self._communicator.allocate(num_elements, self._parameters[buffer.tensors[0].name].dtype)
+
+    def _start_over(self) -> None:
+        self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
+        self._waiting = []
+        self._extra = []
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        index = self._buffer_of[name]
+        if index < len(self._waiting):
+            raise RuntimeError(
+                f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
+                "microbatch of a step, and set is_active = False for the others"
+            )
+        self._bring_home(name)
+        if not self.is_active:
+            return
+        self._communicator.timeline.mark(name)
+        if self._learned is not None:
+            self._learned.append(name)
+        self._missing[index].discard(name)
+        while len(self._waiting) < len(self.buffers) and not self._missing[len(self._waiting)]:
+            self._start_next()
+
+    def _bring_home(self, name: str) -> None:
+        """Into its buffer with a gradient that someone replaced; one set to None counts as zero."""
+        parameter, view = self._parameters[name], self._views[name]
+        if parameter.grad is view:
+            return
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad.detach())
+        parameter.grad = view
+
+    def _start_next(self) -> None:
+        index = len(self._waiting)
+        for name in self._missing[index]:  # took no part in this backward
+            self._bring_home(name)
+        label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
+        self._waiting.append(self._sums.start(self.buffers[index], label=label))
+
+    def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
+        """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
+        self._extra.append(self._exactly.start(tensor_N, label=label))
+
+    def wait(self) -> None:
+        """Return when every gradient is the sum over all ranks.
+
+        Raises: PeerLostError naming the buffer and the missing ranks; RuntimeError for unused parameters that are
+        to be refused.
+        """
+        if self._unused == "error":
+            self._refuse_unused()
+        while len(self._waiting) < len(self.buffers):
+            self._start_next()
+        with self.exposed.measure(self.buffers):
+            for work in (*self._extra, *self._waiting):
+                work.wait()
+        self._start_over()
+        if self._learned is not None:
+            self._apply_order(self._learned)
+            self._learned = None
+
+    def _refuse_unused(self) -> None:
+        unused = [name for missing in self._missing[len(self._waiting) :] for name in missing]
+        if unused:
+            raise RuntimeError(
+                f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
+                'requires_grad_(False), or pass unused="zero" to count it as zero'
+            )
+
+    def _apply_order(self, learned: Sequence[str]) -> None:
+        """Lay the buffers out anew in the order in which rank 0's gradients became ready. Collective."""
+        unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
+        self.order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
+        plan = self._make_plan(self.order)
+        if plan != self.plan:
+            self._lay_out(plan)
+            self._start_over()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero: one fill per buffer."""
+        for buffer_N in self.buffers:
+            buffer_N.zero_()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; their gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        for buffer_N in self.buffers:
+            self._communicator.release(buffer_N)
+
+
+def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
+    """What fusion needs to know of a gradient."""
+    return TensorSpec(name, parameter.numel(), parameter.element_size(), dtype_name(parameter.dtype))
+
+
+def describe(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Names, shapes and dtypes of parameters, a line each, in their order."""
+    return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+
+
+def _checked(order: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    if sorted(order) != sorted(parameters):
+        odd = sorted(set(order) ^ set(parameters))
+        raise ValueError(f"order must name each parameter once; {', '.join(odd[:3]) or 'some'} is in only one of both")
+    return list(order)
+
+
+def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in named_parameters:
+        if parameters.setdefault(name, parameter) is not parameter:
+            raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not trained:
+        raise ValueError("there is no parameter to reduce: every one is frozen, or the iterator was used up")
+    return trained
+
+
+def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+    for name, p in parameters.items():
+        if p.device != device:
+            raise ValueError(
+                f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
+                "model.to(communicator.device) before making the reducer"
+            )
+
+
+def gradient_views(
+    buffer: BufferPlan, buffer_N: Tensor, parameters: Mapping[str, Tensor]
+) -> Iterable[tuple[str, Tensor]]:
+    """Each tensor of a buffer, by name, as a view with its parameter's own strides (channels-last weights stay so)."""
+    offset = 0
+    for tensor in buffer.tensors:
+        p = parameters[tensor.name]
+        yield tensor.name, buffer_N.as_strided(p.size(), dense_strides(p), offset)
+        offset += tensor.num_elements
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Its own; without the gaps between its elements where it has some, for which a buffer has no room."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+class ExposedTime:
+    """Seconds that the update waited for communication: what backward did not hide.
+
+    On a GPU the wait is on the device, so it is timed by events and read only when asked for.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def measure(self, buffers: list[Tensor]) -> AbstractContextManager[None]:
+        """Time a block that waits for these buffers."""
+        on_gpu = bool(buffers) and buffers[0].is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return nullcontext()  # a replay records no times
+        return _Measured(self, on_gpu=on_gpu)
+
+    def add(self, seconds: float) -> None:
+        """Count host seconds."""
+        self._seconds += seconds
+
+    def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Count the device time between two events once it is known; those that are known already are folded."""
+        self._events.append((start, end))
+        while self._events and self._events[0][1].query():
+            self._fold(*self._events.popleft())
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
+        while self._events:
+            self._fold(*self._events.popleft())
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _fold(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        end.synchronize()
+        self._seconds += start.elapsed_time(end) / 1e3
+
+
+class _Measured:
+    def __init__(self, exposed: ExposedTime, *, on_gpu: bool) -> None:
+        self._exposed = exposed
+        self._on_gpu = on_gpu
+
+    def __enter__(self) -> None:
+        if self._on_gpu:
+            self._start_event = torch.cuda.Event(enable_timing=True)
+            self._start_event.record()
+        else:
+            self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_gpu:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._exposed.add_events(self._start_event, end)
+        else:
+            self._exposed.add(time.perf_counter() - self._start)

@@ -1,0 +1,1 @@
+"""Who is there, and that they stay."""

@@ -1,0 +1,304 @@
+"""The quiet line beside the data: how ranks find each other, compare texts, and learn who is missing."""
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
+from bigbatch.errors import CommError, PeerLostError
+
+ROLL_CALL_SECONDS = 5.0
+LINGER_SECONDS = 2.0
+"""How much longer the rank that holds the rendezvous lives after a failure, so that the others can still read it."""
+
+PIECE_BYTES = 4 << 20
+"""torch's store ends a connection over which more than 8 MB come at once."""
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
+"""Between two questions to the store for a key that is not there yet."""
+
+_FAILED = "bigbatch/failed"
+
+_connections = 0
+"""How many this process has made: several in one job must not read each other's keys."""
+
+Master = tuple[str, int] | None
+"""Address and port of the rendezvous; None where there is none of ours."""
+
+
+class FindMaster(Protocol):
+    """Agrees with the other ranks on a meeting point, by other means than the launcher's variables."""
+
+    def __call__(self, env: ProcessEnv, *, timeout_seconds: float, interface: str | None) -> tuple[str, int]:
+        """Address and free port on rank 0's host, the same on all ranks. Raises: CommError."""
+        ...
+
+
+_met: dict[Master, tuple[Store, str, Master]] = {}
+"""The rendezvous that this process has joined already: its port can be opened only once."""
+
+
+class Control:
+    """A key-value store that all ranks reach, and what they tell each other through it.
+
+    Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
+    on working when that one fails. timeout_seconds bounds every wait.
+    Raises: CommError where the ranks cannot meet.
+    """
+
+    def __init__(
+        self,
+        env: ProcessEnv,
+        *,
+        timeout_seconds: float,
+        interface: str | None = None,
+        find_master: FindMaster | None = None,
+    ) -> None:
+        global _connections
+        _connections += 1
+        self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
+        self.timeout_seconds = timeout_seconds
+        self.library = "control"
+        self.store, self._holder, self.master = _open_store(
+            env, timeout_seconds, interface=interface, find_master=find_master
+        )
+        self._texts = 0
+        self._has_failed = False
+        self._has_answered = False
+        self.store.set(f"bigbatch/host/{self.rank}", env.host)
+
+    def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
+        """A short text of every rank, in rank order. Collective.
+
+        Rank 0 collects and publishes, so the cost is linear in ranks; it, which may hold the store, returns last:
+        it can fail next without taking the answer with it.
+        Raises: PeerLostError naming the missing ranks.
+        """
+        with self._explained(what):
+            key, all_texts = self._collect(text, what=what)
+            if self.rank != 0:
+                all_texts = self._take(key, what=what).split("\0")
+                self.store.set(f"{key}/read/{self.rank}", "1")
+                return all_texts
+            self._put(key, "\0".join(all_texts))
+            for rank in range(1, self.world_size):
+                self._await(f"{key}/read/{rank}", what=what)
+            return all_texts
+
+    def collect_text(self, text: str, *, what: str) -> list[str]:
+        """As gather_text, but only rank 0 gets the texts, and the others an empty list: for long ones. Collective."""
+        with self._explained(what):
+            return self._collect(text, what=what)[1]
+
+    def _collect(self, text: str, *, what: str) -> tuple[str, list[str]]:
+        """The key of this exchange, and collect_text's answer."""
+        self._texts += 1
+        key = f"bigbatch/text/{self._texts}"
+        if self.rank != 0:
+            self._put(f"{key}/{self.rank}", text)
+            return key, []
+        return key, [text, *(self._take(f"{key}/{rank}", what=what) for rank in range(1, self.world_size))]
+
+    def _put(self, key: str, text: str) -> None:
+        """Write a text in pieces that the store takes."""
+        data = text.encode()
+        pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{key}/piece/{number}", piece)  # type: ignore[arg-type]
+        self.store.set(key, str(len(pieces)))
+
+    def _take(self, key: str, *, what: str) -> str:
+        """Wait for a text and read it."""
+        self._await(key, what=what)
+        count = int(self.store.get(key))
+        return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
+
+    def read(self, key: str, *, what: str) -> str:
+        """A short value that another rank writes, once it is there. Raises: PeerLostError."""
+        with self._explained(what):
+            self._await(key, what=what)
+            return str(self.store.get(key).decode())
+
+    def _await(self, key: str, *, what: str) -> None:
+        """Wait for a key by asking for it: a store that waits itself serves no other thread of this process."""
+        start, pause = time.monotonic(), SHORTEST_PAUSE_SECONDS
+        heeded = start
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            now = time.monotonic()
+            if now - heeded > 1.0:
+                heeded = now
+                self.heed_others(what, now - start)
+            if now - start > self.timeout_seconds:
+                raise TimeoutError("some rank has not come to it")
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        except CommError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise self.explain(what, time.monotonic() - start, error) from error
+
+    def answer_roll_call(self) -> None:
+        """After the loss of another rank: say that this one lives, whatever it does at the moment.
+
+        After a time limit only who waits in an operation answers: who does something else is the one that is missed.
+        """
+        if not self._has_answered and self.store.check([_FAILED]):
+            self._has_answered = True
+            if self.store.get(_FAILED) == b"lost":
+                self.store.set(f"bigbatch/alive/{self.rank}", "1")
+
+    def heed_others(self, label: str, seconds: float) -> None:
+        """While waiting: another rank's failure ends the wait, so that nobody takes this rank for lost."""
+        if self._has_failed:
+            return  # this rank reports one itself, and is about to say which
+        try:
+            has_failed = self.store.check([_FAILED])
+        except RuntimeError:
+            return  # the operation itself is about to fail, and knows more
+        if has_failed:
+            cause = RuntimeError("another rank reports a failure")
+            raise self.explain(label, seconds, cause) from cause
+
+    def give_up(self, label: str, seconds: float) -> None:
+        """While waiting for a library that knows no time limit: heed the others, and this connection's own limit."""
+        self.heed_others(label, seconds)
+        if seconds > self.timeout_seconds:
+            raise self.explain(label, seconds, TimeoutError("some rank has not come to it"))
+
+    def explain(self, label: str, seconds: float, error: Exception) -> CommError:
+        """What failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
+        self._has_failed = True
+        is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+        who = self._roll_call("late" if is_late else "lost")
+        if self._holder == f"rank {self.rank}":
+            time.sleep(LINGER_SECONDS)
+        return PeerLostError(
+            f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
+        )
+
+    def has_met(self, rank: int) -> bool:
+        """A rank has come to the rendezvous, whatever it does now."""
+        return bool(self.store.check([f"bigbatch/host/{rank}"]))
+
+    def host_of(self, rank: int) -> str:
+        """Where a rank runs."""
+        key = f"bigbatch/host/{rank}"
+        return str(self.store.get(key).decode()) if self.store.check([key]) else "a host that has not met"
+
+    def _roll_call(self, cause: str) -> str:
+        """Which ranks do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
+        try:
+            self.store.set(f"bigbatch/alive/{self.rank}", "1")
+            if not self.store.check([_FAILED]):
+                self.store.set(_FAILED, cause)
+            deadline = time.monotonic() + ROLL_CALL_SECONDS
+            missing = list(range(self.world_size))
+            while missing and time.monotonic() < deadline:
+                missing = [r for r in missing if not self.store.check([f"bigbatch/alive/{r}"])]
+                time.sleep(0.1)
+            places = [f"{rank} on {self.host_of(rank)}" for rank in missing]
+        except RuntimeError:
+            return f"no answer from {self._holder}, which holds the rendezvous"
+        return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without the place in the C++ sources where it was raised."""
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
+
+
+def _open_store(
+    env: ProcessEnv, timeout_seconds: float, *, interface: str | None, find_master: FindMaster | None
+) -> tuple[Store, str, Master]:
+    """The store, who holds it, and where: under mpirun only now known."""
+    timeout = timedelta(seconds=timeout_seconds)
+    if env.world_size == 1:
+        return HashStore(), "rank 0", env.master
+    prefix = f"bigbatch/{_connections}"
+    if dist.is_initialized():  # somebody else's script has met already
+        store: Store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        return store, "the default process group's store", env.master
+    if env.master not in _met:
+        met = env
+        if env.master is None and env.launcher in MPI_LAUNCHERS and find_master is not None:
+            met = replace(env, master=find_master(env, timeout_seconds=timeout_seconds, interface=interface))
+        _met[env.master] = rendezvous(met, timeout), "torchrun" if env.master_runs else "rank 0", met.master
+    shared, holder, master = _met[env.master]
+    return PrefixStore(prefix, shared), holder, master
+
+
+def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
+    """The key-value store through which the ranks find each other, bound to one address by rank 0."""
+    if env.master is None:
+        raise CommError(
+            f"{env.launcher} tells ranks no meeting point: install mpi4py (pip install 'bigbatch[mpi]'), or set "
+            "MASTER_ADDR and MASTER_PORT for all ranks"
+        )
+    address, port = env.master
+    try:
+        if env.master_runs:  # it outlives the ranks: those of a restart must not read what the last ones left
+            return PrefixStore(f"attempt/{env.attempt}", TCPStore(address, port, is_master=False, timeout=timeout))
+        if env.rank != 0:
+            return TCPStore(address, port, is_master=False, timeout=timeout)
+        listener = listen(address, port, is_one_host=env.is_one_host)
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except (OSError, RuntimeError) as error:
+        raise CommError(
+            f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; "
+            f"{_remedy(env, address)}"
+        ) from error
+
+
+def _remedy(env: ProcessEnv, address: str) -> str:
+    if env.rank != 0 and not env.is_one_host and _leads_back(address):
+        return f"{address} leads {env.host} to itself: give it {address}'s own address in /etc/hosts, or by MASTER_ADDR"
+    again = ", or submit the job again: its number chooses another port" if env.launcher == "srun" else ""
+    words = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are an address and free port of its host"
+    return words + again
+
+
+def _leads_back(address: str) -> bool:
+    """A name that leads to this host's loopback interface, as Debian and Ubuntu set up the host's own."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:  # no name at all
+        return False
+    return address not in (found, "localhost") and ip_address(found).is_loopback
+
+
+def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
+    """A socket that listens on this address alone, not on every interface.
+
+    Except on a host of several whose name leads to its own loopback interface: the other hosts know it by another
+    address.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if not is_one_host and _leads_back(address):
+        where = ("", port)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(where)
+    listener.listen(4096)
+    return listener

@@ -1,0 +1,253 @@
+"""Who am I: the only reader of what mpirun, srun and torchrun put into the environment."""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import LaunchError
+
+LAUNCHER_VARIABLES = {
+    # launcher: (rank, world size, local rank, local size)
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""In order of precedence: torchrun inside srun counts as torchrun, mpirun inside sbatch as openmpi.
+
+Of Slurm's variables only those of the step count: an interactive shell of eight tasks is one process.
+"""
+
+MPI_LAUNCHERS = ("openmpi", "mpich")
+"""Those whose ranks can talk by MPI before anything else."""
+
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
+
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
+TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
+"""Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
+
+INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
+"""Set by `bigbatch launch --interface` for the ranks: the network interface between the nodes."""
+
+FIRST_SLURM_PORT = 20000
+NUM_SLURM_PORTS = 12000
+"""Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""
+SLURM_STEP_PORTS = 1009
+"""How far apart two steps of a job meet: jobs with neighbouring numbers may share a node, and their steps, too."""
+
+
+@dataclass(frozen=True)
+class ProcessEnv:
+    """One process as its launcher describes it. master is None where the ranks must find each other by MPI."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    host: str
+    master: tuple[str, int] | None
+    master_runs: bool = False
+    """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
+    attempt: int = 0
+    """How often the launcher has restarted all ranks (torchrun --max-restarts)."""
+    terminal_columns: int | None = None
+    """Width of the terminal that shows this job; None where there is none."""
+    plays_host: bool = False
+    """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
+    interface: str | None = None
+    """Network interface between the nodes, as `bigbatch launch --interface` names it; it goes before a config's."""
+
+    @property
+    def is_one_host(self) -> bool:
+        """All ranks run on this host, so nothing needs to listen beyond the loopback interface."""
+        return self.local_size == self.world_size
+
+
+ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
+"""A world of one process, whatever the environment says."""
+
+
+def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
+    """Find the launcher by its variables; without any, this is a world of one process.
+
+    Raises: LaunchError when a launcher's variables are incomplete, contradictory or not numbers.
+    """
+    variables = os.environ if environ is None else environ
+    launcher = _launcher(variables)
+    host, plays_host = _host(variables, launcher), bool(variables.get("BIGBATCH_HOST"))
+    columns, interface = terminal_columns(variables), variables.get(INTERFACE_VARIABLE) or None
+    if launcher is None:
+        return ProcessEnv(
+            *("none", 0, 1, 0, 1, host, None), terminal_columns=columns, plays_host=plays_host, interface=interface
+        )
+    names = LAUNCHER_VARIABLES[launcher]
+    rank, world_size, local_rank = (_number(variables, name, launcher) for name in names[:3])
+    local_size = _slurm_local_size(variables) if launcher == "srun" else _number(variables, names[3], launcher)
+    for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
+        if not 0 <= index < count:
+            raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")
+    one_host = local_size == world_size
+    return ProcessEnv(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        host=host,
+        master=_master(variables, launcher, is_one_host=one_host),
+        master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(variables, RESTART_VARIABLE, launcher) if RESTART_VARIABLE in variables else 0,
+        terminal_columns=columns,
+        plays_host=plays_host,
+        interface=interface,
+    )
+
+
+def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
+    """Width of the terminal behind standard output, or None.
+
+    mpirun puts a pseudo-terminal before every rank even when its own output goes to a file, so under it only
+    the word of `bigbatch launch`, which sees the real output, counts.
+    """
+    variables = os.environ if environ is None else environ
+    if TERMINAL_VARIABLE in variables:
+        return _number(variables, TERMINAL_VARIABLE, "bigbatch launch") or None
+    if _launcher(variables) == "openmpi" or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def visible_gpus(count: int, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Names by which CUDA_VISIBLE_DEVICES may pass on the count GPUs that this process sees."""
+    named = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
+def prefer_interface(name: str | None, *, is_one_host: bool) -> None:
+    """Tell gloo and NCCL which network interface to use; without a name, gloo on one host keeps to loopback.
+
+    A user's own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME wins. Loopback is also needed where the host's own name
+    does not resolve.
+    """
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    elif is_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+
+
+def _launcher(variables: Mapping[str, str]) -> str | None:
+    for launcher, names in LAUNCHER_VARIABLES.items():
+        if launcher == "srun" and "SLURM_STEP_ID" not in variables:
+            continue  # the batch script itself, not a task that srun started
+        if launcher == "mpich" and "SLURM_STEP_ID" in variables and names[2] not in variables:
+            continue  # srun --mpi=pmi2 sets PMI_RANK for MPICH's library; there is no mpiexec
+        if names[0] in variables and names[1] in variables:
+            return launcher
+    return None
+
+
+def _number(variables: Mapping[str, str], name: str, launcher: str) -> int:
+    try:
+        return int(variables[name])
+    except KeyError:
+        raise LaunchError(f"{launcher} did not set {name}; start the job with {launcher}'s own command") from None
+    except ValueError:
+        raise LaunchError(f"{name}={variables[name]!r} is not a number") from None
+
+
+def _host(variables: Mapping[str, str], launcher: str | None) -> str:
+    """This node's name; BIGBATCH_HOST plays a node. MPICH's mpiexec gives all ranks its own SLURMD_NODENAME."""
+    name = variables.get("BIGBATCH_HOST") or (launcher != "mpich" and variables.get("SLURMD_NODENAME"))
+    return name or socket.gethostname()
+
+
+def _slurm_local_size(variables: Mapping[str, str]) -> int:
+    """Tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form, such as 8(x4)")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(variables, "SLURM_NODEID", "srun")
+    if not 0 <= node < len(counts):
+        raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
+    return counts[node]
+
+
+def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -> tuple[str, int] | None:
+    if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
+        return variables["MASTER_ADDR"], _number(variables, "MASTER_PORT", launcher)
+    if launcher != "srun":
+        return None
+    job, step = _number(variables, "SLURM_JOB_ID", launcher), _number(variables, "SLURM_STEP_ID", launcher)
+    port = FIRST_SLURM_PORT + (job + SLURM_STEP_PORTS * step) % NUM_SLURM_PORTS
+    return "127.0.0.1" if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
+
+
+def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Nodes of this step of Slurm's, whether their ranks have come or not; none under other launchers.
+
+    Raises: LaunchError where the variable is no host list.
+    """
+    text = (os.environ if environ is None else environ).get("SLURM_STEP_NODELIST")
+    return expand_hostlist(text) if text else []
+
+
+def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torchs_own: str) -> Path:
+    """The folder in which torch.compile is to keep its code from run to run, told to it; the user's own goes first.
+
+    torchs_own: what torch sets the variable to, as it is imported, where the user has not. It stays where there is no
+    home, or none to write to.
+    Ranks, runs and nodes may share the folder: entries are named by what they depend on and put in place whole.
+    """
+    variables = os.environ if environ is None else environ
+    if variables.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigbatch" / "compiled"
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                variables[COMPILED_VARIABLE] = str(folder)
+    return Path(variables[COMPILED_VARIABLE])
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's compact host list, written out: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
+
+    Raises: LaunchError where the text is not a host list.
+    """
+    item = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"
+    if not re.fullmatch(f"{item}(?:,{item})*", text, re.ASCII):
+        raise LaunchError(f"{text!r} is not a Slurm host list, such as node[01-04]")
+    return [host for each in re.findall(item, text, re.ASCII) for host in _expand_item(each)]
+
+
+def _expand_item(item: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", item)
+    if not match:
+        return [item]
+    names = []
+    for span in match[1].split(","):
+        limits = re.fullmatch(r"(\d+)(?:-(\d+))?", span, re.ASCII)
+        if not limits or int(limits[1]) > int(limits[2] or limits[1]):
+            raise LaunchError(f"{item!r} is not a Slurm host list, such as node[01-04]")
+        for number in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
+            names += _expand_item(f"{item[: match.start()]}{number:0{len(limits[1])}d}{item[match.end() :]}")
+    return names

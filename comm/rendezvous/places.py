@@ -1,0 +1,116 @@
+"""What the ranks say about where they run, compared before anything relies on it."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import LAUNCHER_VARIABLES, ProcessEnv
+from bigbatch.comm.rendezvous.release import UNTOLD, release, require_same_release
+from bigbatch.errors import CommError
+
+MOST_NAMED_RANKS = 8
+_REMEDY = (
+    "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
+    "one host, name them by BIGBATCH_HOST"
+)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank runs, by its own account."""
+
+    rank: int
+    host: str
+    space: str
+    """process_space(): which other processes it sees."""
+    local_rank: int
+    local_size: int
+    plays_host: bool = False
+
+    @property
+    def node(self) -> str:
+        """Ranks can share memory where this is the same."""
+        return f"{self.host} {self.space}"
+
+
+def process_space() -> str:
+    """What names this process's view of other processes: ranks can share memory only where it is the same.
+
+    A name of this process alone where there is no Linux /proc, and so no memory to share.
+    """
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"process {os.getpid()}"
+
+
+def meet(env: ProcessEnv, control: Control) -> list[RankPlace]:
+    """Where every rank runs, in rank order. Collective.
+
+    Raises: CommError where ranks run different code, two processes are the same rank, or the ranks of a host contradict
+    each other.
+    """
+    mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host)
+    _claim_rank(env, control)
+    texts = control.gather_text(json.dumps({"release": release(), **asdict(mine)}), what="meeting of all ranks")
+    told = [json.loads(text) for text in texts]
+    # before anything else is read: another bigbatch may say it otherwise
+    require_same_release([each.pop("release", UNTOLD) for each in told], hosts=[each["host"] for each in told])
+    places = [RankPlace(**each) for each in told]
+    require_consistent(places)
+    return places
+
+
+def _claim_rank(env: ProcessEnv, control: Control) -> None:
+    """The second process of one rank would never be missed, as the first one answers in its place."""
+    key = f"bigbatch/claim/{env.rank}"
+    if control.store.add(key, 1) == 1:
+        control.store.set(f"{key}/host", env.host)
+        return
+    first = control.read(f"{key}/host", what=f"question who else is rank {env.rank}")
+    variables = LAUNCHER_VARIABLES.get(env.launcher)
+    raise CommError(
+        f"two processes are rank {env.rank}, one on {first} and one on {env.host}: start every process in one job, "
+        f"with a {variables[0] if variables else 'rank'} of its own"
+    )
+
+
+def require_consistent(places: Sequence[RankPlace]) -> None:
+    """Local ranks choose GPUs, and their number says whether a host is alone: both must fit what the hosts are called.
+
+    A host is what has the name, or a container on it that sees its own processes alone. Says nothing about hosts that
+    are played.
+    Raises: CommError naming ranks and host.
+    """
+    if any(place.plays_host for place in places):
+        return
+    problem = _contradiction(places, lambda place: place.host)
+    if problem and _contradiction(places, lambda place: place.node):
+        raise CommError(f"{problem}: {_REMEDY}")
+
+
+def _contradiction(places: Sequence[RankPlace], host_of: Callable[[RankPlace], str]) -> str | None:
+    hosts: dict[str, list[RankPlace]] = {}
+    for place in places:
+        hosts.setdefault(host_of(place), []).append(place)
+    for together in hosts.values():
+        host = together[0].host
+        firsts: dict[int, RankPlace] = {}
+        for place in together:
+            first = firsts.setdefault(place.local_rank, place)
+            if first is not place:
+                return f"rank {first.rank} and rank {place.rank} are both local rank {place.local_rank} of {host}"
+        for place in together:
+            if place.local_size != len(together):
+                return (
+                    f"rank {place.rank} was started as one of {place.local_size} on {host}, where {len(together)} run "
+                    f"(rank {_named(together)})"
+                )
+    return None
+
+
+def _named(places: Sequence[RankPlace]) -> str:
+    names = [str(place.rank) for place in places]
+    return ", ".join(names[:MOST_NAMED_RANKS]) + (" and more" if len(names) > MOST_NAMED_RANKS else "")

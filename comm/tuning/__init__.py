@@ -1,0 +1,1 @@
+"""Measuring a cluster, and choosing algorithm and fusion plan for it."""

@@ -1,0 +1,108 @@
+"""Under which conditions something was measured."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bigbatch import __version__
+from bigbatch.comm.backends.base import dtype_name
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.tuning.tuned import ClusterFacts, make_cluster
+
+BUILT_FROM = Path(__file__).with_name("built_from.txt")
+"""Holds the commit in a container image, whose build has no git."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Versions, machines and the shape of the job: the first line of every file of figures."""
+
+    date: str
+    """UTC, to the second."""
+    bigbatch: str
+    commit: str | None
+    """Of the checkout, '+' if it was changed; None where it is not known."""
+    torch: str
+    python: str
+    kernel: str
+    hosts: tuple[str, ...]
+    """Of each rank."""
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks of each node group."""
+    cores: tuple[int, ...]
+    """Of each rank's host, for this process."""
+    device: str
+    """The kinds of device that ranks compute on."""
+    launcher: str
+    backend: str
+    wire_dtype: str | None
+    predivide: float
+
+    @property
+    def cluster(self) -> ClusterFacts:
+        """What must be the same for a tuned file to hold."""
+        return make_cluster(self.groups, backend=self.backend, wire_dtype=self.wire_dtype, device=self.device)
+
+
+def gather_conditions(communicator: Communicator) -> Conditions:
+    """Collective."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    texts = communicator.gather_text(f"{cores}\n{communicator.env.host}\n{device_name(communicator.device)}")
+    each = [text.split("\n") for text in texts]
+    return Conditions(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        bigbatch=__version__,
+        commit=communicator.gather_text(source_commit() or "" if communicator.rank == 0 else "")[0] or None,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        kernel=f"{platform.system()} {platform.release()}",
+        hosts=tuple(host for _, host, _ in each),
+        groups=communicator.topology.groups,
+        cores=tuple(int(count) for count, _, _ in each),
+        device=", ".join(sorted({device for _, _, device in each})),
+        launcher=communicator.env.launcher,
+        backend=communicator.backend.name,
+        wire_dtype=_wire_name(communicator),
+        predivide=communicator.wire.predivide,
+    )
+
+
+def gather_cluster(communicator: Communicator) -> ClusterFacts:
+    """What must be the same for a tuned file to hold. Collective."""
+    devices = set(communicator.gather_text(device_name(communicator.device)))
+    return make_cluster(
+        communicator.topology.groups,
+        backend=communicator.backend.name,
+        wire_dtype=_wire_name(communicator),
+        device=", ".join(sorted(devices)),
+    )
+
+
+def _wire_name(communicator: Communicator) -> str | None:
+    return dtype_name(communicator.wire.dtype) if communicator.wire.dtype else None
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def source_commit() -> str | None:
+    """The commit of the checkout that this code runs from, '+' if it was changed; that of the build in an image.
+
+    None in any other installed wheel.
+    """
+    here = Path(__file__).resolve()
+    git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
+    try:
+        git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in someone else's checkout
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return (BUILT_FROM.read_text().strip() or None) if BUILT_FROM.exists() else None

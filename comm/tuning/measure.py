@@ -1,0 +1,248 @@
+"""Timed all-reduces and messages between the ranks of a running job. Everything here is collective."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.backends.base import dtype_name
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.tuning.cost_model import LinkModel, fit_link
+from bigbatch.comm.tuning.exact import expected_pattern, limit_of, rank_pattern
+
+LEAST_REPETITIONS = 2
+ROUND = 5
+"""Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift touches all alike."""
+LOOP_SECONDS, MOST_LOOPS = 0.02, 20
+"""A repetition is as many sums in a row as fit into that time, from one to so many; its time is divided by them."""
+
+MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
+"""Sizes of messages that are timed; each a multiple of 4."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: at most so many repetitions, and so many seconds (two repetitions are made anyway)."""
+
+    repetitions: int
+    seconds: float
+    contender_ratio: float = float("inf")
+    """Where time is short, an algorithm whose first time exceeds the best one's by this factor is not repeated."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One algorithm at one size: the slowest rank's time of each repetition, and the elements that came out wrong."""
+
+    measured: Measured
+    num_wrong: int
+
+
+def time_sums(
+    tensor_N: Tensor, communicators: Mapping[str, Communicator], *, effort: Effort, label: str = "measurement"
+) -> dict[str, Sums]:
+    """Time the all-reduce of tensor_N by each algorithm, in place; its content is lost.
+
+    Ranks do not meet before a repetition, as in training: each times its own, and the slowest rank's time counts.
+    Short sums are repeated in a row, as nccl-tests does: one alone measures when its ranks were scheduled. Each
+    algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
+    repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
+    Raises: PeerLostError.
+    """
+    any_communicator = next(iter(communicators.values()))
+    wrong: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
+
+    loops = 1
+
+    def repeat(name: str, count: int) -> None:
+        tensor_N.zero_()
+        what = f"{label} by {name}"
+        seconds[name] += _time_here(tensor_N, communicators[name], count=count, loops=loops, label=what)
+        wrong[name] += int(torch.count_nonzero(tensor_N))
+
+    for name, communicator in communicators.items():
+        wrong[name] = _count_wrong_sums(tensor_N, communicator, label=f"check of {name}, {label}")
+        seconds[name] = []
+        repeat(name, 1)
+    pilots = _first(seconds, any_communicator)
+    loops = max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(min(pilots.values()), 1e-9))))
+    if loops > 1:  # then one sum alone is no repetition, and not even a sign of who is fast
+        for name in communicators:
+            seconds[name].clear()
+            repeat(name, 1)
+        pilots = _first(seconds, any_communicator)
+    effort = dataclasses.replace(effort, seconds=effort.seconds / loops)
+    chosen = _contenders(pilots, effort)
+    left = _repetitions(sum(pilots[name] for name in chosen), effort) - 1
+    while left > 0:
+        for name in chosen:
+            repeat(name, min(left, ROUND))
+        left -= ROUND
+    all_wrong = _total(wrong, any_communicator)
+    return {
+        name: Sums(Measured(tuple(times)), all_wrong[name])
+        for name, times in slowest(seconds, any_communicator).items()
+    }
+
+
+def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
+    """The slowest rank's first repetition of each."""
+    return {name: times[0] for name, times in slowest(seconds, communicator).items()}
+
+
+def _contenders(pilots: Mapping[str, float], effort: Effort) -> list[str]:
+    if effort.repetitions * sum(pilots.values()) <= effort.seconds:
+        return list(pilots)
+    return [name for name, pilot in pilots.items() if pilot <= effort.contender_ratio * min(pilots.values())]
+
+
+def _repetitions(seconds_each: float, effort: Effort) -> int:
+    return max(LEAST_REPETITIONS, min(effort.repetitions, int(effort.seconds / max(seconds_each, 1e-9))))
+
+
+def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loops: int, label: str) -> list[float]:
+    """This rank's seconds per all-reduce of each of count repetitions, one after another."""
+    seconds = []
+    for _ in range(count):
+        _wait_for(communicator.device)
+        start = time.perf_counter()
+        for _ in range(loops):
+            communicator.sum_(tensor_N, label=label)
+        _wait_for(communicator.device)
+        seconds.append((time.perf_counter() - start) / loops)
+    return seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, list[float]]:
+    """Each repetition's longest time over all ranks, the same on all of them."""
+    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(seconds))]
+    return {name: [max(times) for times in zip(*(each[name] for each in everyone), strict=True)] for name in seconds}
+
+
+def _total(counts: Mapping[str, int], communicator: Communicator) -> dict[str, int]:
+    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(counts))]
+    return {name: sum(each[name] for each in everyone) for name in counts}
+
+
+def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
+    """Sum numbers whose sum is exact, and count this rank's elements that differ from it."""
+    dtype = communicator.wire.of(tensor_N)
+    limit = min(limit_of(dtype_name(tensor_N.dtype)), limit_of(dtype_name(dtype)))
+    fill_(tensor_N, rank_pattern(communicator.rank, communicator.world_size, limit=limit))
+    communicator.sum_(tensor_N, label=label)
+    return count_different(tensor_N, expected_pattern(communicator.world_size, limit=limit))
+
+
+def fill_(tensor_N: Tensor, pattern: Sequence[int]) -> None:
+    """Repeat the pattern over the tensor, in place."""
+    pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
+    whole = tensor_N.numel() // len(pattern) * len(pattern)
+    tensor_N[:whole].view(-1, len(pattern)).copy_(pattern_P)
+    tensor_N[whole:].copy_(pattern_P[: tensor_N.numel() - whole])
+
+
+def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
+    """Number of elements that are not the repeated pattern's; what is not finite differs."""
+    pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
+    whole = tensor_N.numel() // len(pattern) * len(pattern)
+    rows = tensor_N[:whole].view(-1, len(pattern)).split(1 << 14)
+    wrong = sum(int(torch.count_nonzero(rows_RP != pattern_P)) for rows_RP in rows)
+    return wrong + int(torch.count_nonzero(tensor_N[whole:] != pattern_P[: tensor_N.numel() - whole]))
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Repeated times of messages by their bytes, from the shortest to the longest."""
+
+    times: tuple[tuple[int, Measured], ...]
+
+    @property
+    def link(self) -> LinkModel:
+        """Latency and bandwidth, fitted to the medians."""
+        return fit_link([(num_bytes, measured.median) for num_bytes, measured in self.times])
+
+    @property
+    def best_bytes_per_second(self) -> float:
+        """Of the fastest of the longest messages: what the link can do, when nothing else holds the ranks up.
+
+        Shorter ones do not count: a shaped or buffered link lets them through faster than it can go on.
+        """
+        num_bytes, measured = self.times[-1]
+        return num_bytes / measured.min
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """What messages cost; None where there are none: on one node, with one rank per node, without messages at all."""
+
+    inside: Hops | None
+    across: Hops | None
+
+
+def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLinks:
+    """Time messages inside nodes and between them.
+
+    As a ring uses them: every rank of a node (or every node's leader) sends to the next and receives from the last
+    at once. Between nodes one rank of each is at work.
+    """
+    topology = communicator.topology
+    if not communicator.backend.capabilities.has_messages:
+        return MeasuredLinks(None, None)
+    has_inside = topology.num_nodes < topology.world_size
+    return MeasuredLinks(
+        inside=_measure_hops(communicator, topology.node, seconds=seconds / 2) if has_inside else None,
+        across=_measure_hops(communicator, topology.leaders, seconds=seconds / 2) if topology.num_nodes > 1 else None,
+    )
+
+
+def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> Hops:
+    """Half of the time goes to the longest messages."""
+    times = []
+    for num_bytes in MESSAGE_BYTES:
+        share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
+        effort = Effort(repetitions=30, seconds=seconds * share)
+        times.append((num_bytes, Measured(tuple(time_hops(communicator, ring, num_bytes, effort=effort)))))
+    return Hops(tuple(times))
+
+
+def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, effort: Effort) -> list[float]:
+    """The slowest rank's seconds of each hop around a ring of ranks; the ranks outside it look on."""
+    hop = _make_hop(communicator, ring, num_bytes)
+    hop(1)  # connections open
+    pilot = slowest({"": hop(2)}, communicator)[""]
+    return slowest({"": hop(_repetitions(min(pilot), effort))}, communicator)[""]
+
+
+def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -> Callable[[int], list[float]]:
+    backend = communicator.backend
+    if communicator.rank not in ring or len(ring) < 2:
+        return lambda count: [0.0] * count
+    place = list(ring).index(communicator.rank)
+    left, right = ring[place - 1], ring[(place + 1) % len(ring)]
+    send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
+    seconds: list[float] = []
+
+    def go_round(count: int) -> None:
+        for _ in range(count):
+            start = time.perf_counter()
+            backend.start_exchange(send=send_N, to=right, receive=receive_N, source=left).wait()
+            _wait_for(communicator.device)
+            seconds.append(time.perf_counter() - start)
+
+    def hop(count: int) -> list[float]:
+        seconds.clear()
+        backend.submit(lambda: go_round(count), label=f"hop of {num_bytes} bytes to rank {right}").wait()
+        return seconds[:]
+
+    return hop

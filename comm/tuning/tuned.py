@@ -1,0 +1,193 @@
+"""What `bigbatch comm tune` found for one cluster and one model, and the file that keeps it. Imports no torch."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.algorithms.hybrid import HybridTable
+from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.errors import TunedError
+
+FORMAT = "bigbatch comm tune 1"
+
+DEFAULT_FOLDER = Path("tuned")
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What must be the same for measured times to hold. The network itself has no name to compare."""
+
+    backend: str
+    world_size: int
+    group_sizes: tuple[int, ...]
+    placement: str
+    """block: the ranks of each node are consecutive; scattered: they are not."""
+    wire_dtype: str | None
+    device: str
+
+
+def make_cluster(groups: Sequence[Sequence[int]], *, backend: str, wire_dtype: str | None, device: str) -> ClusterFacts:
+    """groups: the ranks of each node."""
+    is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
+    return ClusterFacts(
+        backend=backend,
+        world_size=sum(len(group) for group in groups),
+        group_sizes=tuple(len(group) for group in groups),
+        placement="block" if is_block else "scattered",
+        wire_dtype=wire_dtype,
+        device=device,
+    )
+
+
+def fingerprint(tensors: Sequence[TensorSpec]) -> str:
+    """Names, sizes and dtypes of a model's gradients, in whatever order, in 16 hexadecimal digits."""
+    lines = sorted(f"{tensor.name} {tensor.num_elements} {tensor.dtype}" for tensor in tensors)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The choices for one cluster and model, and what they rest on."""
+
+    cluster: ClusterFacts
+    model: str
+    """Its name, for people; tensors tell models apart."""
+    tensors: tuple[TensorSpec, ...]
+    """The gradients, in the order in which they become ready."""
+    table: HybridTable
+    sizes: PlanSizes
+    command: str
+    """The command that made this, and makes it anew."""
+    evidence: Mapping[str, Any]
+    """Measured times, simulated exposed times, conditions: for people and for the simulator."""
+
+    def require_model(self, tensors: Sequence[TensorSpec], *, path: Path) -> None:
+        """Raises: TunedError where this was made for another model."""
+        if fingerprint(tensors) != fingerprint(self.tensors):
+            raise TunedError(
+                f"{path} was tuned for another model: {_first_difference(self.tensors, tensors)}; "
+                f"tune for this one: {self.command}, with its own --config"
+            )
+
+    def require_cluster(self, cluster: ClusterFacts, *, path: Path) -> None:
+        """Raises: TunedError where this was measured on another cluster."""
+        for field in dataclasses.fields(ClusterFacts):
+            there, here = getattr(self.cluster, field.name), getattr(cluster, field.name)
+            if there != here:
+                raise TunedError(
+                    f"{path} was tuned on another cluster: {field.name} {_show(there)} there, {_show(here)} here; "
+                    f"measure this one, with the ranks that will train: {self.command}"
+                )
+
+
+def _show(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _first_difference(there: Sequence[TensorSpec], here: Sequence[TensorSpec]) -> str:
+    theirs, ours = {t.name: t for t in there}, {t.name: t for t in here}
+    for name in (*theirs, *ours):
+        if name not in ours:
+            return f"{name} is not among this model's gradients"
+        if name not in theirs:
+            return f"{name} is not among that model's gradients"
+        a, b = theirs[name], ours[name]
+        if (a.num_elements, a.dtype) != (b.num_elements, b.dtype):
+            return f"{name} is {a.num_elements} {a.dtype} there, {b.num_elements} {b.dtype} here"
+    raise AssertionError("models of unequal fingerprints differ")
+
+
+def default_path(cluster: ClusterFacts, model: str, tensors: Sequence[TensorSpec]) -> Path:
+    """One file per cluster and model: tuned/<model>-<backend>-<ranks per node>-<fingerprint>.json."""
+    sizes = "+".join(map(str, cluster.group_sizes))
+    if len(set(cluster.group_sizes)) == 1:
+        sizes = f"{len(cluster.group_sizes)}x{cluster.group_sizes[0]}"
+    text = json.dumps([dataclasses.asdict(cluster), fingerprint(tensors)])
+    return DEFAULT_FOLDER / f"{model}-{cluster.backend}-{sizes}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+
+
+def require_folder(folder: Path) -> None:
+    """Make the folder of a file that is to be written. Raises: TunedError where the system refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise TunedError(f"cannot write into {folder}: {error.strerror}; choose another --output") from error
+
+
+def write_tuned(tuned: Tuned, path: Path) -> None:
+    """Replace the file in one step. Raises: TunedError where the system refuses."""
+    record = {
+        "format": FORMAT,
+        "command": tuned.command,
+        "cluster": dataclasses.asdict(tuned.cluster),
+        "table": json.loads(tuned.table.to_json()),
+        "fusion": dataclasses.asdict(tuned.sizes),
+        "model": tuned.model,
+        "fingerprint": fingerprint(tuned.tensors),
+        "tensors": [dataclasses.astuple(tensor) for tensor in tuned.tensors],
+        "evidence": tuned.evidence,
+    }
+    require_folder(path.parent)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(json.dumps(record, indent=1) + "\n")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise TunedError(f"cannot write {path}: {error.strerror}; choose another --output") from error
+
+
+def read_tuned(path: Path) -> Tuned:
+    """What write_tuned wrote. Raises: TunedError for a missing, foreign or damaged file."""
+    return parse_tuned(read_text(path), path=path)
+
+
+def read_text(path: Path) -> str:
+    """Raises: TunedError for a file that cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise TunedError(f"cannot read {path}: {reason}; bigbatch comm tune makes such a file") from error
+
+
+def parse_tuned(text: str, *, path: Path) -> Tuned:
+    """The text of such a file; path is for messages. Raises: TunedError for a foreign or damaged one."""
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise TunedError(f"{path} is no JSON ({error}); make it anew with bigbatch comm tune") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise TunedError(f"{path} is not of the form {FORMAT!r}; make it anew with bigbatch comm tune")
+    try:
+        return _parse(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TunedError(f"{path} is damaged ({_one_line(error)}); make it anew with bigbatch comm tune") from error
+
+
+def _parse(record: Mapping[str, Any]) -> Tuned:
+    cluster = dict(record["cluster"])
+    tensors = tuple(TensorSpec(*fields) for fields in record["tensors"])
+    if fingerprint(tensors) != record["fingerprint"]:
+        raise ValueError("its tensors are not those of its fingerprint")
+    return Tuned(
+        cluster=ClusterFacts(**{**cluster, "group_sizes": tuple(cluster["group_sizes"])}),
+        model=record["model"],
+        tensors=tensors,
+        table=HybridTable.from_json(json.dumps(record["table"])),
+        sizes=PlanSizes(**record["fusion"]),
+        command=record["command"],
+        evidence=record["evidence"],
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())

@@ -1,0 +1,241 @@
+"""Choose the algorithm by size and the fusion plan from what this cluster and this model measure."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from bigbatch.comm.algorithms.hybrid import HybridTable, Measured, Times, make_hybrid
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.tuning.cost_model import SecondsOf, interpolate
+from bigbatch.comm.tuning.measure import Effort, MeasuredLinks, Sums, slowest, time_sums
+from bigbatch.comm.tuning.plan_search import Backward, PlanChoice, evaluate_plan, least_exposed_seconds, search_plan
+from bigbatch.errors import CommError
+
+SMALLEST_BYTES = 1024
+FACTOR = 4
+REPETITIONS = 100
+MOST_REPETITIONS = 400
+CONTENDER_RATIO = 1.5
+"""Where time is short, who is slower than the best by more than this is timed once."""
+LAG_RATIO = 1.05
+"""Who is surely behind the best by more than this while bytes count, and falls back further, is given up."""
+NOISY_RISE = 1.15
+"""Up to this, a larger sum's dearer bytes are put down to noise: the longest sums may be timed twice only."""
+SWEEP_SHARE = 0.6
+"""Of the time goes to the sweep over all sizes; the rest to where the choice is uncertain."""
+MOST_NOISE = 0.02
+"""Two contenders at a size are told apart where their medians are known this well; two such errors stay below 4%."""
+NARROW = 1.5
+"""Between two sizes that choose differently and lie further apart than by this factor, one more is measured."""
+LEAST_REFINEMENT = 5
+"""Repetitions below which a second look is not worth its check."""
+BANDWIDTH_BOUND = 2.5
+"""Four times the bytes took so many times as long: from here on bytes count, and who is behind stays behind."""
+LARGEST_BYTES = 256 << 20
+
+
+def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
+    """Sizes to measure: 1 KiB, four times that and so on, and last one that holds all gradients; at most 256 MiB."""
+    largest = min(max(1, math.ceil(gradient_bytes / SMALLEST_BYTES)) * SMALLEST_BYTES, LARGEST_BYTES)
+    sizes = [SMALLEST_BYTES]
+    while FACTOR * sizes[-1] <= largest / 2:
+        sizes.append(FACTOR * sizes[-1])
+    return tuple(dict.fromkeys((*sizes, largest)))
+
+
+def measure_times(
+    communicator: Communicator,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    seconds: float,
+    on_size: Callable[[int, Mapping[str, Measured]], None],
+) -> Times:
+    """Time every algorithm at every size, from the smallest on, as far as seconds allow. Collective.
+
+    seconds must be the same on all ranks. First all sizes, from the smallest on, as far as time allows: where it is
+    short, algorithms far from the best are timed only once, and those that fall back while bytes count are given up.
+    Then sizes between two that choose differently, and again those whose times leave the choice open. Calls on_size
+    on all ranks.
+    Raises: CommError where a sum came out wrong; PeerLostError.
+    """
+    all_contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
+    start = time.perf_counter()
+    tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
+    times: dict[int, dict[str, Measured]] = {}
+
+    def measure(size: int, names: Iterable[str], effort: Effort) -> None:
+        contestants = {name: all_contestants[name] for name in names}
+        part_N = tensor_N[: size // dtype.itemsize]
+        sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
+        _require_right(sums, size)
+        before = times.setdefault(size, {})
+        for name, each in sums.items():
+            earlier = before[name].seconds if name in before else ()
+            before[name] = Measured((*earlier, *each.measured.seconds))
+        on_size(size, before)
+
+    names = list(all_contestants)
+    for number, size in enumerate(sizes):
+        left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start)
+        if times and _least_seconds_of(size, times, names) > left:
+            break
+        names = survivors(times, names)
+        measure(size, names, Effort(REPETITIONS, max(0.0, left) / (len(sizes) - number), CONTENDER_RATIO))
+    while (open_choice := next_open(times, granularity=dtype.itemsize)) is not None:
+        size, names = open_choice
+        left = seconds - elapsed_seconds(communicator, start)
+        each = sum(expected_seconds(times, size, name) for name in names)
+        if (LEAST_REFINEMENT + 2) * each > left:
+            break
+        measure(size, names, Effort(REPETITIONS, left / 4))
+    communicator.release(tensor_N)
+    return times
+
+
+def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
+    """A size to look at (again), and the algorithms that contend there; None where the choice is clear everywhere.
+
+    First between two sizes that choose differently and are far apart; then the size with the least certain choice.
+    """
+    table, sizes = make_hybrid(times), sorted(times)
+    for a, b in pairwise(sizes):
+        middle = math.isqrt(a * b) // granularity * granularity
+        if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
+            both = [name for name in times[a] if name in times[b]]
+            return middle, [name for name in both if name in (table.choose(a), table.choose(b))] or both
+    doubtful = {size: doubt for size in sizes if (doubt := _doubt(times[size])) and doubt[0] > MOST_NOISE}
+    if not doubtful:
+        return None
+    size = max(doubtful, key=lambda size: doubtful[size][0])
+    return size, doubtful[size][1]
+
+
+def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
+    """How uncertain the choice is, and between whom; None where it is clear, or was looked at often enough."""
+    best = min(at_size, key=lambda name: at_size[name].median)
+    open_ones = {
+        name: noise
+        for name, measured in at_size.items()
+        if name != best
+        and (noise := math.hypot(measured.noise, at_size[best].noise)) >= measured.median / at_size[best].median - 1
+        and len(measured.seconds) < MOST_REPETITIONS
+    }
+    return (max(open_ones.values()), [best, *open_ones]) if open_ones else None
+
+
+def expected_seconds(times: Times, size: int, name: str) -> float:
+    """Of an algorithm at a size that may not have been measured: that of the next larger one."""
+    return next(times[other][name].median for other in sorted(times) if other >= size and name in times[other])
+
+
+def _require_right(sums: Mapping[str, Sums], size: int) -> None:
+    for name, each in sums.items():
+        if each.num_wrong:
+            raise CommError(
+                f"{name} summed {each.num_wrong} elements of {size} bytes wrongly: run bigbatch comm bench, and do not "
+                "train with it on this cluster"
+            )
+
+
+def elapsed_seconds(communicator: Communicator, start: float) -> float:
+    """Since start, which is time.perf_counter's: the same on all ranks, so that they decide alike. Collective."""
+    return slowest({"": [time.perf_counter() - start]}, communicator)[""][0]
+
+
+def survivors(times: Times, names: Iterable[str]) -> list[str]:
+    """Algorithms that may still be the best at a larger size.
+
+    Given up is who was, beyond noise, LAG_RATIO times slower than the best at the last two sizes, and did not catch
+    up, while the best's time grew with the bytes. Who is slow for its latency catches up, and stays.
+    """
+    if len(times) < 2:
+        return list(names)
+    before, last = (times[size] for size in sorted(times)[-2:])
+    best_before, best_last = (min(at_size.values(), key=lambda m: m.median) for at_size in (before, last))
+    if best_last.median < BANDWIDTH_BOUND * best_before.median:
+        return list(names)
+
+    def is_behind(name: str) -> bool:
+        was, now = before[name].median / best_before.median, last[name].median / best_last.median
+        noise = math.hypot(last[name].noise, best_last.noise)
+        return min(was, now - noise) >= LAG_RATIO and now >= was
+
+    return [name for name in names if not is_behind(name)]
+
+
+def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
+    """A check and two repetitions of each algorithm at the next size, if time grows as the bytes do."""
+    last = max(times)
+    return 3 * size / last * sum(times[last][name].median for name in survivors(times, names))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured, what was chosen, and what else there was to choose. Seconds exposed are simulated."""
+
+    links: MeasuredLinks
+    times: Times
+    backward: Backward
+    tensors: tuple[TensorSpec, ...]
+    """In the order in which they become ready."""
+    table: HybridTable
+    chosen: PlanChoice
+    """With the table."""
+    stated: PlanChoice
+    """What the config states, with its algorithm."""
+    stated_algorithm: str
+    stated_with_table: PlanChoice
+    least_exposed_seconds: float
+    """With the table: of the best of all cuts into runs of neighbours, or of the chosen plan, which may pass over a
+    large gradient and so be better still.
+    """
+
+
+def choose(
+    links: MeasuredLinks,
+    times: Times,
+    backward: Backward,
+    tensors: Sequence[TensorSpec],
+    *,
+    stated: PlanSizes,
+    stated_algorithm: str,
+) -> Findings:
+    """The table of algorithms, then the plan that exposes least with it. Pure."""
+    table = make_hybrid(times)
+    tabled = seconds_by(times, table.choose)
+    with_stated = {size: at_size for size, at_size in times.items() if stated_algorithm in at_size}
+    as_stated = seconds_by(with_stated, lambda size: stated_algorithm) if with_stated else tabled
+    chosen = search_plan(tensors, backward, tabled)
+    return Findings(
+        links=links,
+        times=times,
+        backward=backward,
+        tensors=tuple(tensors),
+        table=table,
+        chosen=chosen,
+        stated=evaluate_plan(stated, tensors, backward, as_stated),
+        stated_algorithm=stated_algorithm,
+        stated_with_table=evaluate_plan(stated, tensors, backward, tabled),
+        least_exposed_seconds=min(chosen.exposed_seconds, least_exposed_seconds(tensors, backward, tabled)),
+    )
+
+
+def seconds_by(times: Times, choose: Callable[[int], str]) -> SecondsOf:
+    """Seconds of an all-reduce of any size, when choose names the algorithm of each measured one.
+
+    A byte that seems a little dearer in a larger sum counts as in the smaller one (NOISY_RISE): else, by noise alone,
+    a plan would seem to gain from more buffers.
+    """
+    seconds: dict[int, float] = {}
+    for size in sorted(times):
+        median = times[size][choose(size)].median
+        smaller = max(seconds, default=size)
+        as_cheap = seconds.get(smaller, median) * size / smaller
+        seconds[size] = as_cheap if as_cheap < median <= NOISY_RISE * as_cheap else median
+    return interpolate(seconds)

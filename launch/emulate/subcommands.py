@@ -1,0 +1,267 @@
+"""`bigbatch launch emulate`: a cluster in a box."""
+
+import argparse
+import os
+import shlex
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, NUM_SLURM_PORTS, terminal_columns
+from bigbatch.errors import ConfigError
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.counters import format_table
+from bigbatch.launch.emulate.launchers import (
+    ASKS_TO_STOP,
+    LAUNCHERS,
+    ORDERS,
+    Job,
+    Start,
+    mpirun_start,
+    plain_starts,
+    torchrun_starts,
+    without_master,
+)
+from bigbatch.launch.emulate.plan import (
+    DEFAULT_NAME,
+    ClusterPlan,
+    format_rate,
+    host,
+    make_plan,
+    parse_name,
+    parse_node,
+    parse_rate,
+)
+from bigbatch.launch.emulate.programs import build_commands
+from bigbatch.launch.emulate.run import run_job
+from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
+from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
+from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
+from bigbatch.launch.jobs.foreground import STOP_SIGNALS
+from bigbatch.launch.jobs.installed import find_mpirun
+
+
+def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
+    """Run a subcommand; the exit code, of `run` that of the job."""
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
+    if getattr(arguments, "name", None) is not None:
+        parse_name(arguments.name)
+    root = state_root(environ)
+    if arguments.action == "up":
+        plan = replace(_plan(arguments, name=arguments.name), slurm=arguments.slurm)
+        return _up(plan, root=root, environ=environ, dry_run=arguments.dry_run)
+    if arguments.action == "exec":
+        if not command:
+            raise ConfigError("nothing to run: put a command behind --, such as -- sbatch job.sh")
+        found = clusters.find(arguments.name, root=root)
+        return run_on_login_node(command, cluster=found, root=root, environ=environ)
+    if arguments.action == "run":
+        return _run(arguments, Job(command, arguments.python), root=root, environ=environ)
+    if arguments.action == "shape":
+        found = clusters.find(arguments.name, root=root)
+        node = parse_node(arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
+        clusters.shape(found, rate=parse_rate(arguments.link), root=root, environ=environ, node=node)
+        print(f"{arguments.name}: {'links' if node is None else f'the link of {host(node)}'} of {arguments.link}")
+        return 0
+    return _status(root, environ) if arguments.action == "status" else _down(arguments, root)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch launch emulate",
+        description="A cluster in a box: nodes with host names, addresses and links of their own on this machine.",
+        epilog="example: bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit -- "
+        "train --config quickstart",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{up,run,exec,shape,status,down}")
+    size = argparse.ArgumentParser(add_help=False)
+    size.add_argument("--nodes", type=int, help="number of nodes (default: as many as --ranks-per-node lists)")
+    size.add_argument("--ranks-per-node", help="such as 2, or 3,2,2,1 (default: 1)")
+    size.add_argument("--link", help="rate of each node's link, each way, such as 200mbit (default: none = unlimited)")
+    size.add_argument("--delay", help="added one-way delay between nodes, such as 500us (default: 0)")
+    size.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster (default: {DEFAULT_NAME})")
+    up = actions.add_parser("up", parents=[named, size], help="build a cluster")
+    up.add_argument("--slurm", action="store_true", help="with a real Slurm, whose nodes have a CPU for each rank")
+    run = actions.add_parser(
+        "run",
+        parents=[size],
+        usage="bigbatch launch emulate run [OPTION ...] -- COMMAND [OPTION ...]",
+        help="run a job on it; with --nodes or --ranks-per-node, on a cluster just for this job",
+    )
+    run.add_argument("--name", help=f"of the cluster (default: {DEFAULT_NAME}, or one of its own)")
+    run.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts the ranks (default: mpirun)")
+    run.add_argument("--place", choices=ORDERS, default="block", help="of ranks on nodes (default: block)")
+    run.add_argument("--python", action="store_true", help="COMMAND is a Python script, or -m and a module")
+    run.add_argument("--counters", type=Path, metavar="FILE", help="write the bytes of each link there, as JSON")
+    actions.add_parser(
+        "exec",
+        parents=[named],
+        usage="bigbatch launch emulate exec [--name NAME] -- COMMAND [OPTION ...]",
+        help="run a command in the first node of a cluster with Slurm, such as -- sbatch job.sh, or -- squeue",
+    )
+    shape = actions.add_parser("shape", parents=[named], help="give its links another rate")
+    shape.add_argument("--link", required=True, help="such as 1gbit, or none")
+    shape.add_argument("--node", help="that of one node alone, such as n2, as of a bad cable (default: of all)")
+    actions.add_parser("status", help="list the clusters of this user")
+    down = actions.add_parser("down", parents=[named], help="remove a cluster and all that runs in it")
+    down.add_argument("--all", action="store_true", help="all clusters of this user")
+    return parser
+
+
+def _plan(arguments: argparse.Namespace, *, name: str) -> ClusterPlan:
+    return make_plan(
+        name=name,
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node or "1",
+        link=arguments.link or "none",
+        delay=arguments.delay or "0",
+    )
+
+
+def _up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], dry_run: bool) -> int:
+    if dry_run:
+        for place, argv in build_commands(plan):
+            print(f"{place}: {shlex.join(argv)}")
+        if plan.slurm:
+            print(describe_start(plan, folder=slurm_folder(root / plan.name)))
+        return 0
+    if plan.slurm:
+        require_slurm(root / plan.name, environ=environ)
+    built = clusters.up(plan, root=root, environ=environ)
+    if plan.slurm:
+        start_slurm(built, root=root, environ=environ)
+    print(_describe(plan))
+    return 0
+
+
+def _describe(plan: ClusterPlan) -> str:
+    ranks = ",".join(map(str, plan.ranks_per_node))
+    link = f"link {format_rate(plan.rate)}, delay {plan.delay_us}us"
+    return f"{plan.name}: nodes {plan.num_nodes}, ranks {ranks}, {link}{', Slurm' if plan.slurm else ''}"
+
+
+def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]) -> int:
+    if not job.command:
+        raise ConfigError("nothing to run: put a bigbatch command behind --, such as -- train --config quickstart")
+    if arguments.nodes is None and arguments.ranks_per_node is None:
+        if arguments.link or arguments.delay:
+            raise ConfigError(
+                "--link and --delay come with --nodes; to change a cluster: bigbatch launch emulate shape"
+            )
+        found = clusters.find(arguments.name or DEFAULT_NAME, root=root)
+        if found.plan.slurm:
+            raise ConfigError(
+                f"Slurm starts the jobs of {found.plan.name}: bigbatch launch emulate exec --name {found.plan.name} "
+                "-- sbatch job.sh"
+            )
+        return _run_on(found, arguments, job, root=root, environ=environ)
+    plan = _plan(arguments, name=arguments.name or f"run-{os.getpid()}")
+    if arguments.dry_run:
+        return _run_on(EmulatedCluster(plan, 0, 0, ""), arguments, job, root=root, environ=environ)
+    with _interruptible(), _lifeline() as lifeline:
+        built = clusters.up(plan, root=root, environ=environ, lifeline=lifeline)
+        try:
+            return _run_on(built, arguments, job, root=root, environ=environ)
+        finally:
+            _heed(signal.SIG_IGN)  # what takes milliseconds is not worth an interruption
+            clusters.down(plan.name, root=root)
+
+
+def _run_on(
+    cluster: EmulatedCluster, arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]
+) -> int:
+    environ = without_master(environ)
+    starts = _starts(arguments, job, cluster.plan, folder=root / cluster.plan.name, environ=environ)
+    if arguments.dry_run:
+        for start in starts:
+            variables = [f"{name}={value}" for name, value in start.variables]
+            print(f"{host(start.node)}: {shlex.join([*variables, *start.argv])}")
+        return 0
+    return run_job(
+        starts,
+        cluster=cluster,
+        root=root,
+        environ={"OMP_NUM_THREADS": "1"} | environ,
+        asks_to_stop=ASKS_TO_STOP[arguments.launcher],
+        counters=arguments.counters,
+    )
+
+
+def _starts(
+    arguments: argparse.Namespace, job: Job, plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str]
+) -> tuple[Start, ...]:
+    order, launcher = arguments.place, arguments.launcher
+    if launcher == "mpirun":
+        start = mpirun_start(
+            job,
+            plan,
+            order=order,
+            mpirun_path=find_mpirun(),
+            folder=folder,
+            terminal_columns=terminal_columns(environ) or 0,
+            variables=environ,
+        )
+        return (start,)
+    ranks = torchrun_starts if launcher == "torchrun" else plain_starts
+    return ranks(job, plan, order=order, master_port=FIRST_SLURM_PORT + os.getpid() % NUM_SLURM_PORTS)
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """What the keeper of a cluster for one job listens at: its other end closes with this process, also by kill -9."""
+    reader, writer = os.pipe()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """kill and a closed terminal unwind as Ctrl-C does, so that a cluster just for one job does not outlive it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _heed(signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    _heed(interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, handler)
+
+
+def _status(root: Path, environ: Mapping[str, str]) -> int:
+    for name in clusters.names(root):
+        cluster = load(root / name)
+        counted = clusters.count(cluster) if cluster else None
+        if cluster is None or counted is None:
+            print(f"{name}: ended; to remove what is left: bigbatch launch emulate down --name {name}")
+            continue
+        print(_describe(cluster.plan))
+        print(format_table(counted))
+        if cluster.plan.slurm:
+            print(describe_nodes(cluster, root=root, environ=environ))
+    return 0
+
+
+def _down(arguments: argparse.Namespace, root: Path) -> int:
+    for name in clusters.names(root) if arguments.all else [arguments.name]:
+        print(f"{name}: removed" if clusters.down(name, root=root) else f"{name}: there is none")
+    return 0

@@ -1,0 +1,92 @@
+"""`bigbatch launch preflight`: start `bigbatch preflight` on the hosts of a job; what a job does about its answer."""
+
+import operator
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from ipaddress import ip_address
+from pathlib import Path
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec
+from bigbatch.trainer.run.folder import writing
+
+
+def preflight_command(command: Sequence[str], *options: str) -> tuple[str, ...]:
+    """What checks the hosts for `train ...`: its experiment is looked at, too; other commands have none."""
+    return ("preflight", *options, *(command[1:] if command[:1] == ("train",) else ()))
+
+
+def choose_launcher(job: JobSpec) -> str:
+    """slurm where anything is asked of a scheduler, else mpirun."""
+    asked = [field for field in fields(JobSpec) if field.name in (*SCHEDULED, "num_nodes")]
+    return "slurm" if any(getattr(job, field.name) != field.default for field in asked) else "mpirun"
+
+
+def read_bad_nodes(path: Path) -> list[str]:
+    """As a preflight wrote them; none where it did not come so far."""
+    return path.read_text().split() if path.exists() else []
+
+
+def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
+    """The job on its other hosts. Raises: ConfigError where these have too few slots, or cannot be told."""
+    hosts = fit_hosts(job.hosts, bad=bad)
+    slots = sum(count for _, count in hosts)
+    if not hosts or slots < job.num_ranks:
+        raise ConfigError(
+            f"without {', '.join(bad)} there are {slots} slots for {job.num_ranks} ranks: name more --hosts, or state "
+            "fewer --ranks"
+        )
+    return replace(job, hosts=hosts)
+
+
+def write_hostfile(path: Path, hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> None:
+    """Of the fit hosts. Raises: RunFolderError; ConfigError where they cannot be told."""
+    lines = [f"{host} slots={slots}\n" for host, slots in fit_hosts(hosts, bad=bad)]
+    with writing(path):
+        path.write_text("".join(lines))
+
+
+def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Those that are none of the bad nodes. Raises: ConfigError for a bad node that cannot be told among them."""
+    unfit = {_find_host(name, [host for host, _ in hosts]) for name in bad if hosts}
+    return tuple((host, slots) for host, slots in hosts if host not in unfit)
+
+
+def _find_host(name: str, hosts: Sequence[str]) -> str:
+    """The stated host that a node is, whose ranks call it by that name."""
+    ways: tuple[Callable[[str, str], bool], ...] = (operator.eq, _same_label, _same_address)
+    for is_same in ways:
+        found = {host for host in hosts if is_same(host, name)}
+        if len(found) == 1:
+            return found.pop()
+    raise ConfigError(
+        f"--hosts: it cannot be told which of them is the unfit node {name}: leave it out yourself, or state each by "
+        "the name that `hostname` prints there"
+    )
+
+
+def _same_label(a: str, b: str) -> bool:
+    """n1 is n1.cluster; the dots of an address mean something else."""
+    return not (_is_address(a) or _is_address(b)) and a.partition(".")[0] == b.partition(".")[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _same_address(a: str, b: str) -> bool:
+    return bool(_addresses(a) & _addresses(b))
+
+
+def _addresses(host: str) -> set[str]:
+    """As this host resolves it, without loopback, which is another host everywhere; none for an unknown name."""
+    try:
+        found = {str(where[0]) for *_, where in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):  # UnicodeError: too long for a name
+        return set()
+    return {address for address in found if not ip_address(address).is_loopback}

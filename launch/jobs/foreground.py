@@ -1,0 +1,79 @@
+"""Run a launcher in the foreground: its output, its exit code, and Ctrl-C as a checkpoint."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.step.signals import handling
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
+
+
+class Stopper:
+    """A signal handler that asks a job to stop, more firmly each time: send is called with the next of steps."""
+
+    def __init__(self, send: Callable[[signal.Signals], None], *steps: signal.Signals) -> None:
+        self._send, self._steps = send, steps
+        self.asked = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Say so the first time; the last step repeats."""
+        self.asked += 1
+        if self.asked == 1:
+            with suppress(OSError):  # the terminal may be gone
+                print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
+        self._send(self._steps[min(self.asked, len(self._steps)) - 1])
+
+
+@contextmanager
+def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """STOP_SIGNALS go to the handler meanwhile; under nohup a closed terminal changes nothing."""
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    with handling((number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)), handler):
+        yield
+
+
+def shell_code(returncode: int) -> int:
+    """A process's exit code as a shell states it: 128 + signal where one ended it."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def one_line(text: str) -> str:
+    """What a program said, for a message."""
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    code: int
+    """Its exit code, 128 + signal where one ended it."""
+    was_asked: bool
+    """To stop, by a signal to this process; mpirun's code does not tell: 1 after a second Ctrl-C."""
+
+
+def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> Ended:
+    """Start argv and wait for its end.
+
+    The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
+    for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
+    Under nohup a closed terminal changes nothing.
+    Raises: ConfigError when the launcher is not installed.
+    """
+    try:
+        process = subprocess.Popen(argv, env=dict(environ), start_new_session=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
+        ) from error
+    stopper = Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)
+    with handling_stops(stopper):
+        code = shell_code(process.wait())
+    return Ended(code, was_asked=stopper.asked > 0)

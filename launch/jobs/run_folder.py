@@ -1,0 +1,57 @@
+"""What a job's command says about its run, found before the job waits in a queue for hours."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.spec import INDEX, JobSpec
+from bigbatch.trainer.run.folder import RunDir, read_records
+
+SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
+"""Figures of a report."""
+
+
+def find_run_folder(job: JobSpec) -> str | None:
+    """Of `train`, by its config; None for other commands, and for a container, whose bigbatch may be another one.
+
+    In an array it may hold {index}; its first job's experiment is the one that is checked.
+    Raises: ConfigError for a wrong experiment, and for one that could not go on after it was requeued.
+    """
+    if job.command[0] != "train" or job.image is not None or "--help" in job.command:
+        return None
+    from bigbatch.trainer.config.file import (
+        load_config,  # takes a moment, which other launchers need not wait for
+    )
+
+    first = re.findall(r"\d+", job.array or "0")[0]
+    run = load_config([word.replace(INDEX, first) for word in job.command[1:]]).run
+    if run.resume != "auto":
+        raise ConfigError(
+            f"--run.resume {run.resume}: a requeued job goes on from its own checkpoints, which takes auto; "
+            "leave it out, and name another --run.directory for a new run"
+        )
+    if job.array is None:
+        return run.directory
+    stated = _stated(job.command, "--run.directory")
+    if INDEX not in (stated or _stated(job.command, "--config") or ""):
+        raise ConfigError(f"--run.directory {run.directory}: the array's jobs would share it; put {INDEX} in it")
+    return stated
+
+
+def last_report(folder: Path) -> str | None:
+    """The newest report of a run in one line, or None without one."""
+    reports = [record for record in read_records(RunDir(folder).metrics) if record["kind"] in ("train", "eval")]
+    if not reports:
+        return None
+    return ", ".join(f"{name} {reports[-1][name]:.6g}" for name in SHOWN if name in reports[-1])
+
+
+def _stated(words: Sequence[str], option: str) -> str | None:
+    found = None
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word == option:
+            found = following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found

@@ -1,0 +1,188 @@
+"""What a launcher starts: a bigbatch command on some ranks of some hosts, and what is asked of a scheduler."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.rendezvous.environ import INTERFACE_VARIABLE
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.words import check_words, option
+
+SIGNAL_EARLY_SECONDS = 60
+"""Slurm looks at time limits once a minute, so that its warning may come so much earlier than asked for."""
+
+INDEX = "{index}"
+"""In a word of an array's command: the number of the job in its array."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A command for all ranks. None leaves a choice to the cluster, or to the launcher's own default.
+
+    hosts maps each host to its number of ranks; empty: the launcher, or the scheduler, says where.
+    Raises: ConfigError for a value that a launcher's own syntax could take for something else.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    hosts: tuple[tuple[str, int], ...] = ()
+    oversubscribe: bool = False
+    """More ranks than cores on a host: ranks that wait give up their core."""
+    num_nodes: int | None = None
+    """Nodes with equally many ranks each."""
+    node_rank: int | None = None
+    """Which of the nodes this is, from 0; torchrun only."""
+    master: tuple[str, int] | None = None
+    """Host and port at which torchrun's nodes meet."""
+    name: str | None = None
+    minutes: int | None = None
+    """Time limit."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    """Nodes not to use, as Slurm writes them: n3,n[10-12]."""
+    gpus_per_node: int | None = None
+    cpus_per_rank: int | None = None
+    memory: str | None = None
+    """Of each node, such as 200G."""
+    image: str | None = None
+    """Container in which the ranks run."""
+    mounts: tuple[str, ...] = ()
+    """What the container sees of the host: SOURCE:TARGET, or SOURCE:TARGET:FLAGS."""
+    container: str | None = None
+    """What runs the image under Slurm: pyxis or apptainer; None: apptainer for .sif, else pyxis."""
+    environment: tuple[tuple[str, str], ...] = ()
+    modules: tuple[str, ...] = ()
+    interface: str | None = None
+    """Network interface between the nodes, such as eth0."""
+    logs: str | None = None
+    """Folder for the job's output."""
+    array: str | None = None
+    """Numbers of an array's jobs, as Slurm writes them: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
+    preflight: str | None = None
+    """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
+    stop_seconds: int | None = None
+    """How long before the time limit the ranks are asked to save a checkpoint and stop; 0: the limit ends the job."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_words(field.name, getattr(self, field.name))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of num_nodes."""
+        return self.num_ranks // (self.num_nodes or 1)
+
+    @property
+    def grace_seconds(self) -> int:
+        """As stop_seconds says, or this project's default."""
+        return 120 if self.stop_seconds is None else self.stop_seconds
+
+
+SCHEDULED = (
+    *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude"),
+    *("gpus_per_node", "cpus_per_rank", "memory", "array", "stop_seconds"),
+)
+"""What only a scheduler can give."""
+
+
+def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
+    """Say which option a launcher cannot honour, and what to do instead, rather than drop it. Raises: ConfigError."""
+    for field in fields(JobSpec):
+        if field.name in refused and getattr(job, field.name) != field.default:
+            raise ConfigError(f"{option(field.name)}: bigbatch launch {launcher} cannot do that; {refused[field.name]}")
+
+
+def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
+    """What tells bigbatch, gloo and NCCL which network interface to use."""
+    names = (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return () if name is None else tuple((variable, name) for variable in names)
+
+
+def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
+    """'n0:8,n1:8' -> (('n0', 8), ('n1', 8)); ':1' may be left out.
+
+    Raises: ConfigError for anything else, so that no host name can be taken for an option.
+    """
+    hosts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", part)
+        if not match or match[2] == "0":
+            raise ConfigError(f"--hosts {text!r}: {part!r} is not of the form HOST:RANKS, such as n0:8,n1:8")
+        hosts.append((match[1], int(match[2] or 1)))
+    return tuple(hosts)
+
+
+def parse_master(text: str) -> tuple[str, int]:
+    """'n0:29500' -> ('n0', 29500). Raises: ConfigError."""
+    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5})", text, re.ASCII)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise ConfigError(f"--master {text!r} is not of the form HOST:PORT, such as n0:29500")
+    return match[1], int(match[2])
+
+
+def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
+    """Lines 'n0 slots=8' (Open MPI, as Kubernetes' operator writes them), 'n0:8' or 'n0'. Raises: ConfigError."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
+    words = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
+    if not words:
+        raise ConfigError(f"--hostfile {str(path)!r} names no host; write lines such as: n0 slots=8")
+    return tuple(host for word in words for host in parse_hosts(word))
+
+
+def make_job(
+    command: tuple[str, ...],
+    *,
+    num_ranks: int | None,
+    hosts: tuple[tuple[str, int], ...],
+    num_cores: int,
+    num_nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    default_ranks: int = 1,
+    **others: Any,
+) -> JobSpec:
+    """Check the numbers; others are further fields of JobSpec.
+
+    default_ranks is how many a node gets of which nothing is said. Raises: ConfigError.
+    """
+    if not command:
+        raise ConfigError("nothing to start: put a bigbatch command behind --, such as -- train --config quickstart")
+    if hosts and (num_nodes is not None or ranks_per_node is not None):
+        raise ConfigError("--hosts states nodes and ranks by itself: leave out --nodes and --ranks-per-node")
+    for name, value in (("--nodes", num_nodes), ("--ranks-per-node", ranks_per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} is not a number from 1 on")
+    slots = sum(count for _, count in hosts)
+    nodes = num_nodes or 1
+    given = others.get("gpus_per_node") if ranks_per_node is None else ranks_per_node
+    total = num_ranks if num_ranks is not None else slots or nodes * (given or default_ranks)
+    if total < 1 or (hosts and total > slots):
+        raise ConfigError(f"--ranks {total} is not between 1 and the {slots or 'available'} slots of --hosts")
+    if total % nodes or (ranks_per_node is not None and total != nodes * ranks_per_node):
+        raise ConfigError(f"--ranks {total} does not fill --nodes {nodes} evenly: state --ranks-per-node instead")
+    return JobSpec(
+        command,
+        total,
+        hosts,
+        oversubscribe=not hosts and num_nodes is None and total > num_cores,
+        num_nodes=num_nodes,
+        **others,
+    )
+
+
+def check_time(job: JobSpec, *, stop_seconds: int) -> None:
+    """The ranks must have started, and trained a little, when they are asked to stop. Raises: ConfigError."""
+    if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + SIGNAL_EARLY_SECONDS:
+        raise ConfigError(
+            f"--time of {job.minutes} min leaves no time to train: the ranks are asked to stop {stop_seconds} s before "
+            f"it, and up to {SIGNAL_EARLY_SECONDS} s earlier; lengthen it or lower --stop-seconds"
+        )

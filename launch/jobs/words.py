@@ -1,0 +1,143 @@
+"""Which words a job may hold, so that none is taken for something else in a script, an argument list or a manifest."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from bigbatch.comm.rendezvous.environ import expand_hostlist
+from bigbatch.errors import ConfigError, LaunchError
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
+
+PATTERNS = {
+    # field: (pattern, what that means, example); Slurm reads #SBATCH lines without a shell's quotes
+    "name": (NAME, "letters, digits and . _ + @ -", "resnet50-32k"),
+    "partition": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "gpu"),
+    "account": (NAME, "letters, digits and . _ + @ -", "vision"),
+    "qos": (NAME, "letters, digits and . _ + @ -", "high"),
+    "reservation": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "maintenance"),
+    "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names with & and | between", "'a100&nvlink'"),
+    "memory": (r"[1-9][0-9]*[KMGT]?", "a number and K, M, G or T", "200G"),
+    "interface": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}", "the name of one interface", "eth0"),
+    "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
+    "array": (r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?:%\d+)?", "numbers and ranges", "0-7"),
+    "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
+    "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
+    "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
+}
+
+NO_OPTION = re.compile(r"(?!-)")
+"""A path that begins with - would be taken for an option."""
+
+MIN_VALUES = {"gpus_per_node": 0, "cpus_per_rank": 1, "minutes": 1, "stop_seconds": 0, "num_nodes": 1, "node_rank": 0}
+
+
+OPTIONS = {
+    "num_ranks": "--ranks",
+    "num_nodes": "--nodes",
+    "minutes": "--time",
+    "mounts": "--mount",
+    "environment": "--env",
+    "modules": "--module",
+}
+"""Options whose names are not those of their fields."""
+
+
+def option(field: str) -> str:
+    """The command line's name of a field of JobSpec."""
+    return OPTIONS.get(field, "--" + field.replace("_", "-"))
+
+
+def check_words(field: str, value: Any) -> None:
+    """One field of a JobSpec. Raises: ConfigError naming the option, the value and a legal one."""
+    if value is None:
+        return
+    if field in PATTERNS:
+        pattern, meaning, example = PATTERNS[field]
+        if not re.fullmatch(pattern, value, re.ASCII) or not NO_OPTION.match(value):
+            raise ConfigError(f"{option(field)} {value!r} must be {meaning}, such as {example}")
+    if field in MIN_VALUES and value < MIN_VALUES[field]:
+        raise ConfigError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
+    if field in CHECKS:
+        CHECKS[field](value)
+
+
+def _check_exclude(value: str) -> None:
+    try:
+        hosts = expand_hostlist(value)
+    except LaunchError as error:
+        raise ConfigError(f"--exclude {error}") from error
+    for host in hosts:
+        if not re.fullmatch(NAME, host, re.ASCII):
+            raise ConfigError(f"--exclude {value!r}: {host!r} is no name of a node")
+
+
+def _check_command(words: tuple[str, ...]) -> None:
+    for word in words:
+        _check_characters(word, what=f"{word!r} of the command")
+
+
+def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
+    for name, value in pairs:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
+            raise ConfigError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
+        _check_characters(value, what=f"--env {name}={value!r}")
+
+
+def _check_characters(text: str, *, what: str) -> None:
+    if "\0" in text or "\r" in text:
+        raise ConfigError(f"{what} holds a character that neither scripts nor processes take")
+
+
+def _check_modules(modules: tuple[str, ...]) -> None:
+    for module in modules:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", module, re.ASCII):
+            raise ConfigError(f"--module {module!r} must be the name of a module, such as cuda/13.0")
+
+
+def _check_mounts(mounts: tuple[str, ...]) -> None:
+    for mount in mounts:
+        if not re.fullmatch(r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?", mount):
+            raise ConfigError(f"--mount {mount!r} must be SOURCE:TARGET without blanks, such as /data:/data")
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "exclude": _check_exclude,
+    "command": _check_command,
+    "environment": _check_environment,
+    "modules": _check_modules,
+    "mounts": _check_mounts,
+}
+
+
+def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
+    """NAME=VALUE words. Raises: ConfigError for one without =."""
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"--env {word!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
+    return tuple((name, value) for name, _, value in (word.partition("=") for word in words))
+
+
+def parse_minutes(text: str) -> int:
+    """Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; begun minutes count. Raises: ConfigError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
+    if not match:
+        raise ConfigError(f"--time {text!r} must be minutes, H:MM:SS or D-HH:MM:SS, such as 2:00:00")
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
+    total = int(days or 0) * 1440 + hours * 60 + minutes + math.ceil(seconds / 60)
+    if not total:
+        raise ConfigError(f"--time {text!r} is no time; leave it out for the limit of the partition")
+    return total
+
+
+def format_minutes(minutes: int) -> str:
+    """D-HH:MM:SS as Slurm reads it, without days where there are none."""
+    days, rest = divmod(minutes, 1440)
+    clock = f"{rest // 60:02}:{rest % 60:02}:00"
+    return f"{days}-{clock}" if days else clock

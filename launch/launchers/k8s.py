@@ -1,0 +1,150 @@
+"""An MPIJob for Kubernetes' MPI operator (kubeflow.org/v2beta1), as a manifest to be kept and edited."""
+
+import re
+import subprocess
+from typing import Any
+
+import yaml
+
+from bigbatch.comm.rendezvous.environ import expand_hostlist
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.foreground import one_line
+from bigbatch.launch.jobs.spec import JobSpec, interface_variables, refuse
+
+HOSTFILE = "/etc/mpi/hostfile"
+"""Where the operator writes the workers' names, as 'NAME slots=N'."""
+
+UNTIL_RANKS_END = ["sh", "-c", "while grep -aqs '[b]igbatch' /proc/[0-9]*/cmdline; do sleep 1; done"]
+"""Holds a worker that is being deleted: with sshd its ranks would go, which the launcher has asked to save first."""
+
+REFUSED = {
+    "hosts": "Kubernetes chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
+    **dict.fromkeys(("node_rank", "master"), "the operator's hostfile names the workers: leave it out"),
+    **dict.fromkeys(("partition", "account", "qos", "reservation"), "name a queue in the manifest's schedulingPolicy"),
+    "constraint": "add a nodeSelector to the manifest",
+    "array": "start one job per value",
+    "preflight": "start a job of its own: -- preflight",
+    "modules": "the image holds all that is needed",
+    "container": "Kubernetes runs the image by itself",
+    "logs": "kubectl logs shows what the launcher prints",
+}
+
+HEADER = """\
+# Made by bigbatch launch k8s, to be kept and edited. The cluster needs the MPI operator, and the image an sshd:
+#   kubectl apply -f THIS_FILE
+#   kubectl logs -f job/{name}-launcher
+"""
+
+
+def manifest(job: JobSpec) -> str:
+    """YAML of the job; pure. Raises: ConfigError for what an MPIJob cannot say."""
+    return HEADER.format(name=_name(job)) + yaml.safe_dump(mpijob(job), sort_keys=False, allow_unicode=True)
+
+
+def mpijob(job: JobSpec) -> dict[str, Any]:
+    """The same as plain objects. Raises: ConfigError."""
+    refuse(job, launcher="k8s", refused=REFUSED)
+    if job.image is None:
+        raise ConfigError("--image is missing: name the image of bigbatch that the cluster can pull")
+    nodes = job.num_nodes or 1
+    policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": 3}
+    if job.minutes is not None:
+        policy["activeDeadlineSeconds"] = job.minutes * 60
+    return {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": _name(job)},
+        "spec": {
+            "slotsPerWorker": job.ranks_per_node,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": policy,
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": _launcher(job)}},
+                "Worker": {"replicas": nodes, "restartPolicy": "Never", "template": {"spec": _worker(job)}},
+            },
+        },
+    }
+
+
+def apply(text: str) -> None:
+    """Hand a manifest to kubectl. Raises: ConfigError with its words, and where it is not installed."""
+    try:
+        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, capture_output=True, check=False)
+    except FileNotFoundError as error:
+        raise ConfigError("kubectl is not installed here: add --dry-run, and apply the manifest elsewhere") from error
+    if done.returncode:
+        raise ConfigError(f"kubectl refused the job: {one_line(done.stderr)}")
+
+
+def _name(job: JobSpec) -> str:
+    name = job.name or "bigbatch"
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", name):  # the operator appends -worker-NNN
+        raise ConfigError(f"--name {name!r} must be up to 52 of a-z, 0-9 and - for Kubernetes, such as resnet50-32k")
+    return name
+
+
+def _launcher(job: JobSpec) -> dict[str, Any]:
+    """bigbatch launch mpirun: it turns the SIGTERM that ends a pod into a request to save a checkpoint."""
+    variables = (*interface_variables(job.interface), *job.environment)
+    words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
+    for name, value in variables:  # ssh hands none of a container's own variables to the ranks
+        words += [f"--env={name}={value}"]
+    container = {
+        "name": "launcher",
+        "image": job.image,
+        "command": [_literal(word) for word in (*words, "--", *job.command)],
+    }
+    return {"terminationGracePeriodSeconds": job.grace_seconds, **_pod(job), "containers": [container]}
+
+
+def _worker(job: JobSpec) -> dict[str, Any]:
+    """One per node, which waits for mpirun's ssh."""
+    gpus = job.ranks_per_node if job.gpus_per_node is None else job.gpus_per_node
+    limits: dict[str, Any] = {"nvidia.com/gpu": gpus} if gpus else {}
+    if job.cpus_per_rank is not None:
+        limits["cpu"] = job.cpus_per_rank * job.ranks_per_node
+    if job.memory is not None:
+        limits["memory"] = job.memory + ("i" if job.memory[-1].isalpha() else "Mi")  # Slurm's units are powers of two
+    volumes, mounts = _volumes(job)
+    container = {
+        "name": "worker",
+        "image": job.image,
+        "command": ["/usr/sbin/sshd", "-De"],
+        "lifecycle": {"preStop": {"exec": {"command": UNTIL_RANKS_END}}},
+        "volumeMounts": mounts,
+        "resources": {"limits": limits},
+    }
+    return {
+        "terminationGracePeriodSeconds": job.grace_seconds + 30,
+        **_pod(job),
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _pod(job: JobSpec) -> dict[str, Any]:
+    """What launcher and workers share: root, for sshd, and nodes to avoid."""
+    pod: dict[str, Any] = {"securityContext": {"runAsUser": 0}}
+    if job.exclude is not None:
+        avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": expand_hostlist(job.exclude)}
+        required = {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
+        pod["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+    return pod
+
+
+def _volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """/dev/shm in memory, since a container's own has 64 MB; a folder of the node, or a claim by its name."""
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for number, mount in enumerate(job.mounts):
+        source, target, *flags = mount.split(":")
+        is_folder = source.startswith("/")
+        place = {"hostPath": {"path": source}} if is_folder else {"persistentVolumeClaim": {"claimName": source}}
+        volumes.append({"name": f"mount-{number}", **place})
+        mounts.append({"name": f"mount-{number}", "mountPath": target, **({"readOnly": True} if "ro" in flags else {})})
+    return volumes, mounts
+
+
+def _literal(word: str) -> str:
+    """Kubernetes replaces $(NAME) in commands; $$ stands for $."""
+    return word.replace("$", "$$")

@@ -1,0 +1,195 @@
+"""Jobs in Slurm's queue: submit, status, cancel; thin layers around sbatch, squeue, scontrol and scancel."""
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import ConfigError, SlurmError
+from bigbatch.launch.jobs.foreground import one_line
+from bigbatch.launch.jobs.run_folder import last_report
+from bigbatch.launch.jobs.spec import INDEX
+from bigbatch.launch.launchers.slurm import MARK
+
+NONE = ("", "(null)", "None", "N/A", "Unknown")
+"""How Slurm writes nothing."""
+
+
+NO_TASK = str(2**32 - 2)
+"""What is left of an array's jobs that were cancelled before they started."""
+
+ANSWER_SECONDS = 120.0
+"""Slurm's programs ask a controller that does not answer again, for longer than a minute."""
+
+LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
+"""States of a job that has not ended."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """What Slurm knows about a job."""
+
+    facts: Mapping[str, str]
+    """Of `scontrol show job`, by its names."""
+    script: str
+
+    @property
+    def number(self) -> str:
+        """As a user names it: 12, or 12_3 in an array, or 12_[4-7] for those of an array that have not started."""
+        task = self.facts.get("ArrayTaskId", "").partition("%")[0]
+        if task in ("", NO_TASK):
+            return self.facts["JobId"]
+        return f"{self.facts['ArrayJobId']}_{task if task.isdecimal() else f'[{task}]'}"
+
+    @property
+    def state(self) -> str:
+        """Such as PENDING, RUNNING, REQUEUED, COMPLETED."""
+        return self.facts["JobState"]
+
+    @property
+    def has_ended(self) -> bool:
+        """It neither waits nor runs, nor will."""
+        return self.state not in LIVING
+
+    @property
+    def is_ours(self) -> bool:
+        """Its script heeds our requests."""
+        return any(line.startswith(MARK) for line in self.script.splitlines())
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Where its run keeps its files, if its script says so."""
+        for line in self.script.splitlines():
+            if line.startswith(MARK):
+                folder = json.loads(line.removeprefix(MARK))
+                task = self.facts.get("ArrayTaskId", "")
+                return Path(self.facts["WorkDir"], folder.replace(INDEX, task)) if folder else None
+        return None
+
+
+def submit(script: str, *, wait: bool = False, environ: Mapping[str, str]) -> tuple[str, subprocess.Popen[bytes]]:
+    """Hand a script to sbatch; the job's number, and sbatch, which with wait ends with the job and its exit code.
+
+    Raises: SlurmError where Slurm refuses it.
+    """
+    argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(environ)
+        )
+    except FileNotFoundError as error:
+        raise _not_installed("sbatch") from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:  # it has ended before it read all, and says why
+        stdin.write(script.encode(errors="surrogateescape"))
+    number = process.stdout.readline().decode().strip().partition(";")[0]
+    if not number:
+        words = one_line(process.stderr.read().decode(errors="replace"))
+        process.wait()
+        raise SlurmError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
+    return number, process
+
+
+def jobs_of_user() -> list[str]:
+    """Numbers of all jobs that wait or run. Raises: SlurmError."""
+    return run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
+
+
+def find_jobs(number: str) -> list[QueuedJob]:
+    """The one of that number, or all of an array. Raises: SlurmError for one that Slurm does not know, or forgot."""
+    if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
+        raise ConfigError(f"{number!r} is no job of Slurm's; bigbatch launch slurm prints its number, such as 1234")
+    try:
+        shown = run_slurm(["scontrol", "show", "job", "--oneliner", number])
+    except SlurmError as error:
+        raise SlurmError(
+            f"job {number}: {error}; Slurm forgets a job minutes after its end, its log remains"
+        ) from error
+    records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
+    return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
+
+
+def _script_of(number: str) -> str:
+    try:
+        return run_slurm(["scontrol", "write", "batch_script", number, "-"])
+    except SlurmError:  # of another user, or not a batch job
+        return ""
+
+
+def parse_facts(line: str) -> dict[str, str]:
+    """'JobId=7 JobName=a b Reason=None' -> a dict; values may hold blanks, and folders at the end a name and =."""
+    words = re.split(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=", line.strip())
+    facts: dict[str, str] = {}
+    for name, value in zip(words[1::2], words[2::2], strict=True):
+        facts.setdefault(name, value)
+    return facts
+
+
+def describe(job: QueuedJob) -> str:
+    """A few lines for a user."""
+    facts = {name: value for name, value in job.facts.items() if value not in NONE}
+    lines = [f"job {job.number} ({facts.get('JobName', '')}): {job.state}"]
+    if reason := facts.get("Reason"):
+        lines[0] += f", {reason}"
+    rows = {
+        "elapsed": f"{facts.get('RunTime', '?')} of {facts.get('TimeLimit', '?')}",
+        "nodes": facts.get("NodeList"),
+        "restarts": facts.get("Restarts"),
+        "exit code": _exit_code(facts.get("ExitCode", "")) if job.has_ended else None,
+        "log": None if job.number.endswith("]") else facts.get("StdOut"),  # those to come have none yet
+        "last report": last_report(job.run_folder) if job.run_folder else None,
+    }
+    return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value)])
+
+
+def cancel(job: QueuedJob, *, now: bool) -> str:
+    """Ask the ranks to save a checkpoint and stop; with now, and before its start, end the job; what was done.
+
+    Raises: SlurmError for a job that has ended or cannot be asked.
+    """
+    if job.has_ended:
+        raise SlurmError(f"job {job.number} has ended already: {job.state}")
+    if now or job.state != "RUNNING":
+        run_slurm(["scancel", job.number])
+        return f"job {job.number} is cancelled"
+    if not job.is_ours:
+        raise SlurmError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
+    run_slurm(["scancel", "--batch", "--signal=USR2", job.number])
+    return (
+        f"job {job.number} was asked to save a checkpoint and stop; "
+        f"bigbatch launch status {job.number} tells when it has, and bigbatch launch cancel {job.number} --now ends it"
+    )
+
+
+def run_slurm(argv: Sequence[str]) -> str:
+    """What one of Slurm's programs prints. Raises: SlurmError with its own words."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
+        )
+    except FileNotFoundError as error:
+        raise _not_installed(argv[0]) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
+    if done.returncode:
+        raise SlurmError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
+    return done.stdout
+
+
+def _not_installed(program: str) -> SlurmError:
+    return SlurmError(
+        f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script anywhere"
+    )
+
+
+def _exit_code(text: str) -> str | None:
+    """'3:0' -> '3'; '0:9' -> 'signal 9'."""
+    code, _, signal = text.partition(":")
+    if code == "130":
+        return "130 (stopped by request; a checkpoint is saved)"
+    return f"signal {signal}" if signal not in ("", "0") else code or None

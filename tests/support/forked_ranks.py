@@ -1,0 +1,103 @@
+"""Ranks forked from one process that has imported torch: a real rank's imports cost four times its tiny job.
+
+Each is a process of its own, with torchrun's variables and with files for its output, and ends as it would end alone.
+Tests in which the launcher matters start their jobs by the launcher.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PRELOAD = (
+    "pytest",
+    "bigbatch.trainer.train",
+    "bigbatch.trainer.inference.evaluate",
+    "torch._dynamo",
+    "torchvision.models",
+)
+LAUNCHED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "OMPI_",
+    "PMI",
+    "MPI_LOCAL",
+    "SLURM",
+    "TORCHELASTIC",
+    "GLOO_",
+    "BIGBATCH_",
+)
+"""How the names of a launcher's variables begin."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(list(PRELOAD))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def places(num_ranks: int) -> list[dict[str, str]]:
+    """The variables that torchrun would give to each rank of a job on this host."""
+    job = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+    job["MASTER_PORT"] = free_port()
+    return [{name: str(v) for name, v in {**job, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(num_ranks)]
+
+
+def start_rank(
+    target: str, arguments: Sequence[str], *, environ: Mapping[str, str], stdout: Path, stderr: Path
+) -> BaseProcess:
+    """Fork a process that calls target, "module:function", with arguments; what it returns is the exit code."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
+    everything = (target, list(arguments), {**clean, **environ}, stdout, stderr)
+    process = _context.Process(target=_live, args=everything, daemon=True)  # none outlives the tests
+    process.start()
+    return process
+
+
+def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Path, stderr: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = [target, *arguments]
+    module, _, name = target.partition(":")
+    function: Callable[..., int] = getattr(import_module(module), name)
+    code = function(*arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as bigbatch's own command ends a rank
+
+
+def bigbatch(*command: str) -> int:
+    """What `bigbatch` runs; a process alone is told of one core, as threads that wait for each other outweigh a tiny
+    model.
+    """
+    from bigbatch.cli import main
+
+    if "RANK" not in os.environ and hasattr(os, "sched_setaffinity"):
+        os.sched_getaffinity = lambda _: {0}  # not bound to it: it may be busy
+    return main(command)
+
+
+def exit_codes(ranks: Sequence[BaseProcess], *, timeout_seconds: float) -> list[int] | None:
+    """Minus the signal's number for a rank that was killed; None, and all killed, when time runs out."""
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+        return None if None in codes else [code for code in codes if code is not None]
+    finally:
+        for process in ranks:
+            process.kill()

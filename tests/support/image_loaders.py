@@ -1,0 +1,51 @@
+"""Loaders of pictures for tests, which close behind themselves."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.encoded import ImageLoader
+
+COMMON_SETTINGS: dict[str, Any] = {
+    "microbatch_size": 4,
+    "num_threads": 2,
+    "prefetch_batches": 2,
+    "patience_seconds": 0.0,
+}
+"""All that a loader needs but crop and image_size."""
+
+
+def bigbatch_threads() -> set[threading.Thread]:
+    """Those alive; a test of another file may have left some, so look at the difference."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("bigbatch")}
+
+
+@contextmanager
+def made_loaders(
+    name: str, settings: dict[str, Any], *, slack_seconds: float = 0.0
+) -> Iterator[Callable[..., ImageLoader]]:
+    """A maker of loaders (source, **changed settings) that closes them and checks that no thread stays behind.
+
+    slack_seconds: so long threads that were given up may take to end.
+    """
+    if name == "dali":
+        pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    made, before = [], bigbatch_threads()
+
+    def make(source: Any, **changed: Any) -> ImageLoader:
+        made.append(make_image_loader(name, source, **(settings | changed)))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+        loader.close()
+    deadline = time.monotonic() + slack_seconds
+    while bigbatch_threads() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not bigbatch_threads() - before

@@ -1,0 +1,85 @@
+"""What stands in for a CUDA graph on a CPU: operations are recorded below autograd, and replayed without any Python.
+
+As with a real graph, a replay works on the tensors of the capture, wherever Python has turned to since; numbers are
+those of the capture; the capture itself leaves every value as it was; and a read by the host breaks it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+
+
+class RecordedCapture:
+    """A Capture of bigbatch.trainer.step.execution. Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_warm_ups = self.num_captures = self.num_replays = 0
+
+    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+        self.num_warm_ups += 1
+        return work()
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        self.num_captures += 1
+        recording = _Recording()
+        with torch.random.fork_rng(devices=[]), recording:  # a capture draws nothing
+            result = work()
+        recording.undo_()
+
+        def replay() -> None:
+            self.num_replays += 1
+            recording.replay_()
+
+        return replay, result
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        tensors = _tensors((args, kwargs))
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self._own and address not in self._before:
+                whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                self._before[address] = whole, whole.clone()
+        results = func(*args, **kwargs)
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        made = [t for t in _tensors(results) if t.untyped_storage().data_ptr() not in given]
+        self._own.update({t.untyped_storage().data_ptr(): t for t in made})
+        if made or func._schema.is_mutable:  # else it is a view
+            self._operations.append((func, args, kwargs, results))
+        return results
+
+    def undo_(self) -> None:
+        """Nothing happened: what was there has its values, and what the capture made has none yet."""
+        with torch.no_grad():
+            for whole, before in self._before.values():
+                whole.copy_(before)
+            for tensor in self._own.values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+    @torch.no_grad()
+    def replay_(self) -> None:
+        """All operations again, their results where the first ones are."""
+        for func, args, kwargs, results in self._operations:
+            for old, new in zip(_tensors(results), _tensors(func(*args, **kwargs)), strict=True):
+                if old is not new:
+                    old.copy_(new)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,42 @@
+"""Encoded pictures for tests of the input, and where the real ones lie."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+REAL_DATA = Path(
+    os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
+)
+
+
+def smooth_image(seed: int, width: int = 150, height: int = 110) -> Image.Image:
+    """Smooth colours, as in a photograph: on noise alone two resizers differ more than on any picture."""
+    noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """As a file of that kind holds it."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def exif(orientation: int) -> bytes:
+    """EXIF data that says how to turn the picture for display."""
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags.tobytes()
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    """Path below root -> content; returns root."""
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root

@@ -1,0 +1,122 @@
+"""A run of four steps on one rank, small enough for unit tests, and hooks that write down what happens."""
+
+import gc
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
+from bigbatch.trainer.step.loop import Hooks, Parts, Plan
+from bigbatch.trainer.step.loss_scale import Scaling
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
+
+CPU = torch.device("cpu")
+SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
+PLAN = Plan(
+    seed=0,
+    first_step=0,
+    num_steps=4,
+    steps_per_epoch=2,
+    accumulation_steps=ACCUMULATION,
+    global_batch_size=SPAN * ACCUMULATION,
+    ghosts_per_microbatch=1,
+    ranks_per_ghost=1,
+    label_smoothing=SMOOTHING,
+    log_every_steps=1,
+    eval_every_steps=2,
+    eval_offset_steps=0,
+    checkpoint_every_steps=0,
+)
+SCALING = Scaling(initial=256.0, growth_steps=2)
+"""Small enough to begin without overflow, and grows while we look."""
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
+    "lars inside": partial(LARS, momentum_form="lr_inside"),
+    "lars outside": partial(LARS, momentum_form="lr_outside"),
+}
+
+
+def schedule(step: int) -> float:
+    return 0.1 / (step + 1)
+
+
+def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "sgd") -> Parts:
+    torch.manual_seed(0)
+    communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
+    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=ACCUMULATION)
+    model = build_model("resnet9", num_classes=CLASSES, norm=norm, width=2)
+    weights = Precision(model, name=precision, device=CPU, scaling=SCALING if precision in SCALED else None)
+
+    def normalize(images_BCHW: Tensor) -> Tensor:
+        return (images_BCHW.float() / 255).to(COMPUTE_DTYPES[precision])
+
+    return Parts(
+        model=model,
+        statistics_N=flatten_running_statistics(model, num_spare=1),
+        precision=weights,
+        accumulation=WideAccumulation(half_parameters(model)),
+        optimizer=OPTIMIZERS[optimizer](list(weights.masters.values()), lr=1.0),
+        schedule=schedule,
+        reducer=GradientReducer(model.named_parameters(), communicator),
+        communicator=communicator,
+        prepare=PrepareBatch(normalize=normalize, device=CPU),
+        normalize=normalize,
+        stop=stop or SimpleNamespace(is_set=False, signal_name=None),
+    )
+
+
+def make_batches(count: int = PLAN.num_steps * ACCUMULATION) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch(
+            torch.randint(0, 256, (SPAN, 3, 16, 16), dtype=torch.uint8, generator=generator),
+            torch.randint(0, CLASSES, (SPAN,), generator=generator),
+            torch.ones(SPAN, dtype=torch.bool),
+            Request(0, np.arange(SPAN), np.ones(SPAN, bool)),
+        )
+        for _ in range(count)
+    ]
+
+
+def num_alive(kind: str) -> int:
+    """Objects whose class has that name, without those that only cycles hold."""
+    gc.collect()
+    return sum(type(each).__name__ == kind for each in gc.get_objects())
+
+
+class Recorder:
+    """Hooks that write down what happens."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.records: list[dict[str, Any]] = []
+
+    def hooks(self) -> Hooks:
+        return Hooks(on_report=self._report, evaluate=self._evaluate, save=self._save, skipped=self._skipped)
+
+    def _report(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self.events.append(("report", record["step"]))
+
+    def _evaluate(self, done: int) -> dict[str, Any]:
+        self.events.append(("evaluate", done))
+        return {"top1": done / 100}
+
+    def _save(self, done: int, top1: float | None) -> None:
+        self.events.append(("save", done, top1))
+
+    def _skipped(self, done: int, images: dict[int, str]) -> None:
+        self.events.append(("skipped", done, images))

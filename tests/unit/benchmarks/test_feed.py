@@ -1,0 +1,152 @@
+"""The benchmarks that train or evaluate: what they run, and the figures they make of it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks/input"))  # scripts that import each other by their plain names
+
+import feed  # noqa: E402
+import parity  # noqa: E402
+import python_cost  # noqa: E402
+
+TINY = {
+    "data.image_size": 32,
+    "data.loader": "torchvision",
+    "data.probe_seconds": 0.1,
+    "model.width": 4,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+    "run.log_every_steps": 1,
+    "run.epochs": 1,
+    "schedule.warmup_epochs": 0,
+}
+OPTIONS = ["--config", "quickstart", *(text for key, value in TINY.items() for text in (f"--{key}", str(value)))]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data") / "shapes"
+    write_dataset(root, train_per_class=8, val_per_class=3)
+    return root
+
+
+def run(script, *options):
+    command = [sys.executable, str(ROOT / "benchmarks/input" / script), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_feed_compares_runs_of_one_repetition():
+    common = {"device": "cpu", "precision": "fp32", "loader": "dali", "world_size": 2}
+    rates = dict.fromkeys(feed.UNITS, 1.0)
+    summaries = {
+        "real": [common | rates | {"images_per_second": rate} for rate in (90.0, 50.0, 30.0)],
+        "generated": [common | {"images_per_second": rate} for rate in (100.0, 50.0, 60.0)],
+    }
+    found = feed.describe(summaries)
+    assert found["real / generated"] == {"n": 3, "median": 0.9, "min": 0.5, "q1": 0.7, "q3": 0.95, "max": 1.0}
+    assert found["real"]["images_per_second"]["median"] == 50.0
+    assert found["generated_images_per_second"]["max"] == 100.0
+
+
+def test_feed_leaves_out_what_was_not_measured():
+    summary = {
+        "device": "cpu",
+        "precision": "fp32",
+        "loader": "dali",
+        "world_size": 1,
+        **dict.fromkeys(feed.UNITS, 1.0),
+    }
+    unmeasured = summary | {"loader_images_per_second": None}
+    found = feed.describe({"real": [summary, unmeasured], "generated": [summary, summary]})
+    assert set(found["real"]) == {"input_wait_fraction", "images_per_second", "compute_images_per_second"}
+
+
+def test_commands_of_the_docstring_are_complete():
+    options = re.search(r"-- \\\n(.*?)\n\n", feed.__doc__, re.DOTALL)[1].replace("\\\n", " ").split()
+    config = load_config([*options, "--data.loader=synthetic", "--data.num_synthetic_samples=512"])
+    assert (config.run.epochs, config.schedule.warmup_epochs) == (1, 1)
+
+
+def test_feed_names_a_run_that_fails(shapes):
+    options = feed.parse([str(shapes), "--ranks", "1", "--", "--config", "nonesuch"])
+    with pytest.raises(DataError, match=r"train --config nonesuch .*ended with exit code 1: .*nonesuch"):
+        feed.train(options, [])
+
+
+@pytest.mark.slow
+def test_feed(shapes, tmp_path):
+    out = tmp_path / "feed.json"
+    done = run("feed.py", shapes, "--ranks", 1, "--repetitions", 1, "--out", out, "--", *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["conditions"]["pictures"] == 80
+    assert 0 < found["real"]["input_wait_fraction"]["median"] < 1
+    assert found["real"]["loader_images_per_second"]["median"] > 0
+    assert found["real / generated"]["median"] > 0
+
+
+@pytest.mark.slow
+def test_parity(shapes, tmp_path):
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    folder, out = tmp_path / "run", tmp_path / "parity.json"
+    command = [sys.executable, "-m", "bigbatch", "train", *OPTIONS, "--data.root", shapes, "--run.directory", folder]
+    subprocess.run(command, check=True, timeout=200)
+    done = run("parity.py", folder, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["pictures"] == 30
+    evaluated = json.loads((folder / "summary.json").read_text())["best_top1"]
+    assert found["top1_percent"]["torchvision"] == pytest.approx(100 * evaluated)
+    assert found["top1_percent"]["dali"] == pytest.approx(100 * evaluated, abs=0.1)
+    assert set(found["top1_percent"]) == {"dali", "torchvision", "reference"}
+
+
+def test_parity_counts_other_answers():
+    answers = {
+        "dali": torch.tensor([[0, 1, 2, 3], [0, 1, 1, 3]]),
+        "reference": torch.tensor([[0, 2, 1, 3], [0, 1, 1, 3]]),
+    }
+    found = parity.describe(answers)
+    assert found["top1_percent"] == {"dali": 75.0, "reference": 75.0}
+    assert found["largest_difference_points"] == 0
+    assert found["other_answers"] == {"dali / reference": 2}
+
+
+def test_parity_wants_an_evaluated_run(tmp_path):
+    with pytest.raises(DataError, match="holds no evaluated checkpoint; train first"):
+        parity.load_model(None, None, tmp_path)
+
+
+def test_python_cost(tmp_path):
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    out = tmp_path / "cost.json"
+    done = run("python_cost.py", "--pictures", 512, "--repetitions", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["microseconds_per_picture"]) == {
+        f"{part}, {layout}" for part in ("reader", "loader") for layout in ("folders", "packed")
+    }
+    for name, values in found["microseconds_per_picture"].items():
+        assert values["n"] == 2
+        share = found["share_of_a_core_at_1000_per_second"][name]
+        assert share == pytest.approx(values["median"] / 1000, rel=1e-4)
+
+
+def test_python_cost_counts_cpu_time_alone(monkeypatch):
+    times = iter([1.0, 1.512])
+    monkeypatch.setattr(python_cost.time, "process_time", lambda: next(times))
+    asked = python_cost.requests(512, epoch=1)
+    assert [request.epoch for request in asked] == [1, 1]
+    assert python_cost.microseconds(iter, asked) == pytest.approx(1000)

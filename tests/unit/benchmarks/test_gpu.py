@@ -1,0 +1,463 @@
+"""The parts of benchmarks/gpu that need no GPU: guard, record, targets, roofline, peers; slow: all cases, small."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_suite import run_small
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from bigbatch.errors import ConfigError, UserError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.step.precision import set_tf32
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
+
+from record import ratios  # noqa: E402
+from suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training  # noqa: E402
+from suite.context import SMALL, Context, Found  # noqa: E402
+from suite.device import file_stem  # noqa: E402
+from suite.guard import compare_case  # noqa: E402
+from suite.report import page  # noqa: E402
+from suite.targets import TARGETS, Target  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def case(**medians: tuple[float, str]) -> dict[str, Any]:
+    found = Found()
+    for name, (median, unit) in medians.items():
+        found.add(name, [0.99 * median, median, 1.01 * median], unit=unit)
+    return {"conditions": {"date": "today"}, **vars(found)}
+
+
+# --- guard ---
+
+
+@pytest.mark.parametrize(
+    ("unit", "before", "now", "has_lost", "loss"),
+    [
+        ("images/s", 1000.0, 951.0, False, 0.049),
+        ("images/s", 1000.0, 950.0, False, 0.05),
+        ("images/s", 1000.0, 949.0, True, 0.051),
+        ("images/s", 1000.0, 2000.0, False, -1.0),
+        ("TFLOP/s", 1000.0, 949.0, True, 0.051),
+        ("s", 1000.0, 1049.0, False, 0.049),
+        ("s", 1000.0, 1051.0, True, 0.051),
+        ("s", 1000.0, 500.0, False, -0.5),
+    ],
+)
+def test_a_loss_of_more_than_five_percent_fails(
+    unit: str, before: float, now: float, has_lost: bool, loss: float
+) -> None:
+    (found,) = compare_case(case(a=(before, unit)), case(a=(now, unit)))
+    assert (found.has_lost, found.loss) == (has_lost, pytest.approx(loss))
+    assert found.noise == pytest.approx(0.01), "quartiles at 0.995 and 1.005"
+    assert str(found).startswith("LOST" if has_lost else "ok")
+
+
+def test_what_is_not_measured_any_more_is_lost() -> None:
+    (found,) = compare_case(case(a=(1000.0, "images/s")), case(b=(1000.0, "images/s")))
+    assert found.has_lost
+    assert "not measured" in str(found)
+
+
+def test_ratios_and_new_figures_are_not_watched() -> None:
+    assert compare_case(case(a=(2.0, "ratio"), b=(0.9, "share")), case(a=(1.0, "ratio"), c=(1.0, "s"))) == []
+
+
+# --- the record ---
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs made-up cases into tmp_path: name -> images/s, or an error."""
+
+    def run(rates: dict[str, float | Exception | None], **options: Any) -> tuple[int, command.Suite]:
+        def measured(rate: float | Exception | None) -> Found:
+            if isinstance(rate, Exception):
+                raise rate
+            found = Found()
+            if rate is not None:
+                found.add("rate", [rate], unit="images/s")
+            return found
+
+        cases = {name: lambda context, rate=rate: measured(rate) for name, rate in rates.items()}
+        monkeypatch.setattr(command, "cases_of", lambda size: cases)
+        monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path)])
+        parsed = argparse.Namespace(**{**vars(command.parse()), **options})
+        made = command.Suite(parsed, device=CPU, size=SMALL, path=tmp_path / "gpu-this.json")
+        return made.run(list(rates)), made
+
+    return run
+
+
+def read(path: Path) -> dict[str, float]:
+    cases = json.loads(path.read_text())["cases"]
+    return {name: each["figures"]["rate"]["median"] for name, each in cases.items()}
+
+
+def test_guard_keeps_the_better_record(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpu-other.json").write_text(json.dumps({"cases": {"a": case(rate=(9e9, "images/s"))}}))
+    assert suite({"a": 1000.0, "b": 10.0}, guard=True)[0] == 0
+    assert "no earlier results" in capsys.readouterr().err, "those of another GPU are none"
+    code, found = suite({"a": 949.0, "b": 20.0}, guard=True)
+    assert (code, found.failed) == (1, ["a"])
+    assert "LOST rate" in capsys.readouterr().err
+    assert read(tmp_path / "gpu-this.json") == {"a": 1000.0, "b": 20.0}
+    assert read(tmp_path / "gpu-this-lost.json") == {"a": 949.0}
+    assert suite({"a": 951.0}, guard=True)[0] == 0
+    assert read(tmp_path / "gpu-this.json") == {"a": 951.0, "b": 20.0}, "cases that did not run stay"
+    assert suite({"a": 500.0})[0] == 0, "not asked for"
+
+
+def test_guard_compares_with_another_folder(suite: Any, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    assert suite({"a": 1000.0})[0] == 0
+    (tmp_path / "gpu-this.json").rename(before / "gpu-this.json")
+    assert suite({"a": 900.0}, guard=True, against=before)[0] == 1
+
+
+def test_a_guard_without_what_it_was_told_to_guard_is_refused(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"nowhere has no gpu-this.json: name the folder"):
+        suite({"a": 1000.0}, guard=True, against=tmp_path / "nowhere")
+    (tmp_path / "gpu-this.json").write_text('{"cases"')
+    with pytest.raises(UserError, match=r"gpu-this.json is no record .*: move it away"):
+        suite({"a": 1000.0})
+    monkeypatch.setattr(sys, "argv", ["run.py", "--against", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        command.parse()
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "gpu-this.json")])
+    with pytest.raises(SystemExit, match=r"--out .*gpu-this.json: File exists; name a folder"):
+        command.main()
+
+
+def test_a_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = suite({"a": ConfigError("name it by --vision"), "b": 10.0, "c": RuntimeError("broken")})
+    assert (code, found.failed) == (1, ["a", "c"])
+    assert read(tmp_path / "gpu-this.json") == {"b": 10.0}
+    told = capsys.readouterr().err
+    assert "== a failed: name it by --vision" in told
+    assert told.count("Traceback") == 1, "of what is not the user's error"
+
+
+def test_a_case_without_figures_replaces_none(suite: Any, tmp_path: Path) -> None:
+    suite({"a": 10.0})
+    suite({"a": None})
+    assert read(tmp_path / "gpu-this.json") == {"a": 10.0}
+    assert suite({"a": None}, guard=True)[0] == 1
+
+
+def test_time_over_says_how_to_go_on(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite({"a": 10.0, "b": 20.0}, minutes=-1.0)[0] == 0
+    assert "go on by --only a b" in capsys.readouterr().err
+
+
+def test_cases_are_chosen_by_name_or_group() -> None:
+    names = ["steps", "small_batches/16", "small_batches/32", "training/pictures"]
+    assert command.choose_cases(None, names) == names
+    assert command.choose_cases(["small_batches", "steps"], names) == names[:3]
+    assert command.choose_cases(["small_batches/32"], names) == ["small_batches/32"]
+    with pytest.raises(UserError, match="--only small: there is no such case; the cases are steps"):
+        command.choose_cases(["small"], names)
+
+
+def test_small_and_full_have_records_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("suite.device.device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert file_stem(CPU, size="full") == "gpu-nvidia-h100-80gb-hbm3"
+    assert file_stem(CPU, size="small") == "gpu-small-nvidia-h100-80gb-hbm3"
+
+
+# --- what is made of the figures ---
+
+
+def test_targets_in_closed_form() -> None:
+    ratio = Target("", ("x", "a"), over=("y", "b"), least=0.9)
+    cases = {"x": case(a=(90.0, "images/s")), "y": case(b=(100.0, "images/s"))}
+    assert ratio.value(cases) == 0.9
+    assert ratio.is_met(0.9)
+    assert not ratio.is_met(0.899)
+    assert ratio.value({"x": cases["x"]}) is None
+    assert not Target("", ("x", "a"), most=15).is_met(15.1)
+
+
+def test_every_target_is_of_a_case_that_there_is() -> None:
+    from suite.context import FULL
+
+    names = set(command.cases_of(FULL))
+    assert {where[0] for each in TARGETS for where in (each.figure, each.over) if where} <= names
+
+
+def test_the_page_shows_targets_for_the_full_size_alone() -> None:
+    small_batches = {"small_batches/32": case(eager=(800.0, "images/s"))}
+    small_batches["small_batches/256"] = case(eager=(1000.0, "images/s"))
+    record = {"device": "GPU", "size": "full", "cases": small_batches}
+    assert "| images/s at 32 per GPU, of those at 256, eager | at least 0.9 | 0.8 | NO |" in page(record)
+    assert "800" in page(record)
+    assert "800" not in page({**record, "size": "small"})
+
+
+def test_table_of_steps_in_closed_form() -> None:
+    found = Found()
+    found.add("first", [100.0], unit="images/s")
+    found.add("second", [150.0], unit="images/s")
+    rows = steps.make_table(found, ["first", "second"], roofline=1000.0, flops=2e10)
+    assert [list(row.values()) for row in rows] == [["first", 100, None, 2, 0.1], ["second", 150, 1.5, 3, 0.15]]
+
+
+@pytest.mark.parametrize("model", ["resnet18", "resnet50"])
+def test_flops_are_those_that_torch_counts(model: str) -> None:
+    layers = roofline.layers_of(model, batch=2, image_size=64, num_classes=10)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        net = build_model(model, num_classes=10, norm=nn.BatchNorm2d)
+        net(torch.empty(2, 3, 64, 64)).sum().backward()
+    assert sum(layer.flops for layer in layers) == counter.get_total_flops()
+
+
+def test_the_shortest_step_is_bound_by_arithmetic_or_by_memory() -> None:
+    layer = roofline.Layer((1, 2, 4, 4), (8, 2, 1, 1), (1, 8, 4, 4))
+    flops, elements = 3 * 2 * (8 * 4 * 4 * 2), 3 * (32 + 16 + 128)
+    assert (layer.flops, layer.elements) == (flops, elements)
+    slow_memory = roofline.shortest_seconds([layer, layer], flops_per_s=1e12, bytes_per_s=1.0, element_bytes=2)
+    assert slow_memory == 2 * 2 * elements
+    assert roofline.shortest_seconds([layer], flops_per_s=1.0, bytes_per_s=1e12, element_bytes=2) == flops
+
+
+def test_contestants_take_turns_with_their_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, clock = [], iter([5.0, 5.0, 1.0, 2.0])
+
+    def seconds_of(action: Any, *, device: torch.device) -> float:
+        action()
+        return next(clock)
+
+    def make(name: str, *, benchmark: bool) -> job.Contestant:
+        def run(steps: int) -> None:
+            seen.append((name, steps, torch.backends.cudnn.benchmark))
+
+        return job.Contestant(run, batch=10, flags=job.Flags(cudnn_benchmark=benchmark))
+
+    monkeypatch.setattr(job, "seconds_of", seconds_of)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    rates = job.rates_in_turn({"a": make("a", benchmark=True), "b": make("b", benchmark=False)}, size=SMALL, device=CPU)
+    assert seen == 2 * [("a", 1, True), ("b", 1, False)]
+    assert rates == {"a": [10.0], "b": [5.0]}
+    assert ratios(rates["a"], rates["b"]) == [2.0]
+
+
+def test_a_job_trains_by_the_real_step() -> None:
+    with closing(job.Job(job.settings_for(SMALL, batch=2, precision="bf16"))) as made:
+        before = [p.detach().clone() for p in made.parts.model.parameters()]
+        made.run_reading_the_loss(2)
+        assert made.parts.model.training
+        assert made.parts.communicator.world_size == 1
+        weights = list(made.parts.model.parameters())
+    assert {p.dtype for p in weights} == {torch.bfloat16, torch.float32}
+    assert any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+
+
+def test_every_step_is_tried_on_a_gpu_on_top_of_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried: list[dict[str, Any]] = []
+
+    def contestant(settings: dict[str, Any], **options: Any) -> job.Contestant:
+        if settings["optimizer.precision"] == "tf32":
+            raise ConfigError("needs a GPU of compute capability 8.0")
+        tried.append(settings)
+        return job.Contestant(lambda steps: None, batch=1)
+
+    monkeypatch.setattr(steps, "contestant", contestant)
+    found, on_gpu = Found(), Context(size=SMALL, device=torch.device("cuda"), scratch=tmp_path)
+    with steps.ExitStack() as stack:
+        made = steps.make_contestants(on_gpu, found, stack=stack)
+    assert found.left_out == {"TF32": "not available: needs a GPU of compute capability 8.0"}
+    assert list(made) == [step.name for step in steps.STEPS if step.name != "TF32"]
+    for settings in tried:
+        load_config(["--config", "imagenet/resnet50_8k", *job.as_options(settings)])  # keys and values are legal
+    assert [settings["optimizer.name"] for settings in tried][:2] == 2 * ["torch.optim.SGD"]
+    assert [settings["compute.channels_last"] for settings in tried] == 3 * [False] + 5 * [True]
+    last = {"optimizer.name": "lars", "optimizer.precision": "bf16", **job.CAPTURED}
+    assert last.items() <= tried[-1].items()
+
+
+def test_small_on_a_cpu_nothing_is_compiled(tmp_path: Path) -> None:
+    assert not training.fastest(context(tmp_path), precision="bf16").keys() & job.CAPTURED.keys()
+    on_gpu = Context(size=SMALL, device=torch.device("cuda"), scratch=tmp_path)
+    settings = training.fastest(on_gpu, precision="fp16")
+    assert {**job.CAPTURED, "optimizer.loss_scale": 65536.0}.items() <= settings.items()
+
+
+def test_flags_are_switched_so_that_torchs_compiler_can_read_them() -> None:
+    before = job.Flags()
+    try:
+        for is_allowed in (True, False):
+            set_tf32(is_allowed)
+            flags = job.Flags()
+            for each in (job.AS_TORCH_STARTS, flags):
+                each.switch()
+                found = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+                assert found == (each.convolutions_in_tf32, each.products)
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == is_allowed
+    finally:
+        before.switch()
+
+
+# --- peers ---
+
+SCRIPT = """
+def train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, args{scaler}):
+    assert args.clip_grad_norm is None and args.print_freq and len(data_loader) == 3
+    print("Epoch: [0]")
+    for image, target in data_loader:
+        criterion(model(image), target).backward()
+        optimizer.step()
+"""
+
+
+def context(tmp_path: Path, **folders: Path) -> Context:
+    return Context(size=SMALL, device=CPU, scratch=tmp_path, **folders)
+
+
+@pytest.fixture
+def batches() -> Iterator[torchvision_peer.Batches]:
+    def endless() -> torchvision_peer.Batches:
+        while True:
+            yield torch.zeros(2, 3, 32, 32), torch.tensor([0, 1])
+
+    yield endless()
+    sys.modules.pop("train", None)
+
+
+def test_the_script_of_a_checkout_is_run(
+    tmp_path: Path, batches: torchvision_peer.Batches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(scaler=", model_ema=None, scaler=None"))
+    told = context(tmp_path, vision=tmp_path)
+    peer = torchvision_peer.peer(told, batches, num_classes=10)
+    peer.run(3)
+    assert capsys.readouterr().out == ""
+    assert peer.batch == SMALL.batch
+    assert torchvision_peer.peer_name(told) == "torchvision's script"
+    assert torchvision_peer.peer_name(context(tmp_path)).startswith("stand-in for")
+
+
+def test_a_folder_without_the_script_is_refused(tmp_path: Path, batches: torchvision_peer.Batches) -> None:
+    told = context(tmp_path, vision=tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no train.py: name references/classification"):
+        torchvision_peer.peer(told, batches, num_classes=10)
+    (tmp_path / "train.py").write_text(SCRIPT.format(scaler=""))
+    with pytest.raises(ConfigError, match="takes no scaler"):
+        torchvision_peer.peer(told, batches, num_classes=10)
+    sys.modules.pop("train")
+    (tmp_path / "train.py").write_text("import no_such_module")
+    with pytest.raises(ConfigError, match=r"cannot be used: No module named 'no_such_module'"):
+        torchvision_peer.peer(told, batches, num_classes=10)
+
+
+def test_the_stand_in_does_a_step_of_sgd() -> None:
+    torch.manual_seed(0)
+    model, images, labels = nn.Linear(4, 6).double(), torch.randn(3, 4).double(), torch.tensor([0, 1, 5])
+    weight = model.weight.detach().clone().requires_grad_()
+    loss = -F.linear(images, weight, model.bias.detach()).log_softmax(1)[range(3), labels].mean()
+    (gradient,) = torch.autograd.grad(loss, weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torchvision_peer.stand_in_epoch(model, F.cross_entropy, optimizer, [(images, labels)], CPU, 0, argparse.Namespace())
+    torch.testing.assert_close(model.weight.detach(), (weight - 0.1 * gradient).detach())
+
+
+AIRBENCH = """
+import torch
+def print_training_details(variables, is_final_entry):
+    raise AssertionError("replaced")
+def main(run):
+    data = torch.load("cifar10/train.pt")
+    assert data["images"].shape[1:] == (32, 32, 3) and data["images"].dtype == torch.uint8
+    for is_last in (False, True):
+        total_time_seconds = 9.0 if run == "warmup" else 3.0 + is_last
+        print_training_details(locals(), is_final_entry=is_last)
+    return 0.94 + (0 if run == "warmup" else run) / 1000
+"""
+
+
+def test_airbench_is_driven_and_read(tmp_path: Path) -> None:
+    root = tmp_path / "shapes"
+    write_dataset(root, train_per_class=3, val_per_class=1, side_pixels=(32, 32))
+    cifar.as_tensors(root, tmp_path / "cifar10")
+    content, source = torch.load(tmp_path / "cifar10/train.pt"), open_split(root, "train")
+    assert content["classes"] == list(source.classes)
+    assert content["labels"].bincount().tolist() == 10 * [3]
+    assert content["labels"].tolist() != sorted(content["labels"].tolist()), "whitening takes the first ones"
+    assert len(torch.load(tmp_path / "cifar10/test.pt")["images"]) == 10
+    script = tmp_path / "airbench94.py"
+    script.write_text(AIRBENCH)
+    found = cifar.airbench(script, tmp_path, seed=2)
+    assert found == {"first_seconds": 9.0, "seconds": 4.0, "top1": pytest.approx(0.942)}
+
+
+def test_images_stay_with_their_labels(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for label, grey in enumerate((0, 100, 200)):
+            folder = tmp_path / "grey" / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (32, 32), (grey,) * 3).save(folder / f"{number}.png")
+    cifar.as_tensors(tmp_path / "grey", tmp_path / "tensors")
+    content = torch.load(tmp_path / "tensors/train.pt")
+    assert torch.equal(content["images"].float().mean((1, 2, 3)), 100.0 * content["labels"])
+
+
+def test_airbench_that_cannot_take_part_says_why(tmp_path: Path) -> None:
+    assert "name it by --airbench" in cifar.find_script(context(tmp_path))[1]
+    with pytest.raises(ConfigError, match=r"holds neither legacy/airbench94.py nor airbench94.py"):
+        cifar.find_script(context(tmp_path, airbench=tmp_path))
+    (tmp_path / "airbench94.py").touch()
+    assert cifar.find_script(context(tmp_path, airbench=tmp_path)) == (None, "airbench94 runs on CUDA alone")
+
+
+def test_race_is_of_pairs() -> None:
+    found = Found()
+    ours = [{"seconds": 6.0, "process_seconds": 9.0, "top1": 0.94}, {"seconds": 4.0, "process_seconds": 8.0, "top1": 1}]
+    theirs = [{"seconds": 3.0, "first_seconds": 6.0, "top1": 0.94}, {"seconds": 4.0, "first_seconds": 8.0, "top1": 1}]
+    cifar.describe(found, ours=ours, airbench94=theirs)
+    assert found.median("cifar10_10epochs seconds / airbench94 seconds") == 1.5
+    assert found.median("cifar10_10epochs seconds / airbench94 first_seconds") == 0.75
+    alone = Found()
+    cifar.describe(alone, ours=ours, airbench94=[])
+    assert set(alone.figures) == {f"cifar10_10epochs {key}" for key in ("seconds", "process_seconds", "top1")}
+
+
+def test_the_first_step_counts(tmp_path: Path) -> None:
+    records = [("start", 101.0), ("train", 112.5), ("train", 113.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"kind": k, "time": t}) + "\n" for k, t in records))
+    assert starting.seconds_to_first_step(tmp_path, start=100.0) == 12.5
+    assert starting.with_cache(tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+
+
+# --- everything ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # of one core: one to two minutes
+def test_all_cases_run_small(tmp_path: Path) -> None:
+    record, stdout = run_small(tmp_path)
+    expected = {"training/generated", "training/pictures", "steps", "startup", "evaluation", "cifar"}
+    expected |= {"inference", "recompute", "small_batches/2", "small_batches/3"}
+    assert expected == set(record["cases"])
+    assert record["cases"]["steps"]["tables"]["steps"][0]["step"] == "eager fp32"
+    assert {"torch", "commit", "device", "date"} <= set(record["cases"]["steps"]["conditions"])
+    assert "no figure of it means anything" in stdout

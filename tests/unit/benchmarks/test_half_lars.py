@@ -1,0 +1,70 @@
+"""Why LARS has fp32 masters: the same arithmetic in fp16 leaves weights where they are (Jia et al. 2018)."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch.trainer.optim.lars import LARS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # as someone who trains with it from the checkout
+
+from benchmarks.largebatch.half_lars import HalfLARS
+
+FIRST_LR, PEAK_LR = 24.699 / 31 / 19, 24.699
+"""Of imagenet/resnet50_64k: 31 epochs of warm-up of 19 steps each."""
+
+
+def step(optimizer: type[torch.optim.Optimizer], *, lr: float, grad_rms: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A 3x3 convolution of ResNet-50's third stage as He et al. 2015 start it, before and after one step."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(256, 256, 3, 3, generator=generator) * math.sqrt(2 / (9 * 256))
+    weight = nn.Parameter(start.half().float())
+    weight.grad = grad_rms * torch.randn(weight.shape, generator=generator)
+    before = weight.detach().clone()
+    optimizer([weight], lr=lr, weight_decay=1e-4, momentum=0.9, trust_coefficient=0.001).step()
+    return before, weight.detach()
+
+
+def share_moved(optimizer: type[torch.optim.Optimizer], *, lr: float, grad_rms: float) -> float:
+    before, after = step(optimizer, lr=lr, grad_rms=grad_rms)
+    return float((before != after).double().mean())
+
+
+@pytest.mark.parametrize("grad_rms", [1e-6, 1e-7, 1e-8])
+def test_fp16_drives_updates_to_zero_where_fp32_moves_the_weights(grad_rms: float) -> None:
+    """An update is lr * trust_coefficient = 4e-5 of the weight at most, and numbers of fp16 lie 5e-4 to 1e-3 apart."""
+    assert share_moved(LARS, lr=FIRST_LR, grad_rms=grad_rms) > 0.99
+    assert share_moved(HalfLARS, lr=FIRST_LR, grad_rms=grad_rms) < 0.03
+
+
+def test_gradients_below_fp16_are_lost_at_any_learning_rate() -> None:
+    """2**-25 = 3e-8 rounds to 0: what is left are momentum and decay."""
+    before, in_fp32 = step(LARS, lr=2.0, grad_rms=1e-9)
+    _, in_fp16 = step(HalfLARS, lr=2.0, grad_rms=1e-9)
+    assert float((in_fp32 - before).norm() / before.norm()) == pytest.approx(2.0 * 0.001, rel=0.01)
+    assert float((in_fp16 - before).norm() / before.norm()) < 1e-5
+
+
+def test_fp16_is_the_same_arithmetic_where_its_range_suffices() -> None:
+    before, in_fp32 = step(LARS, lr=PEAK_LR, grad_rms=1e-4)
+    _, in_fp16 = step(HalfLARS, lr=PEAK_LR, grad_rms=1e-4)
+    assert float((in_fp16 - in_fp32).norm() / (in_fp32 - before).norm()) < 0.03
+    assert torch.equal(in_fp16, in_fp16.half().float()), "nothing is kept that fp16 cannot hold"
+
+
+def test_closure_momentum_and_weights_that_do_not_adapt() -> None:
+    weight = nn.Parameter(torch.full((2,), 1.0))
+    optimizer = HalfLARS([weight], lr=0.125, momentum=0.5, weight_decay=0.0, adapt=False)
+
+    def closure() -> float:
+        weight.grad = torch.tensor([1.0, -1.0])
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert weight.tolist() == [0.875, 1.125]
+    optimizer.step()
+    assert weight.tolist() == [0.875 - 0.1875, 1.125 + 0.1875]

@@ -1,0 +1,249 @@
+"""All-reduce algorithms over ranks that are threads: what they send, in which precision, and what they refuse."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import Tensor
+
+from bigbatch.comm.algorithms import ALGORITHMS, make_allreduce
+from bigbatch.comm.algorithms.doubling import doubling_allreduce_
+from bigbatch.comm.algorithms.ring import SEGMENT_BYTES, ring_allreduce_, ring_order
+from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
+from bigbatch.comm.algorithms.wire import Staging, Wire
+from bigbatch.comm.backends.base import AllOf, Done, InFlight
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.rendezvous.topology import make_topology
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+@dataclass
+class Post:
+    """Letterboxes between ranks, and a record of what went through: (from, to) -> (messages, bytes)."""
+
+    boxes: dict[tuple[int, int], "SimpleQueue[Tensor]"] = field(default_factory=dict)
+    messages: Counter[tuple[int, int]] = field(default_factory=Counter)
+    num_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def box(self, source: int, to: int) -> "SimpleQueue[Tensor]":
+        """Made on first use; dict.setdefault is atomic."""
+        return self.boxes.setdefault((source, to), SimpleQueue())
+
+
+class PostBackend(SingleBackend):
+    """Messages of one rank by Post."""
+
+    def __init__(self, rank: int, post: Post) -> None:
+        self.rank = rank  # type: ignore[misc]
+        self._post = post
+
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """A copy into the box."""
+        self._post.messages[self.rank, to] += 1
+        self._post.num_bytes[self.rank, to] += tensor_N.nbytes
+        self._post.box(self.rank, to).put(tensor_N.clone())
+        return Done()
+
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """Taken out when waited for."""
+        return _Letter(tensor_N, self._post.box(source, self.rank))
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """Both."""
+        return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
+
+
+@dataclass(frozen=True)
+class _Letter:
+    tensor_N: Tensor
+    box: "SimpleQueue[Tensor]"
+
+    def wait(self) -> None:
+        letter_N = self.box.get(timeout=10)
+        assert letter_N.dtype == self.tensor_N.dtype
+        self.tensor_N.copy_(letter_N)
+
+
+def run(algorithm: Callable[..., None], tensors: Sequence[Tensor], *, wire: Wire = Wire(), **options: object) -> Post:  # noqa: B008
+    """Sum the tensors, one per rank, in place."""
+    post, ranks = Post(), tuple(range(len(tensors)))
+
+    def one(rank: int) -> None:
+        algorithm(tensors[rank], PostBackend(rank, post), ranks, wire=wire, staging=Staging(), **options)
+
+    with ThreadPoolExecutor(len(tensors)) as pool:
+        list(pool.map(one, ranks))
+    return post
+
+
+def numbers(num_ranks: int, num_elements: int, dtype: torch.dtype = FP32) -> list[Tensor]:
+    """Whole numbers, of which every sum is exact."""
+    return [torch.arange(num_elements).remainder(7).add(rank).to(dtype) for rank in range(num_ranks)]
+
+
+# --- what is sent ---
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("wire", [Wire(), Wire(FP16)])
+def test_a_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
+    num_elements = 840 * 3  # divides by every number of ranks
+    tensors = numbers(num_ranks, num_elements)
+    expected_N = torch.stack(tensors).sum(0)
+    post = run(ring_allreduce_, tensors, wire=wire)
+    for tensor_N in tensors:
+        assert torch.equal(tensor_N, expected_N)
+    width = 2 if wire.dtype else 4
+    for rank in range(num_ranks):
+        sent = {to: n for (source, to), n in post.num_bytes.items() if source == rank}
+        least = 2 * num_elements * width * (num_ranks - 1) // num_ranks
+        assert sent == ({(rank + 1) % num_ranks: least} if least else {})
+        assert sum(n for (source, _), n in post.messages.items() if source == rank) == 2 * (num_ranks - 1)
+
+
+def test_a_long_part_travels_in_segments() -> None:
+    num_elements = 2 * 5 * SEGMENT_BYTES // 4
+    post = run(ring_allreduce_, tensors := numbers(2, num_elements))
+    assert torch.equal(tensors[0], tensors[1])
+    assert post.messages[0, 1] == 2 * 5
+    assert post.num_bytes[0, 1] == num_elements * 4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+def test_a_ring_announces_each_part_once_when_it_is_final(num_ranks: int) -> None:
+    tensors, announced = numbers(num_ranks, 100), [list[int]() for _ in range(num_ranks)]
+    expected = torch.stack(tensors).sum(0).tensor_split(num_ranks)
+    post, ranks = Post(), tuple(range(num_ranks))
+
+    def one(rank: int) -> None:
+        def announce(part: int) -> None:
+            assert torch.equal(tensors[rank].tensor_split(num_ranks)[part], expected[part])
+            announced[rank].append(part)
+
+        backend = PostBackend(rank, post)
+        ring_allreduce_(tensors[rank], backend, ranks, wire=Wire(), staging=Staging(), announce=announce)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        list(pool.map(one, ranks))
+    assert [tuple(parts) for parts in announced] == [ring_order(num_ranks, rank) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("num_ranks", "hops"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)])
+def test_doubling_takes_the_logarithm_of_the_ranks_in_hops(num_ranks: int, hops: int) -> None:
+    tensors = numbers(num_ranks, 10)
+    expected_N = torch.stack(tensors).sum(0)
+    post = run(doubling_allreduce_, tensors)
+    for tensor_N in tensors:
+        assert torch.equal(tensor_N, expected_N)
+    sent = [sum(n for (source, _), n in post.messages.items() if source == rank) for rank in range(num_ranks)]
+    assert max(sent) == hops
+    assert set(post.num_bytes.values()) <= {40}
+
+
+@pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
+@pytest.mark.parametrize("wire", [Wire(), Wire(FP16), Wire(BF16, predivide=4.0)])
+def test_the_other_ranks_of_a_node_are_brought_into_the_sum(algorithm: Callable[..., None], wire: Wire) -> None:
+    tensors = numbers(2, 101)
+    other_N = torch.arange(101.0).remainder(5)
+    expected_N = torch.stack([*tensors, other_N, other_N]).sum(0)
+    before_N = other_N.clone()
+    run(algorithm, tensors, wire=wire, others=[other_N])
+    assert torch.equal(tensors[0], expected_N)
+    assert torch.equal(tensors[1], expected_N)
+    assert torch.equal(other_N, before_N)
+
+
+# --- precision ---
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype", "travels_as"),
+    [
+        (None, FP32, FP32),
+        (FP16, FP64, FP64),  # counts and losses
+        (FP16, FP32, FP16),
+        (FP32, FP64, FP64),
+        (FP32, FP32, FP32),
+        (FP32, BF16, BF16),  # never wider than its own
+        (BF16, FP16, FP16),  # nor another of its width
+    ],
+)
+def test_in_which_precision_a_tensor_travels(
+    wire: torch.dtype | None, dtype: torch.dtype, travels_as: torch.dtype
+) -> None:
+    assert Wire(wire).of(torch.zeros(1, dtype=dtype)) == travels_as
+
+
+def test_half_precision_is_summed_in_fp32_and_rounded_once() -> None:
+    own_S = torch.tensor([2048.0], dtype=FP16)  # where fp16 counts in steps of two
+    ones = [torch.ones(1, dtype=FP16)] * 3
+    Wire().add_(own_S, ones)
+    assert own_S.item() == 2052.0  # 2051, rounded; one by one each 2049 would have gone back to 2048
+
+
+def test_a_factor_divides_what_travels_narrow_and_nothing_else() -> None:
+    wire = Wire(FP16, predivide=4.0)
+    narrow_S, as_it_is_S = torch.tensor([8.0]), torch.tensor([8.0], dtype=FP16)
+    for own_S in (narrow_S, as_it_is_S):
+        wire.divide_(own_S)
+        wire.add_(own_S, [torch.full_like(own_S, 4.0)], scaled=True)
+    assert (narrow_S.item(), as_it_is_S.item()) == (3.0, 12.0)
+    wire.add_(narrow_S, [torch.ones(1, dtype=FP16)])  # divided by its sender
+    packed_S = wire.pack(narrow_S, torch.empty(1, dtype=FP16))
+    assert (packed_S.dtype, packed_S.item()) == (FP16, 4.0)
+    wire.unpack_(narrow_S, packed_S)
+    assert narrow_S.item() == 16.0
+    assert wire.pack(as_it_is_S, as_it_is_S) is as_it_is_S
+    wire.unpack_(as_it_is_S, as_it_is_S)
+    assert as_it_is_S.item() == 12.0
+
+
+def test_staging_is_kept_and_grows() -> None:
+    staging, like = Staging(), torch.zeros(1)
+    first_N = staging.take("incoming", 100, like, FP32)
+    assert staging.take("incoming", 150, like, FP16).data_ptr() == first_N.data_ptr()
+    assert staging.take("packed", 100, like, FP32).data_ptr() != first_N.data_ptr()
+    assert staging.take("incoming", 101, like, FP32).numel() == 101
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 2), torch.zeros(4)[::2]])
+@pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
+def test_only_flat_tensors_can_be_cut(algorithm: Callable[..., None], tensor: Tensor) -> None:
+    with pytest.raises(ValueError, match="an all-reduce needs a flat, contiguous tensor, not shape"):
+        algorithm(tensor, SingleBackend(), (0,), wire=Wire(), staging=Staging())
+
+
+class NoMemory:
+    """Knows no tensor."""
+
+    def views(self, tensor_N: Tensor) -> None:
+        """It lies elsewhere."""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(4), r"wants a tensor from Communicator.allocate\(\)"),
+        (torch.zeros(2, 2), "needs a flat, contiguous tensor"),
+    ],
+)
+def test_shared_sums_want_shared_memory(tensor: Tensor, message: str) -> None:
+    owners = Owners(1, lambda own_N, others, announce: None, (0,))
+    with pytest.raises(ValueError, match=message):
+        shared_allreduce_(tensor, backend=SingleBackend(), memory=NoMemory(), node=(0,), owners=owners)  # type: ignore
+
+
+def test_unknown_names_and_a_hybrid_without_a_table_are_refused() -> None:
+    topology = make_topology(["here"], rank=0)
+    with pytest.raises(ValueError, match=f"algorithm 'tree' is unknown; choose one of {', '.join(ALGORITHMS)}"):
+        make_allreduce("tree", backend=SingleBackend(), topology=topology)
+    with pytest.raises(ValueError, match="'hybrid' chooses by a table of this cluster: make one with bigbatch comm tu"):
+        make_allreduce("hybrid", backend=SingleBackend(), topology=topology)

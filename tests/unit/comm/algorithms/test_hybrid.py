@@ -1,0 +1,136 @@
+"""The table of algorithms by size."""
+
+import itertools
+import math
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, make_hybrid
+
+TABLE = HybridTable((HybridRow(1000, "doubling"), HybridRow(50_000, "native"), HybridRow(None, "ring")))
+
+
+def exact(**seconds: float) -> dict[str, Measured]:
+    """Times without any noise."""
+    return {name: Measured((value, value, value)) for name, value in seconds.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "algorithm"),
+    [(0, "doubling"), (1000, "doubling"), (1001, "native"), (50_000, "native"), (50_001, "ring"), (10**12, "ring")],
+)
+def test_choose(num_bytes: int, algorithm: str) -> None:
+    assert TABLE.choose(num_bytes) == algorithm
+
+
+def test_text_and_json() -> None:
+    assert str(TABLE) == "doubling up to 1,000 bytes; native up to 50,000 bytes; ring above"
+    assert str(HybridTable((HybridRow(None, "ring"),))) == "ring at any size"
+    assert TABLE.to_json() == '[[1000, "doubling"], [50000, "native"], [null, "ring"]]'
+    assert HybridTable.from_json(TABLE.to_json()) == TABLE
+
+
+def test_algorithms_are_named_once() -> None:
+    rows = (HybridRow(1, "ring"), HybridRow(2, "native"), HybridRow(None, "ring"))
+    assert HybridTable(rows).algorithms == ("ring", "native")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{}", "a hybrid table is a list such as"),
+        ("[1]", "a hybrid table is a list such as"),
+        ('[["1", "ring"]]', "a hybrid table is a list such as"),
+        ('[[true, "ring"], [null, "ring"]]', "a hybrid table is a list such as"),
+        ("[[null, 3]]", "a hybrid table is a list such as"),
+        ("[]", "of which only the last is up_to_bytes=null"),
+        ('[[10, "ring"]]', "of which only the last is up_to_bytes=null"),
+        ('[[null, "ring"], [null, "native"]]', "of which only the last is up_to_bytes=null"),
+        ('[[10, "ring"], [10, "native"], [null, "ring"]]', r"must be positive and ascend, not \[10, 10\]"),
+        ('[[0, "ring"], [null, "native"]]', r"must be positive and ascend, not \[0\]"),
+        ('[[null, "hybrid"]]', "other algorithms than hybrid"),
+        ("no JSON", "Expecting value"),
+    ],
+)
+def test_malformed_tables_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        HybridTable.from_json(text)
+
+
+def test_limits_lie_where_both_take_equally_long() -> None:
+    """Ratios of 8 at 2^12 and 1/2 at 2^16: as a power of the size, 1 after three quarters of the four doublings."""
+    times = {
+        1024: exact(doubling=1.0, ring=9.0),
+        4096: exact(doubling=1.0, ring=8.0),
+        65_536: exact(doubling=20.0, ring=10.0),
+        2**20: exact(doubling=99.0, ring=50.0),
+    }
+    assert make_hybrid(times).rows == (HybridRow(2**15, "doubling"), HybridRow(None, "ring"))
+
+
+def test_a_limit_is_the_geometric_mean_where_times_do_not_tell() -> None:
+    times = {4096: exact(doubling=1.0), 65_536: exact(doubling=20.0, ring=10.0)}
+    assert make_hybrid(times).rows == (HybridRow(16_384, "doubling"), HybridRow(None, "ring"))
+    equal = {1000: exact(a=1.0, b=9.0), 4000: exact(a=1.0, b=1.0), 16_000: exact(a=2.0, b=1.0)}
+    assert make_hybrid(equal).rows == (HybridRow(8000, "a"), HybridRow(None, "b"))
+
+
+def test_no_switch_for_less_than_the_noise() -> None:
+    noisy = Measured(tuple(1 + 0.03 * (-1) ** i for i in range(20)))  # quartiles at 0.97 and 1.03
+    assert noisy.noise == pytest.approx(2 * 1.253 * 0.06 / 1.349 / math.sqrt(20), rel=1e-12)
+    close = Measured(tuple(0.985 * s for s in noisy.seconds))
+    times = {1000: {"a": noisy, "b": close}, 2000: {"a": close, "b": noisy}, 4000: {"a": noisy, "b": close}}
+    assert make_hybrid(times).rows == (HybridRow(None, "b"),)
+    quiet = {size: exact(a=at["a"].median, b=at["b"].median) for size, at in times.items()}
+    assert make_hybrid(quiet).algorithms == ("b", "a")  # 1.5% counts where nothing wavers
+
+
+def test_a_stray_repetition_is_no_noise() -> None:
+    assert Measured((1.0,) * 19 + (50.0,)).noise == 0.0
+
+
+def test_sizes_are_sorted_whatever_the_order() -> None:
+    times = {4096: exact(a=2.0, b=1.0), 1024: exact(a=1.0, b=2.0)}
+    assert make_hybrid(times).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
+
+
+def test_an_algorithm_that_was_not_measured_at_a_size_is_not_chosen_there() -> None:
+    times = {1024: exact(a=1.0, b=3.0), 4096: exact(b=3.0)}
+    assert make_hybrid(times).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
+
+
+@pytest.mark.parametrize("times", [{}, {1024: {}}])
+def test_nothing_measured(times: Mapping[int, Mapping[str, Measured]]) -> None:
+    with pytest.raises(ValueError, match="needs the time of at least one algorithm at every size"):
+        make_hybrid(times)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_never_five_percent_behind_and_no_needless_switch(seed: int) -> None:
+    """Against all sequences of choices: within 5% of the best everywhere, and fewest switches of those within 1%."""
+    draw = random.Random(seed)
+    sizes = [4**k for k in range(5, 11)]
+    times = {
+        size: {name: Measured(tuple(draw.gauss(1, 0.1 * (seed % 3)) ** 2 + 0.5 for _ in range(9))) for name in "abc"}
+        for size in sizes
+    }
+    table = make_hybrid(times)
+    for size in sizes:
+        best = min(measured.median for measured in times[size].values())
+        assert times[size][table.choose(size)].median <= 1.05 * best
+    fewest = len(sizes)
+    for code in range(3 ** len(sizes)):
+        names = ["abc"[code // 3**i % 3] for i in range(len(sizes))]
+        best_of = [min(m.median for m in times[size].values()) for size in sizes]
+        if all(times[s][n].median <= 1.01 * b for s, n, b in zip(sizes, names, best_of, strict=True)):
+            fewest = min(fewest, sum(a != b for a, b in itertools.pairwise(names)))
+    assert len(table.rows) - 1 <= fewest
+
+
+def test_quartiles_and_median() -> None:
+    measured = Measured((4.0, 1.0, 2.0, 3.0))
+    assert (measured.min, measured.median, measured.max) == (1.0, 2.5, 4.0)
+    # quartiles 1.75 and 3.25, by linear interpolation
+    assert measured.noise == pytest.approx(2 * 1.253 * 1.5 / 1.349 / 2 / 2.5, rel=1e-12)

@@ -1,0 +1,349 @@
+"""Transports without peers: the one of a single process, and how the others fail. With peers: tests/parallel."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, current_thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.comm.backends import horovod, in_flight, mpi
+from bigbatch.comm.backends.base import ALL_DTYPES
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.backends.tcp import TcpBackend
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous import addresses, control
+from bigbatch.comm.rendezvous.control import Control, listen
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.errors import CommError, PeerLostError
+
+CPU = torch.device("cpu")
+TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
+UNLAUNCHED = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank will answer: do not wait for it."""
+    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(control, "_met", {})
+
+
+def half_a_job(seconds: float = 1.0) -> Control:
+    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on."""
+    met = Control(TWO, timeout_seconds=seconds)
+    met.store.set("bigbatch/host/1", "node1")
+    return met
+
+
+# --- one process ---
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_the_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
+    backend = SingleBackend()
+    group = backend.new_group([[0]])
+    source_N, target_N = torch.arange(3).to(dtype), torch.zeros(3, dtype=dtype)
+    backend.all_gather(target_N, source_N, group)
+    assert torch.equal(target_N, source_N)
+    backend.reduce_scatter(target_N, 2 * source_N, group)
+    assert torch.equal(target_N, 2 * source_N)
+    backend.start_exchange(send=source_N, to=0, receive=target_N, source=0).wait()
+    assert torch.equal(target_N, source_N)
+    backend.all_reduce_(target_N, group)
+    backend.reduce_(target_N, group, root=0)
+    backend.broadcast_(target_N, group, root=0)
+    assert torch.equal(target_N, source_N)
+    assert dtype in backend.capabilities.dtypes
+
+
+def test_a_world_of_one_has_no_peers() -> None:
+    with pytest.raises(ValueError, match="a world of one has no rank to send to"):
+        SingleBackend().start_send(torch.ones(1), to=0)
+    with pytest.raises(ValueError, match="a world of one has no rank to receive from"):
+        SingleBackend().start_receive(torch.ones(1), source=0)
+
+
+# --- tcp ---
+
+
+def test_tcp_gives_up_after_the_time_limit_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
+    backend = TcpBackend(TWO, half_a_job(0.5))
+    work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
+    expected = (
+        r"rank 0: buffer 0 failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it"
+    )
+    with pytest.raises(PeerLostError, match=expected):
+        work.wait()
+
+
+def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
+    met = half_a_job(60)
+    backend = TcpBackend(TWO, met)
+    met.store.set("bigbatch/alive/1", "1")
+    met.store.set("bigbatch/failed", "1")
+    work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
+    with pytest.raises(PeerLostError, match=r"all ranks still answer \(control: another rank reports a failure"):
+        work.wait()
+
+
+def test_an_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
+    with pytest.raises(CommError, match=r"^interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
+        TcpBackend(TWO, half_a_job(), interface="ib7")
+
+
+# --- torch.distributed ---
+
+
+def test_gloo_without_its_peers_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(CommError, match=r"rank 0 on here: gloo could not connect 2 ranks: .*; set comm.interface to"):
+        TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU)
+
+
+def test_nccl_without_room_in_shared_memory_says_how_to_get_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are NCCL's, of a container with Docker's 64 MB."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.distributed.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.30.7\nncclSystemError: System "
+            "call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\nError while "
+            "creating shared memory segment /dev/shm/nccl-XyZ1 (size 33030528), error: No space left on device (28)"
+        )
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    with pytest.raises(CommError, match=r"nccl could not connect 2 ranks: .*; /dev/shm is too .*\(--shm-size 1g\)"):
+        TorchDistributedBackend(TWO, half_a_job(), library="nccl", device=CPU)
+
+
+def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that both are put back after the test
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(CommError, match=r"rank 0 on here: gloo could not connect 2 ranks: .*ib7.*set comm.interface"):
+        TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU, interface="ib7")
+
+
+def test_a_last_barrier_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("connection closed")
+
+    met = half_a_job()
+    backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=5), library="gloo", device=CPU)
+    try:
+        monkeypatch.setattr(torch.distributed, "barrier", fail)
+        backend._control = met
+        with pytest.raises(PeerLostError, match=r"rank 0: the last barrier failed .* no answer from rank 1 on node1"):
+            backend.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- MPI without MPI ---
+
+
+def test_mpi_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(CommError, match=r"needs mpi4py and an MPI library: pip install 'bigbatch\[mpi\]'"):
+        mpi.import_mpi()
+
+
+@pytest.mark.parametrize("failure", [ImportError, RuntimeError])
+def test_mpi4py_without_a_library_names_the_extra(
+    failure: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("class rc: pass\n")
+    (package / "MPI.py").write_text(f"raise {failure.__name__}('cannot load MPI library\\nlong story')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(CommError, match=r"finds no MPI library \(cannot load MPI library\): pip install"):
+        mpi.import_mpi()
+    for name in ("mpi4py", "mpi4py.MPI"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def fake_mpi(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
+    """An MPI world in which a broadcast gives rank 0's answer."""
+    world = SimpleNamespace(rank=rank, size=size, bcast=lambda answer, root: answer)
+    monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+
+
+def test_an_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpi(monkeypatch, rank=0, size=1)
+    with pytest.raises(CommError, match="openmpi started rank 0 of 2, but MPI sees rank 0 of 1: start the job with"):
+        connect(backend="mpi", env=UNLAUNCHED, device=CPU)
+
+
+def test_the_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpi(monkeypatch, rank=0, size=2)
+    address, port = mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=5)
+    with listen(address, port):
+        assert address == "127.0.0.1"
+
+
+@pytest.mark.parametrize("interface", [None, "ib7"])
+def test_all_ranks_hear_that_rank_0_has_no_address(interface: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpi(monkeypatch, rank=0, size=2)
+    monkeypatch.setattr(addresses.socket, "gethostbyname", lambda _: "127.0.1.1")
+    expected = "which other nodes cannot reach: mend /etc/hosts" if interface is None else "'ib7': .* has no such"
+    env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None)
+    with pytest.raises(CommError, match=expected):
+        mpi.meet_by_mpi(env, timeout_seconds=5, interface=interface)
+
+
+def forever(*_: object, **__: object) -> None:
+    """A library without a time limit waits for a rank that never comes."""
+    Event().wait(60)
+
+
+def test_a_meeting_by_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
+    world = SimpleNamespace(rank=0, size=2, bcast=forever)
+    monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    expected = (
+        r"rank 0: meeting by MPI failed after 0\.\d s \(some rank has not come to it\): see that all ranks started"
+    )
+    with pytest.raises(CommError, match=expected):
+        mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
+
+
+def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> mpi.MpiBackend:
+    """Rank 0 of two over a library whose calls are these."""
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(mpi, "is_cuda_aware", lambda: False)
+    world = SimpleNamespace(rank=0, size=2, Dup=lambda: SimpleNamespace(rank=0, size=2, **calls))
+    vars(world).update(calls)
+    library = SimpleNamespace(COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")
+    monkeypatch.setattr(mpi, "import_mpi", lambda: library)
+    return mpi.MpiBackend(UNLAUNCHED, half_a_job(0.3))
+
+
+def test_setting_up_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
+    with pytest.raises(PeerLostError, match=f"rank 0: MPI's copy of its world {expected}"):
+        mpi_backend(monkeypatch, Dup=forever)
+    backend = mpi_backend(monkeypatch, Split=forever)
+    with pytest.raises(PeerLostError, match=f"rank 0: MPI's split of its world {expected}"):
+        backend.new_group([[0], [1]])
+
+
+def test_a_group_of_mpi_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = mpi_backend(monkeypatch, Split=lambda color, key: (color, key))
+    group = backend.new_group([[1], [0]])
+    assert (group.ranks, group.handle) == ((0,), (1, 0))
+    backend.abandon()
+    with pytest.raises(CommError, match="late comes too late"):
+        backend.submit(lambda: None, label="late")
+
+
+def test_a_message_over_mpi_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI itself refuses a longer one; a shorter one would leave old values behind."""
+
+    class Arrived:
+        """A message of eight bytes."""
+
+        def Wait(self, status: SimpleNamespace) -> None:
+            """As MPI's."""
+            status.Get_count = {"byte": 8}.__getitem__
+
+    backend = mpi_backend(monkeypatch, Irecv=lambda data, source: Arrived())
+    backend.start_receive(torch.zeros(2), source=1).wait()
+    with pytest.raises(CommError, match="rank 1 sent a message of 8 bytes where 12 were expected: all ranks must sum"):
+        backend.start_receive(torch.zeros(3), source=1).wait()
+
+
+def test_mpi_reads_a_gpus_memory_after_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stream is waited for, and when; that it is the right one is for a machine with a GPU."""
+    order: list[str] = []
+
+    class FakeStream:
+        """A stream of a device."""
+
+        def __init__(self, device: torch.device) -> None:
+            self.name = str(device)
+
+        def synchronize(self) -> None:
+            """Take it down."""
+            order.append(f"wait for {self.name}")
+
+    class FakeEvent:
+        """An event of a stream."""
+
+        def record(self, stream: FakeStream) -> None:
+            """Take it down."""
+            order.append(f"event on {stream.name}")
+
+        def synchronize(self) -> None:
+            """Take it down."""
+            order.append("wait for the event")
+
+    @contextmanager
+    def use(device: torch.device) -> Iterator[None]:
+        assert current_thread().name == "bigbatch-comm"
+        order.append(f"use {device}")
+        yield
+
+    class FakeTensor(SimpleNamespace):
+        """Of the second GPU."""
+
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "device", use)
+    backend = mpi_backend(monkeypatch)
+    backend.submit(lambda: order.append("on the host"), label="sum").wait()
+    assert order == ["on the host"]
+    order.clear()
+    backend._gpu = torch.device("cuda", 1)
+    tensor_N: Any = FakeTensor()
+
+    def operation() -> None:
+        assert mpi._for_mpi(tensor_N) is tensor_N
+        order.append("MPI reads")
+
+    backend.submit(operation, label="sum").wait()
+    ends = ["wait for cuda:1", "MPI reads", "wait for cuda:1"]
+    assert order == ["event on cuda:1", "use cuda:1", "wait for the event", *ends]
+
+
+def test_only_a_cuda_aware_mpi_is_given_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi_backend(monkeypatch)
+    gpu = torch.device("cuda", 1)
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu is None
+    monkeypatch.setattr(mpi, "is_cuda_aware", lambda: True)
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu == gpu
+    assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=CPU)._gpu is None
+
+
+# --- Horovod without Horovod ---
+
+
+def test_setting_up_horovod_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
+    names: dict[str, Any] = {"is_initialized": lambda: False, "rank": lambda: 0, "size": lambda: 2}
+    hvd = SimpleNamespace(**names, init=forever, global_process_set="all", add_process_set=forever)
+    monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
+    monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
+    expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
+    with pytest.raises(PeerLostError, match=f"rank 0: start of Horovod {expected}"):
+        horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
+    hvd.init, hvd.shutdown = lambda process_sets: None, lambda: stopped.append(True)
+    backend = horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
+    assert backend.new_group([[0, 1]]).handle == "all"
+    with pytest.raises(PeerLostError, match=f"rank 0: Horovod's process set of 1 {expected}"):
+        backend.new_group([[0], [1]])
+    stopped: list[bool] = []
+    horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU).abandon()
+    assert stopped == [True]

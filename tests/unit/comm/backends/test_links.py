@@ -1,0 +1,325 @@
+"""Byte streams over TCP: ranks are threads here, in one process."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from bigbatch.comm.backends import links
+from bigbatch.comm.backends.links import GREETING, LENGTH, Links, leave_bbr
+from bigbatch.comm.backends.tcp import as_bytes
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.errors import CommError
+
+
+@pytest.fixture
+def store() -> HashStore:
+    """The control's store, that all ranks share."""
+    shared = HashStore()
+    shared.set_timeout(timedelta(seconds=5))
+    return shared
+
+
+@pytest.fixture(autouse=True)
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "POLL_SECONDS", 0.1)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Each of the other ranks on a thread of its own."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def give_up_soon(seconds: float) -> None:
+    """While waiting: half a second is enough."""
+    if seconds > 0.5:
+        raise TimeoutError("some rank has not come to it")
+
+
+def join(
+    store: HashStore,
+    rank: int,
+    *,
+    world_size: int = 2,
+    while_waiting: Callable[[float], None] = give_up_soon,
+    interface: str | None = None,
+) -> Links:
+    """One rank of a job on one host."""
+    env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 1))
+    control = SimpleNamespace(
+        read=lambda key, what: store.get(key).decode(),
+        master=env.master,
+        store=store,
+        timeout_seconds=5.0,
+        host="here",
+        host_of=lambda peer: f"node{peer}",
+    )
+    return Links(env, control, interface=interface, while_waiting=while_waiting)  # type: ignore[arg-type]
+
+
+def address_of(store: HashStore, rank: int) -> tuple[str, int]:
+    """Where a rank listens."""
+    address, port = store.get(f"bigbatch/tcp/{rank}").decode().split()
+    return address, int(port)
+
+
+def say(job: Links, message: bytes, *, to: int) -> None:
+    """Send and wait for it."""
+    job.send(memoryview(message), to=to).wait()
+
+
+def hear(job: Links, num_bytes: int, *, source: int) -> bytes:
+    """Receive and wait for it."""
+    data = bytearray(num_bytes)
+    job.receive(memoryview(data), source=source).wait()
+    return bytes(data)
+
+
+def introduce(store: HashStore, rank: int, *, secret: bytes | None = None) -> socket.socket:
+    """Connect to rank 0 by hand as this rank."""
+    stream = socket.create_connection(address_of(store, 0), timeout=5)
+    stream.sendall(GREETING.pack(secret or store.get("bigbatch/tcp/secret"), rank))
+    return stream
+
+
+def test_messages_both_ways(store: HashStore, threads: ThreadPoolExecutor) -> None:
+    first, second = join(store, 0), join(store, 1)
+    there = threads.submit(say, second, b"there", to=0)
+    assert hear(first, 5, source=1) == b"there"
+    there.result()
+    back = threads.submit(hear, second, 4, source=0)
+    say(first, b"back", to=1)
+    assert back.result() == b"back"
+    for job in (first, second):
+        job.close()
+
+
+def test_a_stranger_is_turned_away_and_the_job_goes_on(store: HashStore, threads: ThreadPoolExecutor) -> None:
+    first, second = join(store, 0), join(store, 1)
+    strangers = [introduce(store, 1, secret=b"0" * 32), socket.create_connection(address_of(store, 0), timeout=5)]
+    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    strangers[1].shutdown(socket.SHUT_WR)
+    there = threads.submit(say, second, b"there", to=0)
+    assert hear(first, 5, source=1) == b"there"
+    there.result()
+    for stranger in strangers:
+        assert stranger.recv(1) == b""  # closed
+    assert list(first._links) == [1]
+
+
+def test_a_second_caller_under_a_rank_that_is_there_is_turned_away(
+    store: HashStore, threads: ThreadPoolExecutor
+) -> None:
+    jobs = [join(store, rank, world_size=3) for rank in range(3)]
+    there = threads.submit(say, jobs[1], b"there", to=0)
+    assert hear(jobs[0], 5, source=1) == b"there"
+    there.result()
+    with introduce(store, 1) as twin:
+        late = threads.submit(say, jobs[2], b"late", to=0)
+        assert hear(jobs[0], 4, source=2) == b"late"  # had to accept, and met the twin first
+        late.result()
+        assert twin.recv(1) == b""
+
+
+def test_a_caller_who_says_nothing_does_not_hold_up_the_job(store: HashStore, threads: ThreadPoolExecutor) -> None:
+    first, second = join(store, 0), join(store, 1)
+    with socket.create_connection(address_of(store, 0), timeout=5):
+        there = threads.submit(say, second, b"there", to=0)
+        start = time.monotonic()
+        assert hear(first, 5, source=1) == b"there"
+        assert time.monotonic() - start < 4.0  # less than the job's own time limit, 5 s here
+        there.result()
+
+
+def test_the_secret_is_new_for_each_job_and_long(store: HashStore) -> None:
+    join(store, 0)
+    first = store.get("bigbatch/tcp/secret")
+    join(store, 0)
+    assert len(first) == 32
+    assert store.get("bigbatch/tcp/secret") != first
+
+
+@pytest.mark.parametrize("length", [0, 3, 8])
+def test_a_message_of_another_length_is_refused(length: int, store: HashStore) -> None:
+    job = join(store, 0)
+    with introduce(store, 1) as peer:
+        peer.sendall(LENGTH.pack(length) + bytes(length))
+        expected = f"rank 1 sent a message of {length} bytes where 5 were expected: all ranks must sum the same tensors"
+        with pytest.raises(CommError, match=expected):
+            hear(job, 5, source=1)
+
+
+def test_a_length_that_comes_in_pieces_is_read(store: HashStore, threads: ThreadPoolExecutor) -> None:
+    job = join(store, 0)
+    with introduce(store, 1) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        message = LENGTH.pack(3) + b"abc"
+
+        def dribble() -> None:
+            for byte in message:
+                peer.sendall(bytes([byte]))
+                time.sleep(0.01)
+
+        slowly = threads.submit(dribble)
+        assert hear(job, 3, source=1) == b"abc"
+        slowly.result()
+
+
+@pytest.mark.parametrize("last_words", [b"", b"\0\0", LENGTH.pack(5), LENGTH.pack(5) + b"th"])
+def test_a_peer_that_leaves_is_noticed_at_once(last_words: bytes, store: HashStore) -> None:
+    job = join(store, 0)
+    peer = introduce(store, 1)
+    peer.sendall(last_words)
+    peer.close()
+    with pytest.raises(ConnectionResetError, match="rank 1 closed the connection"):
+        hear(job, 5, source=1)
+
+
+def test_a_peer_that_leaves_while_it_is_sent_to_is_noticed(store: HashStore) -> None:
+    job = join(store, 0)
+    introduce(store, 1).close()
+    with pytest.raises(ConnectionError):
+        say(job, bytes(100_000_000), to=1)  # more than the kernel takes before it knows
+
+
+def test_a_peer_that_never_connects_is_given_up(store: HashStore) -> None:
+    job = join(store, 0)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="some rank has not come to it"):
+        hear(job, 5, source=1)
+    assert time.monotonic() - start < 3
+
+
+def test_a_peer_that_sends_nothing_is_given_up(store: HashStore) -> None:
+    job = join(store, 0)
+    with introduce(store, 1), pytest.raises(TimeoutError, match="some rank has not come to it"):
+        hear(job, 5, source=1)
+
+
+def test_a_peer_out_of_reach_is_named_with_its_address(store: HashStore) -> None:
+    join(store, 0).close()  # listens no more
+    where = ":".join(map(str, address_of(store, 0)))
+    with pytest.raises(CommError, match=rf"rank 1 on here cannot connect to rank 0 on node0 at {where} \(.*refused\)"):
+        say(join(store, 1), b"x", to=0)
+
+
+def test_a_rank_has_no_link_to_itself(store: HashStore) -> None:
+    with pytest.raises(ValueError, match="rank 0 has no link to itself"):
+        say(join(store, 0), b"x", to=0)
+
+
+def test_listens_on_the_named_interface_alone(store: HashStore) -> None:
+    assert join(store, 0, interface="lo")._listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(CommError, match="no such network interface; it has"):
+        join(store, 0, interface="ib7")
+
+
+def test_whoever_waits_moves_all_transfers(store: HashStore, threads: ThreadPoolExecutor) -> None:
+    """Two ranks that both send 8 MB before they receive: neither can finish unless waiting to send also receives."""
+    jobs = [join(store, rank) for rank in range(2)]
+    sent = [bytes([rank + 1]) * 8_000_000 for rank in range(2)]
+    together = threading.Barrier(2)
+
+    def swap(rank: int) -> bytes:
+        data = bytearray(len(sent[rank]))
+        together.wait(timeout=5)
+        receiving = jobs[rank].receive(memoryview(data), source=1 - rank)
+        say(jobs[rank], sent[rank], to=1 - rank)
+        receiving.wait()
+        return bytes(data)
+
+    assert list(threads.map(swap, range(2))) == [sent[1], sent[0]]
+
+
+def test_only_contiguous_tensors_have_bytes() -> None:
+    assert bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16))) == b"\1\0\2\0"
+    with pytest.raises(ValueError, match="only a contiguous tensor can be sent or received"):
+        as_bytes(torch.zeros(4)[::2])
+
+
+def test_a_rank_that_waits_for_a_caller_goes_on_sending(store: HashStore, threads: ThreadPoolExecutor) -> None:
+    """Rank 0 owes rank 1 most of 16 MB while it waits for rank 2, who comes only when rank 1 has it all."""
+    jobs = [join(store, rank, world_size=3) for rank in range(3)]
+    data = bytes(16_000_000)
+    introduced = threads.submit(say, jobs[1], b"x", to=0)
+    assert hear(jobs[0], 1, source=1) == b"x"
+    introduced.result()
+
+    def pass_on() -> None:
+        hear(jobs[1], len(data), source=0)
+        say(jobs[1], b"now", to=2)
+
+    def come_late() -> None:
+        hear(jobs[2], 3, source=1)
+        say(jobs[2], b"here", to=0)
+
+    others = [threads.submit(pass_on), threads.submit(come_late)]
+    jobs[0].send(memoryview(data), to=1)
+    assert hear(jobs[0], 4, source=2) == b"here"
+    for other in others:
+        other.result()
+
+
+# --- congestion control ---
+
+
+class KnownStream:
+    """A socket with a congestion control, and those that its kernel would allow."""
+
+    def __init__(self, control: str, allowed: tuple[str, ...]) -> None:
+        self.control, self.allowed = control, allowed
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """The control in use, padded as the kernel does."""
+        return self.control.encode().ljust(size, b"\0")
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        """Another control. Raises: OSError where this one is missing or for root only."""
+        if value.decode() not in self.allowed:
+            raise FileNotFoundError(2, "No such file or directory")
+        self.control = value.decode()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
+@pytest.mark.parametrize(
+    ("default", "allowed", "taken"),
+    [
+        ("bbr", ("cubic", "reno"), "cubic"),
+        ("bbr", ("reno",), "reno"),
+        ("bbr", (), "bbr"),
+        ("bbr2", ("cubic",), "cubic"),
+        ("cubic", ("cubic", "reno"), "cubic"),
+        ("dctcp", ("cubic", "reno"), "dctcp"),
+    ],
+)
+def test_bbr_alone_is_left(default: str, allowed: tuple[str, ...], taken: str) -> None:
+    stream = KnownStream(default, allowed)
+    leave_bbr(stream)  # type: ignore[arg-type]
+    assert stream.control == taken
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
+def test_no_connection_between_ranks_uses_bbr_where_another_is_allowed(
+    store: HashStore, threads: ThreadPoolExecutor
+) -> None:
+    a, b = join(store, 0), join(store, 1)
+    received = bytearray(1)
+    sent = threads.submit(lambda: b.send(memoryview(b"x"), to=0).wait())
+    a.receive(memoryview(received), source=1).wait()
+    sent.result()
+    for end in (a, b):
+        (link,) = end._links.values()
+        for stream in (end._listener, link.socket):
+            control = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert not control.startswith(b"bbr")  # any user may take reno
+    a.close()
+    b.close()

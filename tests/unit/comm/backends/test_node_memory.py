@@ -1,0 +1,186 @@
+"""Memory that ranks of one node share: two ranks are threads here; the real thing runs in tests/parallel."""
+
+import os
+from collections.abc import Sequence
+from threading import Barrier, Thread
+
+import pytest
+import torch
+
+from bigbatch.comm.backends import node_memory
+from bigbatch.comm.backends.node_memory import SMALLEST_SCRATCH_BYTES, NodeMemory
+from bigbatch.comm.rendezvous.places import process_space
+from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.errors import CommError
+
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd")
+
+
+class Line:
+    """What ranks that are threads tell each other, in place of the control."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.texts = [""] * num_ranks
+        self.barrier = Barrier(num_ranks, timeout=10)
+
+
+class FakeControl:
+    """One rank's end of it; instead: what the other ranks' texts are replaced by."""
+
+    def __init__(self, rank: int, line: Line, instead: str | None = None) -> None:
+        self.rank, self.host, self._line, self._instead = rank, "here", line, instead
+
+    def gather_text(self, text: str, *, what: str) -> list[str]:
+        """As Control's."""
+        self._line.texts[self.rank] = text
+        self._line.barrier.wait()
+        all_texts = list(self._line.texts)
+        self._line.barrier.wait()
+        if self._instead is None:
+            return all_texts
+        return [all_texts[rank] if rank == self.rank else self._instead for rank in range(len(all_texts))]
+
+
+def memories(hosts: Sequence[str], *, group_size: int | None = None) -> list[NodeMemory]:
+    """One per rank."""
+    line = Line(len(hosts))
+    return [
+        NodeMemory(make_topology(hosts, rank=rank, group_size=group_size), FakeControl(rank, line))  # type: ignore
+        for rank in range(len(hosts))
+    ]
+
+
+def allocate(ranks: Sequence[NodeMemory], num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same on every rank, each on a thread."""
+    found: dict[int, torch.Tensor] = {}
+    threads = [
+        Thread(target=lambda i=i, m=m: found.__setitem__(i, m.allocate(num_elements, dtype)))
+        for i, m in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    return [found[rank] for rank in range(len(ranks))]
+
+
+@needs_memfd
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_each_rank_sees_what_the_others_of_its_node_write(dtype: torch.dtype) -> None:
+    ranks = memories(["a", "b", "a"])
+    tensors = allocate(ranks, 10, dtype)
+    assert [float(tensor_N.sum()) for tensor_N in tensors] == [0.0] * 3
+    for rank, tensor_N in enumerate(tensors):
+        tensor_N.fill_(rank + 1)
+    part = slice(3, 7)
+    views = ranks[2].views(tensors[2][part])
+    assert views is not None
+    assert [view_N.tolist() for view_N in views] == [[1.0] * 4, [3.0] * 4]  # ranks 0 and 2
+    tensors[0][3] = 5
+    assert float(views[0][0]) == 5.0
+    assert len(ranks[1].views(tensors[1]) or ()) == 1  # alone on its host
+
+
+@needs_memfd
+def test_a_node_group_shares_only_within_itself() -> None:
+    ranks = memories(["a"] * 4, group_size=2)
+    tensors = allocate(ranks, 4, torch.float32)
+    for rank, tensor_N in enumerate(tensors):
+        tensor_N.fill_(rank)
+    assert [view_N[0].item() for view_N in ranks[3].views(tensors[3]) or ()] == [2.0, 3.0]
+
+
+@needs_memfd
+def test_a_tensor_has_one_name_on_all_ranks_and_others_have_none() -> None:
+    ranks = memories(["a", "a"])
+    first, second = allocate(ranks, 10, torch.float32), allocate(ranks, 10, torch.float32)
+    for tensors in (first, second):
+        assert ranks[0].name_of(tensors[0][2:5]) == ranks[1].name_of(tensors[1][2:5])
+    names = {ranks[0].name_of(t) for t in (first[0], second[0], first[0][1:], first[0][:9])}
+    assert len(names) == 4
+    elsewhere_N = torch.zeros(3)
+    assert ranks[0].views(elsewhere_N) is None
+    assert not ranks[0].holds(elsewhere_N)
+    assert ranks[0].name_of(elsewhere_N) == (-1, 0, 12)
+    ranks[0].release(first[0])
+    assert ranks[0].views(first[0]) is None
+    assert not ranks[0].holds(first[0])
+    assert ranks[0].views(second[0]) is not None
+    assert ranks[0].holds(second[0])
+
+
+@needs_memfd
+def test_released_memory_does_not_lend_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = memories(["a", "a"])
+    first = allocate(ranks, 10, torch.float32)
+    name = ranks[0].name_of(first[0])
+    ranks[0].release(first[0])
+    second = allocate(ranks, 10, torch.float32)
+    assert ranks[0].name_of(second[0]) != name
+
+
+@needs_memfd
+def test_shared_memory_leaves_no_open_files() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    allocate(memories(["a", "a"]), 1000, torch.float32)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_that_are_alone_on_their_hosts_share_nothing() -> None:
+    ranks = memories(["a", "b"])
+    own_N = ranks[0].allocate(3, torch.float32)  # without waiting for rank 1
+    assert ranks[0].views(own_N) == (own_N,)
+    elsewhere_N = torch.zeros(3)
+    assert ranks[0].views(elsewhere_N) == (elsewhere_N,)
+    assert ranks[0].holds(elsewhere_N)
+
+
+def test_scratch_grows_and_is_used_again() -> None:
+    memory = memories(["a"])[0]
+    small_N = memory.scratch(10, torch.float32)
+    again_N = memory.scratch(20, torch.float16)
+    assert (small_N.shape, small_N.dtype, again_N.shape, again_N.dtype) == ((10,), torch.float32, (20,), torch.float16)
+    assert small_N.data_ptr() == again_N.data_ptr()
+    large_N = memory.scratch(SMALLEST_SCRATCH_BYTES, torch.float64)
+    assert large_N.numel() == SMALLEST_SCRATCH_BYTES
+    assert memory.scratch(10, torch.float32).data_ptr() == large_N.data_ptr()
+
+
+@needs_memfd
+@pytest.mark.parametrize(
+    ("described", "reason"),
+    [
+        ("4194304 3 1", "No such file or directory"),  # beyond Linux's largest process number
+        ("{own} 0 1", "another process has its number"),
+    ],
+)
+def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(1)
+    control = FakeControl(0, line, instead=described.format(own=os.getpid()))
+    line.texts.append("")  # rank 1, whose text is replaced
+    memory = NodeMemory(make_topology(["here", "here"], rank=0), control)  # type: ignore[arg-type]
+    before = len(os.listdir("/proc/self/fd"))
+    expected = (
+        rf"rank 0 cannot open the memory of rank 1 on the same host here \({reason}\): run all ranks of a host as one "
+        "user, in one container; or give each its own host name by BIGBATCH_HOST"
+    )
+    with open(os.devnull, "r+b") as null:
+        monkeypatch.setattr(os, "open", lambda path, flags, real=os.open: _stand_in(path, flags, real, null.fileno()))
+        with pytest.raises(CommError, match=expected):
+            memory.allocate(10, torch.float32)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _stand_in(path: object, flags: int, real: object, number: int) -> int:
+    """Whatever file descriptor 0 of this process is, another file."""
+    return os.dup(number) if str(path).endswith("/fd/0") else real(path, flags)  # type: ignore[operator]
+
+
+def test_ranks_share_memory_only_where_they_see_each_others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_space() == process_space() != f"process {os.getpid()}"
+
+    def fail(_: str) -> str:
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(node_memory.os, "readlink", fail)
+    assert process_space() == f"process {os.getpid()}"  # so that each rank is a node of its own

@@ -1,0 +1,479 @@
+"""The optimizer wrapper on one process whose sum is as if several ranks held the same, against plain optimizers."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from bigbatch.comm.backends.base import Done, Group, InFlight
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.broadcast import (
+    allreduce,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.tuning.measure import _make_hop
+
+SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
+"""Several buffers for make_model()."""
+
+
+def communicator(*, num_ranks: int = 1, sums: list[int] | None = None) -> Communicator:
+    """One rank whose sum is num_ranks times its own part; sums takes down the sizes of what it sums."""
+
+    def all_reduce_(tensor_N: Tensor) -> None:
+        tensor_N.mul_(num_ranks)
+        if sums is not None:
+            sums.append(tensor_N.numel())
+
+    one = connect(env=ALONE, device=torch.device("cpu"))
+    return replace(one, env=replace(ALONE, world_size=num_ranks), all_reduce_=all_reduce_)
+
+
+def make_model() -> nn.Sequential:
+    """Six parameters in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """Depends on all parameters."""
+    inputs_BC = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return model(inputs_BC).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with state."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def wrap(
+    model: nn.Module, *, num_ranks: int = 1, sums: list[int] | None = None, **options: Any
+) -> DistributedOptimizer:
+    """sgd(model), distributed."""
+    ranks = communicator(num_ranks=num_ranks, sums=sums)
+    return DistributedOptimizer(sgd(model), model.named_parameters(), ranks, **{**SMALL, **options})
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    """All parameters, up to rounding."""
+    for ours, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-14)
+
+
+def twins() -> tuple[nn.Module, nn.Module]:
+    """Two equal models."""
+    model = make_model()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(("op", "scale"), [("average", 1.0), ("sum", 3.0)])
+def test_step_averages_or_sums(op: str, scale: float) -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=3, op=op), sgd(plain)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        reference.zero_grad()
+        (scale * loss_of(plain, step)).backward()
+        reference.step()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("num_passes", [1, 2, 3])
+def test_backward_passes_add_up_and_travel_once(num_passes: int) -> None:
+    model, plain = twins()
+    optimizer = wrap(model, num_ranks=3, op="sum", backward_passes_per_step=num_passes)
+    reference = sgd(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for k in range(num_passes):
+            loss_of(model, 10 * step + k).backward()
+            (3 * loss_of(plain, 10 * step + k)).backward()
+        optimizer.step()
+        reference.step()
+    assert_same(model, plain)
+
+
+def test_only_the_last_pass_sends_and_it_does_so_during_backward() -> None:
+    model, sums = make_model(), []
+    optimizer = wrap(model, sums=sums, backward_passes_per_step=2)
+    for step in range(2):
+        loss_of(model, step).backward()
+        assert sums == []
+        loss_of(model, step).backward()
+        assert sum(sums) == sum(parameter.numel() for parameter in model.parameters())
+        assert len(sums) > 2
+        optimizer.step()
+        sums.clear()
+
+
+def test_fewer_passes_than_announced_are_summed_by_step() -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=3, op="sum", backward_passes_per_step=4), sgd(plain)
+    for factor, twin, either in ((1, model, optimizer), (3, plain, reference)):
+        (factor * loss_of(twin, 1)).backward()
+        either.step()
+    assert_same(model, plain)
+
+
+def test_more_passes_than_announced_are_an_error() -> None:
+    model = make_model()
+    wrap(model, backward_passes_per_step=2)
+    loss_of(model, 1).backward()
+    loss_of(model, 2).backward()
+    with pytest.raises(RuntimeError, match=r"backward reached 4\.\w+ more than backward_passes_per_step=2 times"):
+        loss_of(model, 3).backward()
+
+
+def test_clipping_between_synchronize_and_step() -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=3), sgd(plain)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        norm = clip_grad_norm_(model.parameters(), 0.01)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(plain, step).backward()
+        assert norm.item() == pytest.approx(clip_grad_norm_(plain.parameters(), 0.01).item(), rel=1e-12)
+        reference.step()
+        reference.zero_grad()
+    assert_same(model, plain)
+
+
+def test_step_after_synchronize_does_not_average_twice() -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=3, op="sum"), sgd(plain)
+    loss_of(model, 1).backward()
+    optimizer.synchronize()
+    optimizer.step()
+    (3 * loss_of(plain, 1)).backward()
+    reference.step()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda optimizer, model: optimizer.step(),
+        lambda optimizer, model: optimizer.zero_grad(),
+        lambda optimizer, model: optimizer.step(lambda: loss_of(model, 2).item()),
+    ],
+    ids=["step", "zero_grad", "closure"],
+)
+def test_step_without_backward_takes_part_in_the_sum(
+    between: Callable[[DistributedOptimizer, nn.Module], object],
+) -> None:
+    """The other ranks may have had a backward, and wait."""
+    model, sums = make_model(), []
+    optimizer = wrap(model, sums=sums)
+    loss_of(model, 1).backward()
+    optimizer.synchronize()
+    between(optimizer, model)
+    sums.clear()
+    optimizer.step()
+    assert sum(sums) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_backward_after_synchronize_is_summed_anew() -> None:
+    """As after a step that a GradScaler skipped, in a script that calls model.zero_grad()."""
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=3, op="sum"), sgd(plain)
+    loss_of(model, 1).backward()
+    optimizer.synchronize()
+    model.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    (3 * loss_of(plain, 2)).backward()
+    reference.step()
+    assert_same(model, plain)
+    optimizer.zero_grad()  # nothing is on its way any more
+
+
+def test_step_inside_skip_synchronize_needs_synchronize() -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match=r"needs synchronize\(\) before it"), optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.step()  # outside it synchronizes again
+
+
+def test_zero_grad_while_gradients_travel_is_an_error() -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match="gradients are on their way"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("forget", [lambda model: model.zero_grad(), lambda model: None])
+def test_gradients_dropped_without_the_wrapper(forget: Callable[[nn.Module], None]) -> None:
+    """model.zero_grad() makes them None; without any, they add up as with a plain optimizer."""
+    model, plain = twins()
+    optimizer, reference = wrap(model), sgd(plain)
+    for step in range(3):
+        for twin, either in ((model, optimizer), (plain, reference)):
+            forget(twin)
+            loss_of(twin, step).backward()
+            either.step()
+    assert_same(model, plain)
+
+
+def test_closure() -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=3, op="sum"), sgd(plain)
+
+    def closure(twin: nn.Module, either: torch.optim.Optimizer, *, factor: int) -> float:
+        either.zero_grad()
+        loss = loss_of(twin, 1)
+        (factor * loss).backward()
+        return loss.item()
+
+    for _ in range(2):
+        ours = optimizer.step(lambda: closure(model, optimizer, factor=1))
+        assert ours == pytest.approx(reference.step(lambda: closure(plain, reference, factor=3)), rel=1e-12)
+    assert_same(model, plain)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("error")
+def test_learning_rate_schedulers_take_it_for_an_optimizer(name: str) -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    schedules = [SCHEDULERS[name](optimizer), SCHEDULERS[name](reference)]
+    for step in range(5):
+        for twin, either, schedule in zip((model, plain), (optimizer, reference), schedules, strict=True):
+            either.zero_grad()
+            loss_of(twin, step).backward()
+            either.step()
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+    assert_same(model, plain)
+
+
+def test_grad_scaler_with_synchronize() -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, step)) * (float("inf") if step == 1 else 1.0)
+        loss.backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        if step != 1:  # the overflow is skipped
+            reference.zero_grad()
+            loss_of(plain, step).backward()
+            reference.step()
+    assert scaler.get_scale() == 128.0
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_grad_scaler_before_synchronize_is_an_error(unscale_first: bool) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 1)).backward()
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"call optimizer.synchronize\(\) before scaler.unscale_\(\)"):
+        scaler.step(optimizer)
+
+
+def test_state_and_hooks_are_the_wrapped_optimizers(tmp_path: Any) -> None:
+    model, plain = twins()
+    optimizer, reference = wrap(model), sgd(plain)
+    for twin, either in ((model, optimizer), (plain, reference)):
+        loss_of(twin, 1).backward()
+        either.step()
+    torch.testing.assert_close(optimizer.state_dict(), reference.state_dict())
+    assert optimizer.defaults["momentum"] == 0.9
+    assert len(optimizer.state) == 6
+    torch.save(reference.state_dict(), tmp_path / "state.pt")
+    optimizer.load_state_dict(torch.load(tmp_path / "state.pt"))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [parameter.clone() for parameter in model.parameters()]
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
+    optimizer.step()
+    assert calls == ["stepped"]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert "momentum: 0.9" in repr(optimizer)
+    with pytest.raises(AttributeError, match="no attribute 'learning_rate'"):
+        _ = optimizer.learning_rate
+
+
+def test_frozen_parameters_and_those_of_another_optimizer_stay_out() -> None:
+    model, plain = twins()
+    for twin in (model, plain):
+        twin[0].weight.requires_grad_(False)
+    head = list(model[4].parameters())
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([p for p in model.parameters() if all(p is not h for h in head)], lr=0.1),
+        model.named_parameters(),
+        communicator(num_ranks=3),
+        op="sum",
+    )
+    loss_of(model, 1).backward()
+    loss_of(plain, 1).backward()
+    optimizer.synchronize()
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(model[0].bias.grad, 3 * plain[0].bias.grad)
+    torch.testing.assert_close(model[2].weight.grad, 3 * plain[2].weight.grad)
+    torch.testing.assert_close(model[4].weight.grad, plain[4].weight.grad)
+
+
+def test_after_close_another_wrapper_can_take_over() -> None:
+    model, plain = twins()
+    first = wrap(model, num_ranks=5)
+    loss_of(model, 1).backward()
+    first.step()
+    first.close()
+    plain.load_state_dict(model.state_dict())
+    second, reference = wrap(model, num_ranks=2), sgd(plain)
+    for step in range(3):
+        for twin, either in ((model, second), (plain, reference)):
+            either.zero_grad()
+            loss_of(twin, step).backward()
+            either.step()
+    assert_same(model, plain)
+
+
+def test_a_reducer_that_refuses_leaves_no_hooks() -> None:
+    model, plain = twins()
+    with pytest.raises(ValueError, match="threshold_bytes=0 must be a positive number of bytes"):
+        wrap(model, threshold_bytes=0)
+    optimizer, reference = wrap(model, num_ranks=2), sgd(plain)
+    for step in range(3):  # a hook of the first one would count these passes, and never a step
+        for twin, either in ((model, optimizer), (plain, reference)):
+            either.zero_grad()
+            loss_of(twin, step).backward()
+            either.step()
+    assert_same(model, plain)
+
+
+def test_what_cannot_be_distributed_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="op='mean' is unknown; choose one of average, sum"):
+        wrap(model, op="mean")
+    with pytest.raises(ValueError, match="backward_passes_per_step=0 must be at least 1"):
+        wrap(model, backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="LBFGS decides by this rank's own loss"):
+        DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model.named_parameters(), communicator())
+    named = [(name, p) for name, p in model.named_parameters() if not name.startswith("2")]
+    with pytest.raises(ValueError, match=r"leaves out parameters of shape \(4, 7\), \(4,\): pass model.named_param"):
+        DistributedOptimizer(sgd(model), named, communicator())
+    optimizer = wrap(model)
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+        DistributedOptimizer(optimizer, model.named_parameters(), communicator())
+    with pytest.raises(RuntimeError, match="before it is wrapped"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+# --- broadcasts and allreduce on one rank; tests/parallel has them over several ---
+
+
+def test_one_rank_broadcasts_to_itself() -> None:
+    one, model = communicator(), make_model()
+    before = copy.deepcopy(model.state_dict())
+    broadcast_parameters(model.state_dict(), one)
+    broadcast_parameters(model.named_parameters(), one)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    optimizer = sgd(model)
+    broadcast_optimizer_state(optimizer, one)
+    assert broadcast_object({"epoch": 3}, one) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_allreduce_returns_a_new_tensor(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[1, 0], [3, 2]]).to(dtype)
+    total = allreduce(tensor.T, communicator(), op="sum")
+    assert total.dtype == dtype
+    assert torch.equal(total, tensor.T)
+    assert total.data_ptr() != tensor.data_ptr()
+
+
+class HostOnly(SingleBackend):
+    """Takes down where the tensors are that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        """Of one rank."""
+        self.seen.append(tensor_N.device.type)
+
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Of one rank."""
+        self.seen.append(tensor_N.device.type)
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """With nobody."""
+        self.seen += [send.device.type, receive.device.type]
+        return Done()
+
+
+def test_a_transport_of_host_tensors_is_given_those() -> None:
+    """The device of the ranks is meta here, where a tensor would lose its content."""
+    host, model = HostOnly(), make_model()
+    ranks = replace(communicator(), device=torch.device("meta"), staging=SimpleNamespace(), backend=host)  # type: ignore
+    assert ranks.transport_device == torch.device("cpu")
+    assert allreduce(torch.tensor([1.0, 2.0]), ranks).tolist() == [1.0, 2.0]
+    assert broadcast_object({"epoch": 3}, ranks) == {"epoch": 3}
+    before = copy.deepcopy(model.state_dict())
+    broadcast_parameters(model.state_dict(), ranks)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    _make_hop(ranks, (0, 1), 8)(2)
+    assert host.seen == ["cpu"] * (1 + 2 + len(before) + 4)
+    assert replace(ranks, staging=None).transport_device == torch.device("meta")
+
+
+def test_a_broadcast_reaches_tensors_that_are_not_contiguous() -> None:
+    class Ones(HostOnly):
+        """Rank 0 is elsewhere, and sends bytes of 1."""
+
+        def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+            """Of another rank."""
+            tensor_N.fill_(1)
+
+    tensor = torch.zeros(3, 2, dtype=torch.uint8)
+    broadcast_parameters({"transposed": tensor.T, "empty": torch.zeros(0)}, replace(communicator(), backend=Ones()))
+    assert tensor.tolist() == [[1, 1]] * 3
+
+
+def test_allreduce_refuses() -> None:
+    with pytest.raises(ValueError, match="op='max' is unknown; choose one of average, sum"):
+        allreduce(torch.ones(1), communicator(), op="max")
+    with pytest.raises(ValueError, match=r"average of torch.int64 values is no torch.int64: average tensor.float\(\)"):
+        allreduce(torch.tensor(3), communicator())

@@ -1,0 +1,78 @@
+"""Gathers over groups of ranks, in a world of one; tests/parallel has more."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bigbatch.comm.backends.base import Capabilities, InFlight
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.group_gather import make_group_gather
+from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
+
+LABEL = "gather of moments over ranks 0 to 0"
+
+
+class Recorder(SingleBackend):
+    """Writes down what is submitted, and for whom."""
+
+    capabilities = Capabilities(("cpu",))
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, tuple[int, ...] | None]] = []
+
+    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+        self.events.append((label, ranks))
+        return super().submit(operation, label=label, ranks=ranks)
+
+
+def one_rank(device: str = "cpu") -> Communicator:
+    return replace(connect(env=ALONE, device=torch.device(device)), backend=Recorder())
+
+
+def test_a_group_of_one_gathers_its_own() -> None:
+    communicator, exposed = one_rank(), ExposedTime()
+    gather = make_group_gather(communicator, group_size=1, exposed=exposed, what="moments")
+    own_N = torch.arange(3.0)
+    assert gather(own_N).tolist() == [[0.0, 1.0, 2.0]]
+    assert gather(torch.arange(6.0).view(3, 2)[:, 0]).tolist() == [[0.0, 2.0, 4.0]]
+    assert communicator.backend.events == [(LABEL, (0,))] * 2, "in the queue of all other operations"
+    assert exposed.take_seconds() > 0
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 ranks do not form groups of 2"):
+        make_group_gather(one_rank(), group_size=2, exposed=ExposedTime(), what="moments")
+
+
+def test_a_gather_shows_in_the_timeline() -> None:
+    communicator = one_rank()
+    gather = make_group_gather(communicator, group_size=1, exposed=ExposedTime(), what="moments")
+    communicator.timeline.is_active = True
+    gather(torch.zeros(5))
+    events = json.loads(communicator.gather_trace())["traceEvents"]
+    assert [(event["name"], event["args"]["bytes"]) for event in events if event["ph"] == "X"] == [(LABEL, 20)]
+
+
+def test_a_reducer_counts_into_the_time_of_others() -> None:
+    exposed = ExposedTime()
+    weight = torch.nn.Parameter(torch.zeros(3))
+    reducer = GradientReducer([("weight", weight)], one_rank(), exposed=exposed)
+    assert reducer.exposed is exposed
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_pass_through_the_host_where_the_transport_is_one_of_host_tensors() -> None:
+    communicator = one_rank("cuda:0")
+    staged = replace(communicator, staging=HostStaging(communicator.device))
+    gather = make_group_gather(staged, group_size=1, exposed=ExposedTime(), what="moments")
+    for value in (1.0, 2.0):
+        gathered_1N = gather(torch.full((1000,), value, device="cuda") * 3)
+        assert gathered_1N.is_cuda
+        assert torch.equal(gathered_1N.cpu(), torch.full((1, 1000), 3 * value))

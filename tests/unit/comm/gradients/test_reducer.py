@@ -1,0 +1,490 @@
+"""The gradient reducer on one process: what is started when, and what the gradients are then."""
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, describe
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import CommError, PeerLostError
+
+
+class RecordingBackend(SingleBackend):
+    """One process that writes down what was started; wait() fails where failure is given."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.events: list[str] = []
+        self._failure = failure
+
+    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+        """Run at once, but raise only when waited for, as a thread would."""
+        self.events.append(label)
+        work = super().submit(operation, label=label)
+        return _Failing(self._failure) if self._failure else work
+
+
+class _Failing:
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def wait(self) -> None:
+        raise self._failure
+
+
+def communicator(backend: SingleBackend, *, factor: int = 1, device: str = "cpu") -> Communicator:
+    """One rank whose sum is factor times its own part, as if factor ranks held the same."""
+    alone = connect(env=ALONE, device=torch.device(device))
+
+    def all_reduce_(tensor_N: Tensor) -> None:
+        tensor_N.mul_(factor)
+
+    return replace(alone, backend=backend, all_reduce_=all_reduce_)
+
+
+def make_model() -> nn.Sequential:
+    """A channels-last convolution and two linear layers: six parameters, one of them of four axes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.Linear(6, 4)
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
+def make_images(num_images: int = 4) -> Tensor:
+    """Random images, the same at each call."""
+    return torch.randn(num_images, 3, 6, 6, generator=torch.Generator().manual_seed(num_images))
+
+
+def loss_of(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """Any scalar that depends on all parameters."""
+    return model(images_BCHW).square().sum()
+
+
+def plain_gradients(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    """What autograd alone gives, summed over batches."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad(set_to_none=True)
+    for images_BCHW in batches:
+        loss_of(twin, images_BCHW).backward()
+    return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    """All gradients, bit for bit."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+SMALL = {"threshold_bytes": 200, "buffer_bytes": 300}
+"""Makes several buffers out of make_model(): conv.weight (864 bytes) goes alone, the others share."""
+
+
+@pytest.mark.parametrize("sizes", [SMALL, {}])
+def test_on_one_rank_the_gradients_are_autograds_own(sizes: dict[str, int]) -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **sizes)
+    for num_images in (4, 2):
+        expected = plain_gradients(model, make_images(num_images))
+        loss_of(model, make_images(num_images)).backward()
+        reducer.wait()
+        assert_same(model, expected)
+        reducer.zero_grad()
+        assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_gradients_live_in_the_buffers_with_their_parameters_strides() -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
+    homes = {buffer_N.untyped_storage().data_ptr() for buffer_N in reducer.buffers}
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    for parameter in model.parameters():
+        assert parameter.grad.untyped_storage().data_ptr() in homes
+        assert parameter.grad.stride() == parameter.stride()
+    assert model[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+    assert sum(buffer_N.numel() for buffer_N in reducer.buffers) == sum(p.numel() for p in model.parameters())
+    total = sum(float(buffer_N.sum()) for buffer_N in reducer.buffers)
+    assert total == pytest.approx(sum(float(p.grad.sum()) for p in model.parameters()), rel=1e-4)
+
+
+def test_each_dtype_has_buffers_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 3))
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    assert sorted(str(buffer_N.dtype) for buffer_N in reducer.buffers) == ["torch.bfloat16", "torch.float32"]
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
+
+
+def test_a_parameter_with_gaps_in_memory_takes_no_more_than_its_elements() -> None:
+    model = make_model()
+    model[4].weight = nn.Parameter(torch.randn(6, 16)[:, ::2])
+    expected = plain_gradients(model, make_images())
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])  # the copy has other strides: other rounding
+
+
+def test_every_buffer_is_summed_exactly_once() -> None:
+    model = make_model()
+    expected = {name: 3 * gradient for name, gradient in plain_gradients(model, make_images()).items()}
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=3), **SMALL)
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    assert_same(model, expected)
+
+
+def test_only_the_last_microbatch_communicates() -> None:
+    model, backend = make_model(), RecordingBackend()
+    batches = make_images(4), make_images(2), make_images(3)
+    expected = {name: 2 * gradient for name, gradient in plain_gradients(model, *batches).items()}
+    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=2), **SMALL)
+    for k, images_BCHW in enumerate(batches):
+        reducer.is_active = k == len(batches) - 1
+        assert backend.events == []
+        loss_of(model, images_BCHW).backward()
+    reducer.wait()
+    assert len(backend.events) == len(reducer.plan.buffers)
+    assert_same(model, expected)
+
+
+def test_buffers_start_during_backward_in_the_order_of_the_plan() -> None:
+    model, backend = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))), RecordingBackend()
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: backend.events.append("gradient of layer 0"))
+    reducer = GradientReducer(model.named_parameters(), communicator(backend), threshold_bytes=64, buffer_bytes=64)
+    loss_of(model, torch.ones(2, 4)).backward()
+    labels = [f"all-reduce of buffer {i} ({3 - i}.weight, 6.4e-05 MB float32)" for i in range(4)]
+    assert backend.events == [*labels[:3], "gradient of layer 0", labels[3]]
+    reducer.wait()
+    assert len(backend.events) == 5  # nothing was left to start
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward takes one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(3, 3)
+        self.late = nn.Linear(3, 3)
+        self.use_late = True
+
+    def forward(self, input_BC: Tensor) -> Tensor:
+        """late only where asked for."""
+        hidden_BC = self.early(input_BC)
+        return self.late(hidden_BC) if self.use_late else hidden_BC
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_parameter_without_a_gradient_counts_as_zero(set_to_none: bool) -> None:
+    model, backend = Branches(), RecordingBackend()
+    one_per_buffer = {"threshold_bytes": 1, "buffer_bytes": 1}
+    reducer = GradientReducer(model.named_parameters(), communicator(backend), **one_per_buffer)
+    input_BC = torch.ones(2, 3)
+    loss_of(model, input_BC).backward()
+    reducer.wait()
+    labels = list(backend.events)
+    assert all(p.grad.any() for p in model.late.parameters())
+
+    model.zero_grad(set_to_none=True) if set_to_none else reducer.zero_grad()
+    model.use_late = False
+    loss_of(model, input_BC).backward()
+    assert backend.events == labels  # the buffers of late come first in the plan, so that nothing could start
+    reducer.wait()
+    assert backend.events == [*labels, *labels]
+    assert all(not p.grad.any() for p in model.late.parameters())
+    assert all(p.grad.any() for p in model.early.parameters())
+
+
+def test_gradients_set_to_none_or_replaced_come_home() -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
+    homes = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+    expected = plain_gradients(model, make_images())
+    for spoil in (lambda p: None, torch.zeros_like):
+        for parameter in model.parameters():
+            parameter.grad = spoil(parameter)
+        loss_of(model, make_images()).backward()
+        reducer.wait()
+        assert_same(model, expected)
+        assert {name: p.grad.data_ptr() for name, p in model.named_parameters()} == homes
+        reducer.zero_grad()
+
+
+def test_a_gradient_that_was_written_by_hand_is_summed() -> None:
+    model, backend = Branches(), SingleBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=2))
+    for parameter in model.late.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.use_late = False
+    loss_of(model, torch.ones(2, 3)).backward()
+    reducer.wait()
+    assert all(bool((p.grad == 2).all()) for p in model.late.parameters())
+    reducer.zero_grad()
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_gradients_with_a_graph_of_their_own_leave_none_in_the_buffers() -> None:
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    loss_of(model, make_images()).backward(create_graph=True)
+    reducer.wait()
+    assert not any(buffer_N.requires_grad for buffer_N in reducer.buffers)
+    assert_same(model, expected)
+
+
+def test_after_a_backward_that_failed_the_next_one_is_whole() -> None:
+    def fail(_: Tensor) -> None:
+        raise OverflowError
+
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL)
+    hook = model[0].weight.register_hook(fail)
+    with pytest.raises(OverflowError):
+        loss_of(model, make_images()).backward()
+    hook.remove()
+    reducer.wait()
+    reducer.zero_grad()
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    assert_same(model, expected)
+
+
+def test_a_parameter_on_another_device_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    expected = r"parameter 1\.weight is on meta, but ranks communicate on cpu: call model\.to\(communicator\.device\)"
+    with pytest.raises(ValueError, match=expected):
+        GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+
+
+def test_frozen_parameters_take_no_part() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    assert model[0].weight.grad is None
+    assert sum(buffer_N.numel() for buffer_N in reducer.buffers) == 8 * 6 + 6 + 6 * 4 + 4
+
+
+def test_an_extra_tensor_travels_along() -> None:
+    model, backend = make_model(), RecordingBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=4))
+    extra_N = torch.arange(3.0)
+    reducer.start_extra(extra_N, label="statistics")
+    loss_of(model, make_images()).backward()
+    reducer.wait()
+    assert extra_N.tolist() == [0.0, 4.0, 8.0]
+    assert backend.events[0] == "statistics"
+    reducer.wait()  # of a step of its own: the extra tensor is not sent again
+    assert backend.events.count("statistics") == 1
+
+
+def test_wait_raises_what_the_transport_reports() -> None:
+    lost = PeerLostError("rank 0: no answer from rank 1")
+    reducer = GradientReducer(make_model().named_parameters(), communicator(RecordingBackend(lost)))
+    with pytest.raises(PeerLostError, match="no answer from rank 1"):
+        reducer.wait()
+
+
+class Crossed(nn.Module):
+    """Layers that are used in another order than they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.third = nn.Linear(4, 4, bias=False)
+        self.first = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x_BC)))
+
+
+def test_the_order_of_readiness_is_learned_in_the_first_step() -> None:
+    model, backend = Crossed(), RecordingBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend), threshold_bytes=1, buffer_bytes=1)
+    assert [buffer.tensors[0].name for buffer in reducer.plan.buffers] == [
+        "first.weight",
+        "third.weight",
+        "second.weight",
+    ]
+    images_BC = torch.randn(2, 4)
+    for _ in range(2):
+        expected = plain_gradients(model, images_BC)
+        loss_of(model, images_BC).backward()
+        reducer.wait()
+        assert_same(model, expected)  # also of the step after which the buffers moved
+        assert [p.grad.untyped_storage().data_ptr() for p in (model.third.weight, model.first.weight)] == [
+            reducer.buffers[0].data_ptr(),
+            reducer.buffers[2].data_ptr(),
+        ]
+        reducer.zero_grad()
+    assert [label.split("(")[1].split(",")[0] for label in backend.events] == [
+        *("first.weight", "third.weight", "second.weight"),  # in the guessed order
+        *("third.weight", "second.weight", "first.weight"),
+    ]
+
+
+def test_the_first_buffer_may_be_small() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    sizes = {"threshold_bytes": 1000, "buffer_bytes": 128, "first_buffer_bytes": 64}
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **sizes)
+    assert [buffer.num_bytes for buffer in reducer.plan.buffers] == [64, 128, 128]
+
+
+def test_unused_parameters_can_be_refused() -> None:
+    model = Branches()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), unused="error")
+    model.use_late = False
+    model(torch.ones(1, 3)).sum().backward()
+    expected = r"backward gave no gradient to late\.bias, late\.weight: freeze what .*unused=\"zero\""
+    with pytest.raises(RuntimeError, match=expected):
+        reducer.wait()
+
+
+def test_nothing_to_reduce_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter to reduce: every one is frozen, or the iterator was used up"):
+        GradientReducer([], communicator(SingleBackend()))
+
+
+def test_ranks_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = communicator(SingleBackend())
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    texts = {"mine": describe(dict(make_model().named_parameters())), "other": describe(dict(other.named_parameters()))}
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts.values()]
+    answers = iter([digests, list(texts.values())])
+    monkeypatch.setattr(type(alone), "gather_text", lambda self, text: next(answers))
+    expected = r"disagree on the parameters to reduce: '0\.weight \(4, 4\) .*' against '0\.weight \(8, 3, 3, 3\)"
+    with pytest.raises(CommError, match=expected):
+        GradientReducer(make_model().named_parameters(), alone)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    images_BC = torch.randn(3, 4, requires_grad=True)
+    expected = plain_gradients(model, images_BC)
+    reducer = GradientReducer(
+        model.named_parameters(), communicator(SingleBackend()), threshold_bytes=1, buffer_bytes=1
+    )
+    for _ in range(2):
+        hidden_BC = checkpoint(model[:3], images_BC, use_reentrant=use_reentrant)
+        model[3:](hidden_BC).square().sum().backward()
+        reducer.wait()
+        assert_same(model, expected)
+        reducer.zero_grad()
+
+
+def test_a_compiled_model() -> None:
+    """aot_eager: the whole of torch.compile but for the C++ compiler."""
+    model = make_model()
+    expected = plain_gradients(model, make_images())
+    backend = RecordingBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend), **SMALL)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(make_images()).square().sum().backward()
+        assert len(backend.events) == len(reducer.buffers)  # all started during backward
+        reducer.wait()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+        reducer.zero_grad()
+        backend.events.clear()
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_a_second_backward_before_wait_is_refused(is_active: bool) -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    loss_of(model, make_images()).backward()
+    reducer.is_active = is_active
+    with pytest.raises(RuntimeError, match=r"backward reached 5\.\w+ while its gradient is being summed.*is_active"):
+        loss_of(model, make_images()).backward()
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    both = [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()]
+    with pytest.raises(ValueError, match="two parameters are named 'weight'; give each of several models a prefix"):
+        GradientReducer(both, communicator(SingleBackend()))
+
+
+def test_a_tied_parameter_is_one_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    expected = plain_gradients(model, torch.ones(2, 3))
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
+    loss_of(model, torch.ones(2, 3)).backward()
+    reducer.wait()
+    assert_same(model, expected)
+
+
+def test_closed_means_silent() -> None:
+    model, backend = make_model(), RecordingBackend()
+    reducer = GradientReducer(model.named_parameters(), communicator(backend))
+    reducer.close()
+    loss_of(model, make_images()).backward()
+    assert backend.events == []
+
+
+def test_exposed_seconds_on_the_host_are_those_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5, 20.0, 20.25])
+    monkeypatch.setattr("bigbatch.comm.gradients.reducer.time.perf_counter", lambda: next(now))
+    exposed = ExposedTime()
+    for _ in range(2):
+        with exposed.measure([torch.zeros(1)]):
+            pass
+    assert exposed.take_seconds() == 0.75
+    assert exposed.take_seconds() == 0.0
+
+
+class _Event:
+    """A CUDA event that was recorded at some millisecond and has been reached or not."""
+
+    def __init__(self, milliseconds: float, *, is_reached: bool) -> None:
+        self.milliseconds, self.is_reached = milliseconds, is_reached
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return end.milliseconds - self.milliseconds
+
+
+def test_exposed_seconds_on_a_gpu_are_read_late_and_pile_up_no_events() -> None:
+    exposed = ExposedTime()
+    for i in range(100):
+        exposed.add_events(_Event(0, is_reached=True), _Event(5, is_reached=i < 98))
+    assert len(exposed._events) == 2  # only what the device has not reached yet
+    assert exposed.take_seconds() == pytest.approx(0.5)
+    assert exposed.take_seconds() == 0.0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_gradients_are_autograds_own_too() -> None:
+    model = make_model().cuda()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), device="cuda:0"), **SMALL)
+    torch.backends.cudnn.deterministic = True
+    expected = plain_gradients(model, make_images().cuda())
+    loss_of(model, make_images().cuda()).backward()
+    reducer.wait()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-4, atol=1e-4), name
+    assert reducer.exposed.take_seconds() >= 0.0

@@ -1,0 +1,190 @@
+"""The line beside the data without its peers: the rendezvous, comparisons that a rank misses, the roll call."""
+
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous.control import Control, first_line, listen, rendezvous
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.errors import CommError, PeerLostError
+
+SECONDS = timedelta(seconds=5)
+
+
+def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:
+    """Rank 0 of two on one host."""
+    return ProcessEnv("torchrun", 0, 2, 0, 2, "here", (address, port))
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank will answer: do not wait for it."""
+    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(control, "_met", {})
+
+
+def half_a_job(seconds: float = 5.0) -> Control:
+    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on."""
+    met = Control(rank_of_two(), timeout_seconds=seconds)
+    met.store.set("bigbatch/host/1", "node1")
+    return met
+
+
+# --- texts and failures ---
+
+
+def test_a_rank_that_misses_a_comparison_is_named() -> None:
+    expected = r"rank 0: comparison of a text over all ranks failed after 0\.\d s; no answer from rank 1 on node1 \(con"
+    with pytest.raises(PeerLostError, match=expected):
+        half_a_job(0.3).gather_text("seed: 1")
+
+
+def test_texts_of_a_world_of_one() -> None:
+    alone = Control(ALONE, timeout_seconds=1)
+    assert alone.gather_text("x\ny") == ["x\ny"]
+    assert alone.host_of(0) == "here"
+
+
+def test_another_ranks_failure_ends_a_wait() -> None:
+    job = half_a_job()
+    job.heed_others("buffer 0", 1.0)  # nothing was reported: go on
+    job.store.set("bigbatch/alive/1", "1")
+    job.store.set("bigbatch/failed", "1")
+    expected = r"buffer 0 failed after 1\.0 s; all ranks still answer \(control: another rank reports a failure\)"
+    with pytest.raises(PeerLostError, match=expected):
+        job.heed_others("buffer 0", 1.0)
+
+
+def test_a_wait_ends_after_the_time_limit_of_the_connection() -> None:
+    job = half_a_job(seconds=3.0)
+    job.give_up("buffer 0", 2.9)
+    expected = r"buffer 0 failed after 3\.1 s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
+    with pytest.raises(PeerLostError, match=expected):
+        job.give_up("buffer 0", 3.1)
+
+
+class GoneStore(HashStore):
+    """A store whose holder has died."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset")
+
+
+def test_a_rendezvous_that_is_gone_is_named() -> None:
+    job = half_a_job()
+    job.store, job._holder = GoneStore(), "rank 7"
+    job.heed_others("buffer 0", 1.0)  # the operation itself will fail
+    message = str(job.explain("buffer 0", 1.0, OSError("broken")))
+    assert message.endswith("no answer from rank 7, which holds the rendezvous (control: broken)")
+
+
+def test_errors_are_cut_to_their_first_line() -> None:
+    gloo = "[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:4321\nat x"
+    assert first_line(RuntimeError(gloo)) == "Connection closed by peer [127.0.0.1]:4321"
+    assert first_line(RuntimeError("[rank 1] lost")) == "[rank 1] lost"
+    assert first_line(KeyError()) == "KeyError"
+
+
+# --- the rendezvous ---
+
+
+def listening_addresses() -> dict[int, str]:
+    """Port -> address in hexadecimal of all IPv4 sockets of this machine that listen."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(port, 16): ip for ip, port in (line[1].split(":") for line in lines if line[3] == "0A")}
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc/net/tcp")
+LOOPBACK, ANY = "0100007F", "00000000"
+
+
+@needs_proc
+def test_the_rendezvous_of_one_host_listens_on_loopback_alone() -> None:
+    store = rendezvous(rank_of_two(), SECONDS)
+    assert listening_addresses()[store.port] == LOOPBACK
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("address", "is_one_host", "expected"),
+    [
+        ("127.0.0.1", True, LOOPBACK),
+        ("127.0.0.1", False, LOOPBACK),  # asked for by number, as a cluster played on one machine does
+        ("localhost", False, LOOPBACK),
+        ("node1", True, LOOPBACK),
+        ("node1", False, ANY),  # Ubuntu's /etc/hosts: the host's own name leads to itself alone
+    ],
+)
+def test_who_can_reach_the_listener(
+    address: str, is_one_host: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    with listen(address, 0, is_one_host=is_one_host) as listener:
+        assert listening_addresses()[listener.getsockname()[1]] == expected
+
+
+def test_ranks_that_torchrun_restarted_read_nothing_of_the_last_attempt() -> None:
+    served = rendezvous(rank_of_two(), SECONDS)  # by torchrun, which lives on
+    env = replace(rank_of_two(port=served.port), master_runs=True)
+    first, restarted = (rendezvous(replace(env, attempt=attempt), SECONDS) for attempt in (0, 1))
+    first.set("bigbatch/failed", "1")
+    assert first.check(["bigbatch/failed"])
+    assert not restarted.check(["bigbatch/failed"])
+
+
+def test_connections_of_one_process_share_the_rendezvous_but_no_keys() -> None:
+    first = half_a_job()
+    second = Control(rank_of_two(), timeout_seconds=5)  # the port would be in use, were it opened again
+    first.store.set("bigbatch/failed", "1")
+    assert not second.store.check(["bigbatch/failed"])
+
+
+def test_beside_a_default_process_group_its_store_is_used() -> None:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        env = ProcessEnv("none", 0, 2, 0, 2, "here", None)  # no master: nowhere else to meet
+        met = Control(env, timeout_seconds=0.2)
+        with pytest.raises(PeerLostError, match="no answer from"):
+            met.gather_text("x")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CommError, match=f"rank 0 on here: no rendezvous at 127.0.0.1:{port}: .*in use; check"):
+            rendezvous(rank_of_two(port=port), SECONDS)
+        with pytest.raises(CommError, match=r"submit the job again: its number chooses another port$"):
+            rendezvous(replace(rank_of_two(port=port), launcher="srun"), SECONDS)
+
+
+def test_a_meeting_point_that_leads_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One /etc/hosts for all nodes, in which the first one's name is its own loopback address."""
+    address = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: address)
+    env = ProcessEnv("srun", 1, 2, 0, 1, "n1", ("n0", 1))
+    with pytest.raises(
+        CommError, match=r"rank 1 on n1: no rendezvous at n0:1: .*; n0 leads n1 to itself: give it n0's"
+    ):
+        rendezvous(env, timedelta(seconds=0.2))
+
+
+def test_no_meeting_point_is_named() -> None:
+    env = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
+    with pytest.raises(CommError, match=r"openmpi tells ranks no meeting point: install mpi4py .*set MASTER_ADDR"):
+        rendezvous(env, SECONDS)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(PeerLostError, match=r"rank 0: meeting of all ranks failed after .* no answer from"):
+        connect(backend="gloo", env=rank_of_two(), timeout_seconds=1)

@@ -1,0 +1,315 @@
+"""Who am I, from the variables that each launcher sets."""
+
+import io
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigbatch.comm.rendezvous.environ import (
+    ProcessEnv,
+    expand_hostlist,
+    keep_compiled_code,
+    prefer_interface,
+    read_process_env,
+    step_hosts,
+    terminal_columns,
+)
+from bigbatch.errors import LaunchError, UserError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29400",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "6",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPICH = {"PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+SBATCH = {
+    # what a batch script sees: tasks of the allocation, but no step
+    "SLURM_JOB_ID": "123",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_NODELIST": "n[01-02]",
+}
+SRUN = {
+    **SBATCH,
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "n[01-02]",
+    "SLURM_PROCID": "4",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "n02",
+}
+
+
+def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
+    """The five facts that every launcher must yield."""
+    return env.launcher, env.rank, env.world_size, env.local_rank, env.local_size
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ("none", 0, 1, 0, 1)),
+        (SBATCH, ("none", 0, 1, 0, 1)),
+        (TORCHRUN, ("torchrun", 5, 8, 1, 4)),
+        (OPENMPI, ("openmpi", 6, 8, 2, 4)),
+        (MPICH, ("mpich", 7, 8, 3, 4)),
+        (SRUN, ("srun", 4, 8, 0, 4)),
+        # precedence: the launcher that started this very process wins
+        ({**SRUN, **TORCHRUN}, ("torchrun", 5, 8, 1, 4)),
+        ({**OPENMPI, **TORCHRUN}, ("torchrun", 5, 8, 1, 4)),
+        ({**SBATCH, **OPENMPI}, ("openmpi", 6, 8, 2, 4)),
+        ({**SRUN, **OPENMPI}, ("openmpi", 6, 8, 2, 4)),  # mpirun reaches other nodes by srun
+        ({**SRUN, **MPICH}, ("mpich", 7, 8, 3, 4)),
+        # srun --mpi=pmi2 speaks to MPICH's library, without MPICH's launcher
+        ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "8"}, ("srun", 4, 8, 0, 4)),
+        # an interactive shell of an allocation of eight tasks is one process
+        (
+            {**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": "4294967290"},
+            ("srun", 0, 1, 0, 1),
+        ),
+    ],
+)
+def test_each_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
+    assert place(read_process_env(variables)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "node", "local_size"),
+    [("2(x3),1", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("7", 0, 7), ("1,3(x2),2", 2, 3), ("1,3(x2),2", 3, 2)],
+)
+def test_slurm_nodes_may_hold_different_numbers_of_tasks(tasks_per_node: str, node: int, local_size: int) -> None:
+    env = read_process_env({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": str(node)})
+    assert env.local_size == local_size
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun did not set LOCAL_RANK"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpich did not set MPI_LOCALRANKID"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK='five' is not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a number"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below WORLD_SIZE=8"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "LOCAL_RANK=4 is not below OMPI_COMM_WORLD_LOCAL_SIZE=4"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"SLURM_STEP_TASKS_PER_NODE='4\(2\)' is not of Slurm's form"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE='' is not of Slurm's form"),
+        ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_NODEID=2 has no entry"),
+        ({**SRUN, "SLURM_NODEID": "-1"}, "SLURM_NODEID=-1 has no entry"),
+        ({**SRUN, "SLURM_NODEID": "?"}, r"SLURM_NODEID='\?' is not a number"),
+        ({**SRUN, "SLURM_JOB_ID": "?"}, r"SLURM_JOB_ID='\?' is not a number"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "n[01-"}, "is not a Slurm host list"),
+        ({"BIGBATCH_TERMINAL_COLUMNS": "wide"}, "BIGBATCH_TERMINAL_COLUMNS='wide' is not a number"),
+    ],
+)
+def test_a_broken_environment_names_the_variable(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message) as caught:
+        read_process_env(variables)
+    assert isinstance(caught.value, UserError)  # one line for the user, no traceback
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("login", ["login"]),
+        ("a,b", ["a", "b"]),
+        ("n[01-03,7],login", ["n01", "n02", "n03", "n7", "login"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[1-2]n[8-9].site", ["r1n8.site", "r1n9.site", "r2n8.site", "r2n9.site"]),
+        ("x[1,3],y-2,z[2-2]", ["x1", "x3", "y-2", "z2"]),
+    ],
+)
+def test_host_lists_are_written_out(text: str, hosts: list[str]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "a,,b", "n[1-3", "n1-3]", "n[]", "n[a-b]", "n[3-1]", "n[1-]", "n[1[2]]", "n 1", "n[²]"]
+)
+def test_what_is_no_host_list_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="is not a Slurm host list"):
+        expand_hostlist(text)
+
+
+@pytest.mark.parametrize(
+    ("variables", "master"),
+    [
+        ({}, None),
+        (TORCHRUN, ("n0", 29400)),
+        (OPENMPI, None),
+        (MPICH, None),
+        ({**OPENMPI, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
+        (SRUN, ("n01", 20000 + 123 + 2 * 1009)),
+        ({**SRUN, "SLURM_JOB_ID": "12000", "SLURM_STEP_ID": "0"}, ("n01", 20000)),
+        ({**SRUN, "SLURM_STEP_ID": "4294967290"}, ("n01", 20000 + 3733)),  # an interactive step
+        ({**SRUN, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
+    ],
+)
+def test_the_meeting_point(variables: dict[str, str], master: tuple[str, int] | None) -> None:
+    assert read_process_env(variables).master == master
+
+
+def test_a_slurm_job_on_one_host_meets_on_the_loopback_interface() -> None:
+    one_host = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
+    env = read_process_env({**SRUN, **one_host, "SLURM_PROCID": "3"})
+    assert env.is_one_host
+    assert env.master == ("127.0.0.1", 22141)
+    assert not read_process_env(SRUN).is_one_host
+
+
+def test_steps_of_neighbouring_jobs_never_meet_at_one_port() -> None:
+    """They may share a node, with several steps each: a thousand jobs of eleven steps."""
+    numbers = [(job, step) for job in range(500_000, 501_000) for step in range(11)]
+    masters = {
+        read_process_env({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master for job, step in numbers
+    }
+    assert len(masters) == len(numbers)
+
+
+def test_slurm_ports_stay_below_those_that_linux_hands_out() -> None:
+    ports = {read_process_env({**SRUN, "SLURM_JOB_ID": str(job)}).master[1] for job in range(0, 50_000, 7)}
+    assert min(ports) >= 20_000
+    assert max(ports) < 32_768
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({}, socket.gethostname()),
+        (SRUN, "n02"),
+        ({**SRUN, "BIGBATCH_HOST": "played"}, "played"),
+        ({**OPENMPI, "BIGBATCH_HOST": "played"}, "played"),
+        # MPICH's mpiexec hands the variables of the batch node to all ranks
+        ({**SRUN, **MPICH}, socket.gethostname()),
+    ],
+)
+def test_the_name_of_the_host(variables: dict[str, str], host: str) -> None:
+    assert read_process_env(variables).host == host
+
+
+@pytest.mark.parametrize(("word", "runs"), [("True", True), ("False", False)])
+def test_torchrun_may_serve_the_rendezvous_itself(word: str, runs: bool) -> None:
+    assert read_process_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs is runs
+    assert not read_process_env({**OPENMPI, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs
+
+
+def test_restarts_are_counted() -> None:
+    assert read_process_env(TORCHRUN).attempt == 0
+    assert read_process_env({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_terminal", "columns"),
+    [
+        ({}, False, None),
+        ({}, True, 93),
+        (TORCHRUN, True, 93),
+        (OPENMPI, True, None),  # mpirun's own pseudo-terminal
+        ({**OPENMPI, "BIGBATCH_TERMINAL_COLUMNS": "120"}, True, 120),
+        ({**OPENMPI, "BIGBATCH_TERMINAL_COLUMNS": "120"}, False, 120),
+        ({"BIGBATCH_TERMINAL_COLUMNS": "0"}, True, None),
+    ],
+)
+def test_width_of_the_terminal(
+    variables: dict[str, str], is_terminal: bool, columns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", _Terminal() if is_terminal else io.StringIO())
+    monkeypatch.setenv("COLUMNS", "93")
+    assert terminal_columns(variables) == columns
+    assert read_process_env(variables).terminal_columns == columns
+
+
+def test_the_real_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert place(read_process_env()) == ("torchrun", 5, 8, 1, 4)
+
+
+@pytest.fixture
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither library has been told one; put back after the test."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_interface")
+@pytest.mark.parametrize(
+    ("interface", "is_one_host", "gloo", "nccl"),
+    [
+        (None, True, ("lo", "lo0"), (None,)),  # NCCL finds its own way inside a host
+        (None, False, (None,), (None,)),
+        ("ib0", True, ("ib0",), ("ib0",)),
+        ("ib0", False, ("ib0",), ("ib0",)),
+    ],
+)
+def test_the_libraries_are_told_the_interface(
+    interface: str | None, is_one_host: bool, gloo: tuple[str | None], nccl: tuple[str | None]
+) -> None:
+    prefer_interface(interface, is_one_host=is_one_host)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") in gloo
+    assert os.environ.get("NCCL_SOCKET_IFNAME") in nccl
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN, SRUN])
+def test_the_launcher_may_name_the_interface(variables: dict[str, str]) -> None:
+    assert read_process_env({**variables, "BIGBATCH_INTERFACE": "ib0"}).interface == "ib0"
+    assert read_process_env({**variables, "BIGBATCH_INTERFACE": ""}).interface is None
+    assert read_process_env(variables).interface is None
+
+
+@pytest.mark.usefixtures("no_interface")
+@pytest.mark.parametrize("interface", [None, "eth1"])
+def test_a_users_own_interface_wins(interface: str | None) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
+    prefer_interface(interface, is_one_host=True)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_nodes_of_a_step_are_told_by_slurm_alone() -> None:
+    assert step_hosts({"SLURM_STEP_NODELIST": "n[0-1],x"}) == ["n0", "n1", "x"]
+    assert step_hosts({"SLURM_JOB_NODELIST": "n[0-1]"}) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "home/.cache/bigbatch/compiled"),
+        ({"XDG_CACHE_HOME": "scratch"}, "scratch/bigbatch/compiled"),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchs"}, "home/.cache/bigbatch/compiled"),
+        ({"XDG_CACHE_HOME": "scratch", "TORCHINDUCTOR_CACHE_DIR": "/mine"}, "/mine"),
+        ({"XDG_CACHE_HOME": "file"}, "/tmp/torchs"),  # no folder can be made in it
+    ],
+)
+def test_compiled_code_is_kept_from_run_to_run(
+    variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "home")
+    Path("file").touch()
+    variables = dict(variables)
+    assert str(keep_compiled_code(variables, torchs_own="/tmp/torchs")) == folder
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == folder

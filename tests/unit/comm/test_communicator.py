@@ -1,0 +1,237 @@
+"""One process: choosing device, backend, algorithm and wire, and what cannot be summed."""
+
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import first_difference
+from bigbatch.comm.connection import choose_device, connect, make_wire, with_index
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.errors import CommError
+
+CPU = torch.device("cpu")
+TABLE = HybridTable((HybridRow(64, "doubling"), HybridRow(None, "ring")))
+
+
+class NativeBackend(SingleBackend):
+    """Can neither send messages nor sum bf16."""
+
+    name = "collectives-only"
+    capabilities = Capabilities(("cpu",), (torch.float32, torch.float16), has_messages=False)
+
+
+# --- sums ---
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("num_elements", [0, 1, 3, 1000])
+def test_the_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elements: int) -> None:
+    alone = connect(algorithm=algorithm, table=TABLE, env=ALONE, device=CPU)
+    values_N = torch.randn(num_elements, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for tensor_N in (values_N.clone(), alone.allocate(num_elements, dtype).copy_(values_N)):
+        assert alone.sum_(tensor_N, label="test") is tensor_N
+        assert torch.equal(tensor_N, values_N)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_rounds_as_many_do(algorithm: str) -> None:
+    """So that a run on one rank replays what the wire does to the gradients."""
+    alone = connect(algorithm=algorithm, table=TABLE, wire_dtype="float16", predivide=2.0, env=ALONE, device=CPU)
+    values_N = torch.tensor([1.0, 1.0 + 2.0**-12, 100_000.0, 1e-9])
+    sum_N = alone.sum_(values_N.clone(), label="test")
+    assert sum_N.tolist() == [1.0, 1.0, (values_N[2] / 2).half().item() * 2, 0.0]
+
+
+def test_a_world_of_one() -> None:
+    alone = connect(env=ALONE, device=CPU)
+    assert (alone.rank, alone.world_size, alone.device) == (0, 1, CPU)
+    assert str(alone) == "1 ranks in 1 node groups, started by none; backend single, all-reduce native"
+    assert alone.gather_text("text") == ["text"]
+    alone.agree("anything", "text")
+    alone.close()
+
+
+def test_another_algorithm_or_wire_over_the_same_ranks() -> None:
+    first = connect(env=ALONE, device=CPU)
+    second = first.with_algorithm("ring", wire=Wire(torch.float16))
+    assert (first.algorithm, first.wire, second.algorithm, second.wire) == ("native", Wire(), "ring", second.wire)
+    assert second.backend is first.backend
+    assert second.with_algorithm("hybrid", table=TABLE).algorithm_for(torch.zeros(16)) == "doubling"
+    assert second.with_algorithm("hybrid", table=TABLE).algorithm_for(torch.zeros(17)) == "ring"
+    assert second.algorithm_for(torch.zeros(17)) == "ring"
+
+
+def test_closing_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # not installed
+    connect(env=ProcessEnv("openmpi", 0, 1, 0, 1, "here", None), device=CPU).close()
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(3, device="meta"), "a tensor on meta cannot be summed: ranks communicate on cpu"),
+        (torch.zeros(3, dtype=torch.int64), "single cannot sum torch.int64; it sums float64, float32, float16, bfloa"),
+        (torch.zeros(3, dtype=torch.complex64), "single cannot sum torch.complex64"),
+        (torch.zeros(2, 2), r"only a flat, contiguous tensor can be summed, not one of shape \(2, 2\)"),
+        (torch.zeros(4)[::2], r"only a flat, contiguous tensor can be summed, not one of shape \(2,\)"),
+        (torch.zeros(()), r"only a flat, contiguous tensor can be summed, not one of shape \(\)"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused(tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        connect(env=ALONE, device=CPU).start(tensor, label="test")
+
+
+def test_unknown_choices_are_refused() -> None:
+    with pytest.raises(ValueError, match="backend 'nvlink' is unknown; choose one of auto, nccl, gloo, mpi, tcp, horo"):
+        connect(backend="nvlink", env=ALONE)
+    with pytest.raises(ValueError, match="algorithm 'tree' is unknown; choose one of native, ring"):
+        connect(algorithm="tree", env=ALONE, device=CPU)
+    with pytest.raises(ValueError, match="algorithm 'hybrid' chooses by a table of this cluster"):
+        connect(algorithm="hybrid", env=ALONE, device=CPU)
+    with pytest.raises(
+        ValueError, match="wire_dtype 'int8' is unknown; choose one of float32, float16, bfloat16, or n"
+    ):
+        connect(wire_dtype="int8", env=ALONE, device=CPU)
+
+
+@pytest.mark.parametrize("predivide", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_factor_that_is_not_positive_is_refused(predivide: float) -> None:
+    with pytest.raises(ValueError, match=f"predivide={predivide} must be positive, such as the number of ranks"):
+        connect(wire_dtype="float16", predivide=predivide, env=ALONE, device=CPU)
+
+
+def test_wires_by_name() -> None:
+    assert make_wire(None) == Wire()
+    assert make_wire("bfloat16", 8.0) == Wire(torch.bfloat16, 8.0)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda:0"), ("horovod", "cuda:0")])
+def test_a_backend_for_other_devices_is_refused(backend: str, device: str) -> None:
+    with pytest.raises(ValueError, match=f"backend '{backend}' does not sum tensors on {device}: nccl is for GPUs"):
+        connect(backend=backend, env=ALONE, device=torch.device(device))
+
+
+def test_a_transport_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bigbatch.comm.connection.SingleBackend", NativeBackend)
+    met = connect(env=ALONE, device=CPU)
+    assert (met.algorithms, met.memory) == (("native",), None)
+    assert met.sum_(torch.ones(2), label="test").tolist() == [1.0, 1.0]
+    for algorithm in ("ring", "hierarchical", "sharded", "doubling"):
+        with pytest.raises(
+            ValueError, match=f"algorithm '{algorithm}' is made of messages .* use native, or another b"
+        ):
+            met.with_algorithm(algorithm)
+    with pytest.raises(ValueError, match=r"collectives-only cannot sum torch\.bfloat16; it sums float32, float16"):
+        met.start(torch.ones(2, dtype=torch.bfloat16), label="test")
+    with pytest.raises(ValueError, match="collectives-only cannot sum bfloat16: choose another wire_dtype, or another"):
+        connect(wire_dtype="bfloat16", env=ALONE, device=CPU)
+
+
+# --- the device ---
+
+
+def test_choice_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for backend in ("auto", "gloo", "mpi", "tcp", "horovod"):
+        assert choose_device(ALONE, backend=backend) == CPU
+    with pytest.raises(CommError, match="1 ranks on here but 0 GPUs: start one rank per GPU"):
+        choose_device(ALONE, backend="nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    third = ProcessEnv("openmpi", 6, 8, 2, 4, "here", None)
+    for backend in ("auto", "nccl", "tcp", "mpi"):
+        assert choose_device(third, backend=backend) == torch.device("cuda", 2)
+    assert chosen == [torch.device("cuda", 2)] * 4
+    assert choose_device(third, backend="gloo") == choose_device(third, backend="horovod") == CPU
+    with pytest.raises(CommError, match="8 ranks on here but 4 GPUs"):
+        choose_device(ProcessEnv("openmpi", 6, 8, 6, 8, "here", None))
+
+
+DRIVER = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver"
+
+
+def test_a_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn() -> bool:
+        warnings.warn(f"CUDA initialization: {DRIVER}", stacklevel=1)
+        return False
+
+    def fail() -> None:
+        raise RuntimeError(DRIVER)
+
+    monkeypatch.setattr(torch.cuda, "is_available", warn)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for backend in ("auto", "nccl", "tcp", "mpi"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(CommError) as caught:
+                choose_device(ALONE, backend=backend)
+        assert str(caught.value).startswith(
+            "the NVIDIA driver supports CUDA 12.8, and this torch was built for CUDA 13.0: update the driver,"
+        )
+    assert choose_device(ALONE, backend="gloo") == CPU, "as the message proposes"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("No CUDA GPUs are available"), AssertionError("not compiled with CUDA")]
+)
+def test_no_gpu_at_all_is_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert choose_device(ALONE) == CPU
+
+
+def test_a_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on it say cuda:1, and are compared with where ranks communicate."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert with_index(torch.device("cuda")) == torch.device("cuda", 1)
+    assert with_index(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert with_index(CPU) == CPU
+
+
+# --- texts ---
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "difference"),
+    [
+        ("a: 1\n  b: 2", "a: 1\n  b: 3", "'b: 2' against 'b: 3'"),
+        ("a\nb", "a", "one is longer"),
+        ("a\nb\nc", "x\nb\ny", "'a' against 'x'"),
+    ],
+)
+def test_texts_are_compared_by_line(ours: str, theirs: str, difference: str) -> None:
+    assert first_difference(ours, theirs) == difference
+
+
+def test_the_odd_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = connect(env=ALONE, device=CPU)
+
+    class TwoTexts:
+        """Rank 1 sends another line."""
+
+        def gather_text(self, text: str) -> list[str]:
+            """Both ranks'."""
+            return [text, text.replace("1", "2") if "seed" in text else f"digest of another text than {text}"]
+
+    two = replace(alone, control=TwoTexts())  # type: ignore[arg-type]
+    with pytest.raises(CommError, match="rank 1 and rank 0 disagree on the config: 'seed: 2' against 'seed: 1'; start"):
+        two.agree("the config", "seed: 1")

@@ -1,0 +1,322 @@
+"""What connect() refuses before any training, and that a refusal leaves nothing behind. No second rank takes part."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from bigbatch.comm import communicator, connection
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends import links
+from bigbatch.comm.backends.base import Capabilities
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.backends.tcp import TcpBackend
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous.control import Control, listen
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent
+from bigbatch.errors import CommError, PeerLostError
+
+CPU = torch.device("cpu")
+TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank will answer: do not wait for it."""
+    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(control, "_met", {})
+
+
+# --- ranks and hosts that contradict each other ---
+
+
+def places(*told: tuple[str, str, int, int]) -> list[RankPlace]:
+    """(host, process space, local rank, local size) of each rank."""
+    return [RankPlace(rank, *each) for rank, each in enumerate(told)]
+
+
+@pytest.mark.parametrize(
+    "consistent",
+    [
+        [("a", "1", 0, 1)],
+        [("a", "1", 0, 2), ("a", "1", 1, 2)],
+        [("a", "1", 0, 2), ("b", "1", 0, 2), ("a", "1", 1, 2), ("b", "1", 1, 2)],  # by slot or by node
+        [("a", "1", 0, 1), ("b", "1", 0, 2), ("b", "1", 1, 2)],
+        [("a", "process 7", 0, 2), ("a", "process 8", 1, 2)],  # no /proc, or a process namespace for each rank
+        [("a", "1", 0, 2), ("a", "2", 0, 2), ("a", "1", 1, 2), ("a", "2", 1, 2)],  # two containers under one host name
+    ],
+)
+def test_what_launchers_tell_is_consistent(consistent: list[tuple[str, str, int, int]]) -> None:
+    require_consistent(places(*consistent))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([("a", "1", 0, 2), ("a", "1", 0, 2)], "rank 0 and rank 1 are both local rank 0 of a"),
+        (
+            [("a", "1", 0, 2), ("a", "1", 1, 2), ("b", "1", 1, 2), ("b", "1", 1, 2)],
+            "rank 2 and rank 3 are both local rank 1 of b",
+        ),
+        ([("a", "1", 0, 2), ("b", "1", 1, 2)], r"rank 0 was started as one of 2 on a, where 1 run \(rank 0\)"),
+        (
+            [("a", "1", 0, 2), ("a", "1", 1, 1), ("a", "1", 2, 3)],
+            r"rank 0 was started as one of 2 on a, where 3 run \(rank 0, 1, 2\)",
+        ),
+        (
+            [("localhost", "1", rank, 4) for rank in range(9)],
+            r"one of 4 on localhost, where 9 run \(rank 0, 1, 2, 3, 4, 5, 6, 7 and more\)",
+        ),
+    ],
+)
+def test_contradictions_name_ranks_and_host(told: list[tuple[str, str, int, int]], message: str) -> None:
+    remedy = ": start all ranks of a host by one launcher .*name them by BIGBATCH_HOST$"
+    with pytest.raises(CommError, match=message + remedy) as caught:
+        require_consistent(places(*told))
+    assert "\n" not in str(caught.value)
+
+
+def test_played_hosts_are_not_the_launchers() -> None:
+    told = [("a", "1", 0, 2), ("b", "1", 1, 2)]
+    require_consistent([replace(place, plays_host=True) for place in places(*told)])
+    assert read_process_env({**TORCHRUN, "BIGBATCH_HOST": "a"}).plays_host
+    assert read_process_env({"BIGBATCH_HOST": "a"}).plays_host
+    assert not read_process_env({**TORCHRUN, "BIGBATCH_HOST": ""}).plays_host
+    assert not read_process_env({}).plays_host
+
+
+def test_ranks_tell_each_other_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = Control(ALONE, timeout_seconds=5)
+    assert [(place.rank, place.host) for place in meet(ALONE, met)] == [(0, "here")]
+
+    def gather_text(text: str, *, what: str) -> list[str]:
+        other = {**json.loads(text), "rank": 1}
+        return [text, json.dumps(other)]
+
+    met = Control(ALONE, timeout_seconds=5)
+    monkeypatch.setattr(met, "gather_text", gather_text)
+    with pytest.raises(CommError, match="rank 0 and rank 1 are both local rank 0 of here"):
+        meet(TWO, met)
+    assert RankPlace(**json.loads(json.dumps(asdict(places(("a", "1", 0, 2))[0])))).node == "a 1"
+
+
+def test_different_code_on_two_nodes_is_named_before_anything_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another bigbatch may describe its place by other words, or say nothing of its release."""
+    met = Control(ALONE, timeout_seconds=5)
+    other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
+    monkeypatch.setattr(met, "gather_text", lambda text, *, what: [text, other])
+    expected = (
+        r"^the ranks run different code: n1: bigbatch 0\.2\.0 \(sources 1234abcd\), torch 2\.14\.1; "
+        r"here: bigbatch \S+ \(sources [0-9a-f]{8}\), torch \S+: install the same on all nodes"
+    )
+    with pytest.raises(CommError, match=expected):
+        meet(TWO, met)
+    untold = Control(ALONE, timeout_seconds=5)
+    monkeypatch.setattr(untold, "gather_text", lambda text, *, what: [text, json.dumps({"host": "n1", "rank": 1})])
+    with pytest.raises(CommError, match="n1: an older bigbatch; here: bigbatch"):
+        meet(TWO, untold)
+
+
+@pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "rank")])
+def test_the_second_process_of_a_rank_is_refused(launcher: str, variable: str) -> None:
+    met = Control(ALONE, timeout_seconds=5)
+    meet(ALONE, met)
+    again = replace(ALONE, launcher=launcher, host="there")
+    expected = f"two processes are rank 0, one on here and one on there: start every .* with a {variable} of its own$"
+    with pytest.raises(CommError, match=expected):
+        meet(again, met)
+
+
+# --- where ranks meet ---
+
+
+def test_the_control_knows_where_the_ranks_met() -> None:
+    assert Control(TWO, timeout_seconds=5).master == TWO.master
+    with listen("127.0.0.1", 0) as free:
+        found = free.getsockname()[:2]
+    by_mpi = replace(TWO, launcher="openmpi", master=None)
+    find = partial(Control, by_mpi, timeout_seconds=5, find_master=lambda env, *, timeout_seconds, interface: found)
+    assert find().master == found
+    assert find().master == found  # the second connection of this process
+
+
+@pytest.mark.parametrize(("local_size", "towards"), [(1, "10.0.0.9"), (2, None)])
+def test_links_lead_to_where_the_ranks_met(
+    local_size: int, towards: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def own_address(**options: object) -> str:
+        asked.append(options)
+        return "127.0.0.1"
+
+    monkeypatch.setattr(links, "own_address", own_address)
+    env = replace(TWO, launcher="openmpi", master=None, local_size=local_size)
+    met = Control(TWO, timeout_seconds=5)
+    met.master = "10.0.0.9", 1  # as MPI told
+    links.Links(env, met, interface=None, while_waiting=lambda seconds: None).close()
+    assert asked == [{"is_one_host": local_size == 2, "interface": None, "towards": towards}]
+
+
+# --- choices ---
+
+
+@pytest.mark.parametrize("warn_seconds", [0.0, -1.0, float("nan"), 60.5, float("inf")])
+def test_warnings_that_never_or_always_come_are_refused(warn_seconds: float) -> None:
+    expected = f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds=60"
+    with pytest.raises(ValueError, match=expected):
+        connect(warn_seconds=warn_seconds, timeout_seconds=60, env=ALONE, device=CPU)
+
+
+@pytest.mark.parametrize(("warn_seconds", "timeout_seconds"), [(None, 2), (None, 60), (2, 2), (1, 60)])
+def test_warnings_before_the_time_limit(warn_seconds: float | None, timeout_seconds: float) -> None:
+    connect(warn_seconds=warn_seconds, timeout_seconds=timeout_seconds, env=ALONE, device=CPU).close()
+
+
+@pytest.mark.parametrize("backend", ["mpi", "horovod"])
+def test_an_interface_that_would_have_no_effect_is_refused(backend: str) -> None:
+    expected = f"interface 'eth0' has no effect on backend '{backend}', whose MPI library chooses its own: leave it out"
+    with pytest.raises(ValueError, match=expected):
+        connect(backend=backend, interface="eth0", env=ALONE, device=CPU)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo", "mpi"])
+def test_the_launchers_interface_goes_before_the_configs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And MPI may have it, which the launcher has told by itself."""
+    asked = []
+
+    def refuse(*_: object, interface: str | None, **__: object) -> None:
+        asked.append(interface)
+        raise CommError("enough")
+
+    monkeypatch.setattr(connection, "Control", refuse)
+    stated = None if backend == "mpi" else "eth0"
+    for env in (replace(TWO, interface="ib0"), TWO):
+        with pytest.raises(CommError, match="enough"):
+            connect(backend=backend, interface=stated, env=env, device=CPU)
+    assert asked == ["ib0", stated]
+
+
+class NativeBackend(SingleBackend):
+    """Can neither send messages nor sum bf16; takes down what happens to it."""
+
+    name = "collectives-only"
+    capabilities = Capabilities(("cpu",), (torch.float32, torch.float16), has_messages=False)
+
+    def __init__(self) -> None:
+        self.is_abandoned = False
+
+    def abandon(self) -> None:
+        """Take it down."""
+        self.is_abandoned = True
+
+
+def table(*names: str) -> HybridTable:
+    """One row each."""
+    limits = [*range(1, len(names)), None]
+    return HybridTable(tuple(HybridRow(limit, name) for limit, name in zip(limits, names, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("made", "names", "message"),
+    [
+        (SingleBackend, ["ring", "tree"], "uses tree, but single has native, ring, hierarchical, sharded, doubling on"),
+        (NativeBackend, ["native", "ring", "doubling"], "uses ring, doubling, but collectives-only has native only: m"),
+    ],
+)
+def test_a_table_of_algorithms_that_cannot_run_here_is_refused(
+    made: type[SingleBackend], names: Sequence[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "SingleBackend", made)
+    met = connect(env=ALONE, device=CPU)
+    with pytest.raises(ValueError, match=f"the table of algorithm 'hybrid' {message}"):
+        met.with_algorithm("hybrid", table=table(*names))
+    assert met.with_algorithm("native", table=table(*names)).algorithm == "native"  # nothing asks the table
+    assert met.with_algorithm("hybrid", table=table("native")).sum_(torch.ones(2), label="x").tolist() == [1, 1]
+
+
+def test_a_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SingleBackend", NativeBackend)
+    met = connect(env=ALONE, device=CPU)
+    with pytest.raises(ValueError, match="collectives-only cannot sum bfloat16: choose another wire_dtype"):
+        met.with_algorithm("native", wire=Wire(torch.bfloat16))
+
+
+# --- a refusal leaves nothing behind ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"algorithm": "tree"}, "algorithm 'tree' is unknown"),
+        ({"wire_dtype": "bfloat16"}, "cannot sum bfloat16"),
+        ({"algorithm": "hybrid"}, "chooses by a table"),
+    ],
+)
+def test_a_refused_connection_is_given_up(options: dict[str, str], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[NativeBackend] = []
+
+    def make() -> NativeBackend:
+        made.append(NativeBackend())
+        return made[-1]
+
+    monkeypatch.setattr(connection, "SingleBackend", make)
+    before = set(communicator.open_controls)
+    with pytest.raises(ValueError, match=error):
+        connect(env=ALONE, device=CPU, **options)  # type: ignore[arg-type]
+    assert communicator.open_controls == before
+    assert made[0].is_abandoned
+
+
+def test_a_refused_connection_stops_its_inspector() -> None:
+    stopped: list[str] = []
+    inspector = SimpleNamespace(close=lambda: stopped.append("inspector"))
+    backend = SimpleNamespace(abandon=lambda: stopped.append("backend"))
+    met = connect(env=ALONE, device=CPU)
+    replace(met, inspector=inspector, backend=backend).abandon()  # type: ignore[arg-type]
+    assert stopped == ["inspector", "backend"]
+    assert met.control not in communicator.open_controls
+
+
+def test_a_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may hang in the library: to join it would hang, too."""
+    made = NativeBackend()
+
+    def lose(*_: object, **__: object) -> None:
+        raise PeerLostError("rank 1 is gone")
+
+    monkeypatch.setattr(connection, "SingleBackend", lambda: made)
+    monkeypatch.setattr(communicator, "make_allreduce", lose)
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        connect(env=ALONE, device=CPU)
+    assert not made.is_abandoned
+
+
+def test_an_abandoned_tcp_backend_listens_no_more() -> None:
+    met = Control(TWO, timeout_seconds=1)
+    met.store.set("bigbatch/host/1", "node1")
+    backend = TcpBackend(TWO, met)
+    address, port = met.store.get("bigbatch/tcp/0").decode().split()
+    backend.abandon()
+    listen(address, int(port)).close()
+    with pytest.raises(CommError, match="late comes too late: the communicator is closed"):
+        backend.submit(lambda: None, label="late")
+
+
+def test_an_abandoned_process_group_makes_room_for_another() -> None:
+    for _ in range(2):
+        met = Control(ALONE, timeout_seconds=5)
+        met.store = HashStore()
+        TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
+        assert not torch.distributed.is_initialized()

@@ -1,0 +1,114 @@
+"""The trace: what is recorded, and that it is the format that trace viewers read."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.timeline import Timeline, merge
+
+CPU = torch.device("cpu")
+
+
+def test_an_idle_timeline_records_nothing() -> None:
+    timeline = Timeline(CPU)
+    timeline.mark("a")
+    with timeline.span("b", row="step"):
+        pass
+    assert [event["ph"] for event in events(timeline)] == ["M"]
+
+
+def events(timeline: Timeline, *, rank: int = 0) -> list[dict[str, object]]:
+    return json.loads(merge([timeline.take(rank=rank, host="here")]))["traceEvents"]
+
+
+def test_spans_and_marks_have_rows_and_microseconds() -> None:
+    timeline = Timeline(CPU)
+    timeline.is_active = True
+    before = time.time() * 1e6
+    with timeline.span("sleep", row="step", bytes=3):
+        time.sleep(0.02)
+    timeline.mark("now", row="marks")
+    title, *rows, span, mark = events(timeline, rank=5)
+    assert title["args"] == {"name": "rank 5 on here"}
+    assert {row["tid"]: row["args"]["name"] for row in rows} == {0: "step", 1: "marks"}
+    assert (span["ph"], span["name"], span["tid"], span["pid"], span["args"]) == ("X", "sleep", 0, 5, {"bytes": 3})
+    assert 20_000 <= span["dur"] < 200_000
+    assert before <= span["ts"] < before + 1e6
+    assert (mark["ph"], mark["tid"]) == ("i", 1)
+    assert mark["ts"] >= span["ts"] + span["dur"]
+    assert len(events(timeline)) == 1  # taken is gone
+
+
+def test_what_the_host_does_beside_a_gpu_has_the_hosts_clock() -> None:
+    timeline = Timeline(torch.device("cuda", 0))  # an event of this device would fail here
+    timeline.is_active = True
+    with timeline.span("sleep", row="all-reduce", on_host=True, bytes=3):
+        time.sleep(0.02)
+    span = events(timeline)[-1]
+    assert (span["name"], span["args"]) == ("sleep", {"bytes": 3})
+    assert 20_000 <= span["dur"] < 200_000
+
+
+class NamedMpi(SingleBackend):
+    """Of the name of a transport that finishes on a thread of its own."""
+
+    name = "mpi"
+
+
+def staged() -> Communicator:
+    """As for tensors of a GPU over a transport of the host's."""
+    return replace(connect(env=ALONE, device=CPU), staging=SimpleNamespace(), memory=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [staged, lambda: replace(connect(env=ALONE, device=CPU), backend=NamedMpi())])
+def test_transports_on_a_thread_are_timed_there(make: Callable[[], Communicator]) -> None:
+    ranks = replace(make(), timeline=Timeline(torch.device("cuda", 0)))
+    ranks.timeline.is_active = True
+    ranks.sum_(torch.ones(3), label="buffer 0")
+    assert [event["name"] for event in events(ranks.timeline) if event["ph"] == "X"] == ["buffer 0"]
+
+
+def test_ranks_stand_side_by_side() -> None:
+    texts = []
+    for rank in range(3):
+        timeline = Timeline(CPU)
+        timeline.is_active = True
+        timeline.mark("now")
+        texts.append(timeline.take(rank=rank, host="here"))
+    trace = json.loads(merge([*texts, ""]))  # a rank beyond those that are shown gives none
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
+def test_each_buffer_is_ready_started_and_done_beside_backward(algorithm: str) -> None:
+    alone = connect(algorithm=algorithm, env=ALONE, device=CPU)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    reducer = GradientReducer(model.named_parameters(), alone, threshold_bytes=1, buffer_bytes=1)
+    alone.timeline.is_active = True
+    with alone.timeline.span("backward", row="step"):
+        model(torch.ones(1, 4)).sum().backward()
+    reducer.wait()
+    found = json.loads(alone.gather_trace())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    by_row: dict[str, list[dict]] = {}
+    for event in found:
+        if event["ph"] != "M":
+            by_row.setdefault(rows[event["tid"]], []).append(event)
+    assert [event["name"] for event in by_row["gradients ready"]] == ["1.weight", "0.weight"]
+    backward = by_row["step"][0]
+    for ready, done, name in zip(by_row["buffers ready"], by_row["all-reduce"], ("1.weight", "0.weight"), strict=True):
+        assert name in done["name"]
+        assert done["args"] == {"algorithm": algorithm, "bytes": 64, "wire": "float32"}
+        assert backward["ts"] <= ready["ts"] <= done["ts"]
+        assert done["ts"] + done["dur"] <= backward["ts"] + backward["dur"]  # one rank: summed at once

@@ -1,0 +1,165 @@
+"""The formulas, against sums over hops written out, and the papers' step counts."""
+
+import random
+
+import pytest
+
+from bigbatch.comm.tuning.cost_model import (
+    MODELS,
+    ClusterModel,
+    LinkModel,
+    doubling_seconds,
+    fit_link,
+    hierarchical_seconds,
+    interpolate,
+    least_seconds,
+    ring_seconds,
+    sharded_seconds,
+)
+
+INSIDE, ACROSS = LinkModel(2e-6, 50e9), LinkModel(30e-6, 3e9)
+CLUSTERS = [(1,), (8,), (1, 1, 1, 1), (2, 2, 2, 2), (4, 4), (8,) * 16]
+
+
+def cluster(*group_sizes: int, g: float = 0.0) -> ClusterModel:
+    """Fast nodes, slow links between them."""
+    return ClusterModel(group_sizes, INSIDE, ACROSS, g)
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 8, 1024])
+def test_a_flat_ring_is_the_textbook_formula(P: int) -> None:
+    a, b, g, M = 30e-6, 1 / 3e9, 1e-11, 25_000_000
+    expected = 2 * (P - 1) * a + 2 * (P - 1) / P * M * b + (P - 1) / P * M * g
+    assert ring_seconds(M, cluster(*(1,) * P, g=g)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_ring_walks_at_the_pace_of_its_slowest_hop() -> None:
+    part = 1e6 / 8
+    assert ring_seconds(1e6, cluster(8)) == pytest.approx(14 * (2e-6 + part / 50e9), rel=1e-12)
+    assert ring_seconds(1e6, cluster(4, 4)) == pytest.approx(14 * (30e-6 + part / 3e9), rel=1e-12)
+
+
+def test_steps_of_the_paper() -> None:
+    """Jia et al. 2018: 1,024 GPUs in groups of 16 take 60 + 126 = 186 steps instead of 2,046."""
+    unit = LinkModel(1.0, float("inf"))
+    big = ClusterModel((16,) * 64, unit, unit)
+    assert ring_seconds(1, big) == 2046
+    assert hierarchical_seconds(1, big) == 4 * 15 + 2 * 63
+    assert doubling_seconds(1, big) == 2 + 6  # in and out of a node, log2(64) across
+    assert sharded_seconds(1, big) == 2 * 15 + 2 * 63  # Mikami et al. 2018: 2(X-1) + 2(Y-1)
+
+
+@pytest.mark.parametrize("group_sizes", CLUSTERS)
+@pytest.mark.parametrize("num_bytes", [1, 1000, 10**8])
+def test_sums_over_hops(group_sizes: tuple[int, ...], num_bytes: int) -> None:
+    """Each algorithm hop by hop; k columns of the sharded form share a node's link."""
+    k, m, g = group_sizes[0], len(group_sizes), 3e-11
+    inside = [INSIDE.seconds(num_bytes / k) for _ in range(k - 1)]
+    leaders = [ACROSS.seconds(num_bytes / m) for _ in range(2 * (m - 1))]
+    columns = [30e-6 + k * (num_bytes / k / m) / 3e9 for _ in range(2 * (m - 1))]
+    node_sums = (k - 1) * num_bytes / k * g
+    expected = {
+        "hierarchical": 4 * sum(inside) + sum(leaders) + node_sums + (m - 1) * num_bytes / m * g,
+        "sharded": 2 * sum(inside) + sum(columns) + node_sums + (m - 1) * num_bytes / k / m * g,
+    }
+    for name, seconds in expected.items():
+        assert MODELS[name](num_bytes, cluster(*group_sizes, g=g)) == pytest.approx(seconds, rel=1e-12), name
+
+
+@pytest.mark.parametrize(("m", "hops", "sums"), [(1, 0, 0), (2, 1, 1), (3, 3, 2), (4, 2, 2), (6, 4, 3), (64, 6, 6)])
+def test_doubling_by_hops(m: int, hops: int, sums: int) -> None:
+    """Whole tensors every hop; where m is no power of two, one hop and sum before and one hop after."""
+    for M in (1e3, 1e6):
+        inside = 2 * (2e-6 + 3 * M / 50e9)
+        expected = inside + hops * (30e-6 + M / 3e9) + (3 + sums) * M * 1e-11
+        assert doubling_seconds(M, cluster(*(4,) * m, g=1e-11)) == pytest.approx(expected, rel=1e-12)
+        assert doubling_seconds(M, cluster(*(1,) * m)) == pytest.approx(hops * (30e-6 + M / 3e9), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("group_sizes", [sizes for sizes in CLUSTERS if len(sizes) > 1])
+def test_nothing_beats_the_links(name: str, group_sizes: tuple[int, ...]) -> None:
+    for num_bytes in (1, 10**6, 10**9):
+        limit = least_seconds(num_bytes, num_nodes=len(group_sizes), bytes_per_second=3e9)
+        assert MODELS[name](num_bytes, cluster(*group_sizes)) >= limit
+
+
+def test_limit_of_the_links() -> None:
+    # 4 nodes, 200 Mbit/s: 1.5 * 10 MB * 8 bits / 200 Mbit/s = 0.6 s
+    assert least_seconds(10_000_000, num_nodes=4, bytes_per_second=25e6) == pytest.approx(0.6, rel=1e-12)
+    assert least_seconds(10_000_000, num_nodes=1, bytes_per_second=25e6) == 0
+
+
+def test_uneven_nodes() -> None:
+    """The fullest node sets the pace; the sharded form has as many shards as the smallest one has ranks."""
+    for seconds in (hierarchical_seconds, doubling_seconds):
+        assert seconds(1e6, cluster(3, 2, 2, 1)) == seconds(1e6, cluster(3, 3, 3, 3))
+    # 5 + 2 ranks, 2 shards: each is reduced (4 + 4 hops) and broadcast (8 hops) inside, in fifths of itself
+    inside = 2 * 16 * INSIDE.seconds(1e6 / 2 / 5)
+    across = 2 * (30e-6 + 2 * (1e6 / 2 / 2) / 3e9)
+    sums = (4 / 5 * 1e6 + 1e6 / 2 / 2) * 1e-11
+    assert sharded_seconds(1e6, cluster(5, 2, g=1e-11)) == pytest.approx(inside + across + sums, rel=1e-12)
+
+
+@pytest.mark.parametrize("group_sizes", [(), (2, 0)])
+def test_a_cluster_has_nodes_and_nodes_have_ranks(group_sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must name at least one node, each of at least one rank"):
+        cluster(*group_sizes)
+
+
+def test_fit_finds_the_line_that_made_the_samples() -> None:
+    link = fit_link([(n, ACROSS.seconds(n)) for n in (8, 1000, 50_000, 10**6, 10**8)])
+    assert link.latency_seconds == pytest.approx(30e-6, rel=1e-9)
+    assert link.bytes_per_second == pytest.approx(3e9, rel=1e-9)
+
+
+def test_fit_is_the_least_squares_of_the_relative_error() -> None:
+    """No nearby line is better."""
+    draw = random.Random(1)
+    samples = [(n, ACROSS.seconds(n) * draw.uniform(0.8, 1.25)) for n in (8, 1000, 50_000, 10**6, 10**8)]
+    link = fit_link(samples)
+
+    def loss(a: float, b: float) -> float:
+        return sum(((a + b * n - t) / t) ** 2 for n, t in samples)
+
+    a, b = link.latency_seconds, 1 / link.bytes_per_second
+    assert all(loss(a, b) < loss(a * s, b * r) for s in (0.99, 1, 1.01) for r in (0.99, 1, 1.01) if (s, r) != (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([(1000, 1e-6), (2000, 4e-6)], (0.0, 2000 / 4e-6)),  # steeper than any line through the origin
+        ([(1000, 4e-6), (2000, 2e-6)], (None, float("inf"))),  # faster with more bytes
+    ],
+)
+def test_fit_never_goes_negative(samples: list[tuple[int, float]], expected: tuple[float | None, float]) -> None:
+    link = fit_link(samples)
+    assert link.latency_seconds >= 0
+    assert link.bytes_per_second > 0
+    if expected[0] is None:  # a minimises (a/4e-6 - 1)^2 + (a/2e-6 - 1)^2
+        assert link.latency_seconds == pytest.approx((1 / 4e-6 + 1 / 2e-6) / (1 / 4e-6**2 + 1 / 2e-6**2), rel=1e-9)
+        assert link.bytes_per_second == expected[1]
+    else:  # b minimises (1000 b/1e-6 - 1)^2 + (2000 b/4e-6 - 1)^2, and is 1.2e-9
+        assert link.latency_seconds == 0
+        assert 1 / link.bytes_per_second == pytest.approx((1e9 + 0.5e9) / (1e18 + 0.25e18), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("samples", "complaint"),
+    [([(8, 1.0), (8, 1.1)], "at least two sizes"), ([(8, 0.0), (16, 1.0)], "takes more than no time")],
+)
+def test_fit_refuses(samples: list[tuple[int, float]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        fit_link(samples)
+
+
+def test_interpolation() -> None:
+    seconds_of = interpolate({1000: 1.0, 2000: 1.5, 4000: 4.0})
+    assert [seconds_of(n) for n in (0, 1000, 1500, 2000, 3000, 4000)] == [1.0, 1.0, 1.25, 1.5, 2.75, 4.0]
+    assert seconds_of(8000) == 4.0 + 2 * 2.5  # the last line goes on
+    assert interpolate({1000: 2.0, 2000: 1.0})(9000) == 1.0  # but does not fall
+    one = interpolate({1000: 2.0})
+    assert (one(10), one(3000)) == (2.0, 6.0)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        interpolate({})

@@ -1,0 +1,156 @@
+"""Exposed communication in closed form, and the search against all plans there are."""
+
+import itertools
+import random
+
+import pytest
+
+from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.tuning.plan_search import (
+    LEAST_GAIN,
+    Backward,
+    evaluate_plan,
+    exposed_seconds,
+    least_exposed_seconds,
+    search_plan,
+    simulate,
+)
+
+
+def specs(*sizes: int) -> list[TensorSpec]:
+    """Gradients of so many bytes, named by their place."""
+    return [TensorSpec(str(i), size // 4, 4, "float32") for i, size in enumerate(sizes)]
+
+
+def backward(*ready: float, seconds: float | None = None) -> Backward:
+    """Ready times of the gradients of specs()."""
+    return Backward({str(i): t for i, t in enumerate(ready)}, max(ready) if seconds is None else seconds)
+
+
+def one_each(tensors: list[TensorSpec]) -> PlanSizes:
+    """Every gradient in a buffer of its own."""
+    return PlanSizes(max(t.num_bytes for t in tensors), min(t.num_bytes for t in tensors))
+
+
+def test_transfers_wait_for_gradients_and_for_each_other() -> None:
+    tensors = specs(400, 400, 400)
+    plan = one_each(tensors).plan(tensors)
+    transfers = simulate(plan, backward(1.0, 2.0, 9.0), lambda n: n / 100)
+    assert [(t.ready_seconds, t.start_seconds, t.end_seconds) for t in transfers] == [(1, 1, 5), (2, 5, 9), (9, 9, 13)]
+    assert [t.num_bytes for t in transfers] == [400, 400, 400]
+
+
+def test_everything_at_the_end_is_all_exposed() -> None:
+    """One buffer that is ready when backward ends hides nothing: exposed = a + M * b."""
+    tensors = specs(4000, 4000)
+    plan = PlanSizes(10_000, 10_000).plan(tensors)
+    assert exposed_seconds(plan, backward(0.5, 2.0), lambda n: 0.25 + n / 8000) == 1.25
+
+
+@pytest.mark.parametrize("bytes_per_second", [1000, 4000, 100_000])
+def test_equal_gradients_at_an_even_pace(bytes_per_second: int) -> None:
+    """n gradients, one every d seconds, t to send one: exposed t where t <= d, else n * t - (n - 1) * d."""
+    n, size, d = 10, 1000, 0.25
+    tensors = specs(*[size] * n)
+    t = size / bytes_per_second
+    expected = t if t <= d else n * t - (n - 1) * d
+    times = backward(*[d * (i + 1) for i in range(n)])
+    got = exposed_seconds(one_each(tensors).plan(tensors), times, lambda num_bytes: num_bytes / bytes_per_second)
+    assert got == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_backward_hides_is_not_exposed() -> None:
+    tensors = specs(400, 400)
+    plan = one_each(tensors).plan(tensors)
+    assert exposed_seconds(plan, backward(1.0, 2.0, seconds=50.0), lambda n: 1.0) == 0.0
+    assert exposed_seconds(PlanSizes(1, 1).plan([]), Backward({}, 1.0), lambda n: 1.0) == 0.0
+
+
+def random_case(seed: int, *, count: int) -> tuple[list[TensorSpec], Backward, float, float]:
+    """Gradients, their times, latency and seconds per byte; communication takes about as long as backward."""
+    draw = random.Random(seed)
+    tensors = specs(*(4 * draw.choice((1, 10, 25, 100, 250)) for _ in range(count)))
+    times = sorted(draw.uniform(0, 1) for _ in range(count))
+    latency = draw.choice((0.0, 0.02, 0.2))
+    return tensors, backward(*times), latency, draw.choice((0.3, 1.0, 2.0)) / sum(t.num_bytes for t in tensors)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
+    """Brute force over every threshold, buffer and first buffer from 4 bytes to the sum of all, in steps of 4."""
+    tensors, times, a, b = random_case(seed, count=5)
+
+    def seconds_of(num_bytes: int) -> float:
+        return a + num_bytes * b
+
+    total = sum(t.num_bytes for t in tensors)
+    sums = {sum(t.num_bytes for t in tensors[i:j]) for i in range(5) for j in range(i + 1, 6)}
+    tried = sorted({4, total} | sums | {s - 4 for s in sums if s > 4} | {s + 4 for s in sums})
+    best = min(
+        exposed_seconds(PlanSizes(threshold, buffer, first).plan(tensors), times, seconds_of)
+        for threshold, buffer, first in itertools.product(tried, tried, [None, *tried])
+    )
+    choice = search_plan(tensors, times, seconds_of)
+    assert best - 1e-12 <= choice.exposed_seconds <= best + LEAST_GAIN * (times.seconds + best) + 1e-12
+    assert evaluate_plan(choice.sizes, tensors, times, seconds_of) == choice
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_yardstick_is_the_best_of_all_cuts(seed: int) -> None:
+    """Against all 2^(n-1) ways to cut n gradients into runs of neighbours."""
+    tensors, times, a, b = random_case(seed, count=7)
+    best = float("inf")
+    for cuts in itertools.product((False, True), repeat=6):
+        free, run, ready = 0.0, 0, 0.0
+        for i, tensor in enumerate(tensors):
+            run, ready = run + tensor.num_bytes, max(ready, times.ready_seconds[tensor.name])
+            if i == 6 or cuts[i]:
+                free, run, ready = max(free, ready) + a + run * b, 0, 0.0
+        best = min(best, max(0.0, free - times.seconds))
+    assert least_exposed_seconds(tensors, times, lambda n: a + n * b) == pytest.approx(best, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_gradients(seed: int) -> None:
+    """Far more sizes than can be tried. Three sizes cannot make every cut, but they beat the obvious ones."""
+    tensors, times, a, b = random_case(seed, count=150)
+
+    def seconds_of(num_bytes: int) -> float:
+        return 0.01 * a + num_bytes * b
+
+    total = sum(t.num_bytes for t in tensors)
+    choice = search_plan(tensors, times, seconds_of)
+    least = least_exposed_seconds(tensors, times, seconds_of)
+    assert least <= choice.exposed_seconds <= 1.5 * least + LEAST_GAIN * (times.seconds + least)
+    for sizes in (PlanSizes(total, total), one_each(tensors)):
+        other = evaluate_plan(sizes, tensors, times, seconds_of)
+        assert choice.exposed_seconds <= other.exposed_seconds + LEAST_GAIN * (times.seconds + other.exposed_seconds)
+
+
+def test_as_few_buffers_as_will_do() -> None:
+    """Where all communication is hidden, one buffer is as good as many, and simpler."""
+    tensors = specs(400, 400, 400, 400)
+    choice = search_plan(tensors, backward(1.0, 2.0, 3.0, 4.0, seconds=100.0), lambda n: 1.0)
+    assert len(choice.plan.buffers) == 1
+
+
+def test_latency_asks_for_fusion_and_bandwidth_for_pieces() -> None:
+    tensors = specs(*[4000] * 8)
+    times = backward(*[0.1 * (i + 1) for i in range(8)])
+    assert len(search_plan(tensors, times, lambda n: 10.0).plan.buffers) == 1
+    assert search_plan(tensors, times, lambda n: n / 400_000).exposed_seconds == pytest.approx(4000 / 400_000)
+
+
+def test_more_buffers_must_be_worth_it() -> None:
+    """Halving the last buffer saves 0.5 ms: of a backward of 0.1 s that is worth a buffer, of one of 1 s it is not."""
+    tensors = specs(4000, 4000)
+    for seconds, count in ((0.1, 2), (1.0, 1)):
+        times = backward(seconds / 2, seconds)
+        assert len(search_plan(tensors, times, lambda n: n / 8000 * 1e-3).plan.buffers) == count
+    # nor where a second of communication is exposed anyway
+    assert len(search_plan(tensors, backward(5e-4, 1e-3), lambda n: n / 8000).plan.buffers) == 1
+
+
+def test_nothing_to_plan_for() -> None:
+    with pytest.raises(ValueError, match="no gradient to plan for"):
+        search_plan([], Backward({}, 1.0), lambda n: 1.0)

@@ -1,0 +1,316 @@
+"""The ImageNet recipes say what their sources say, and fit the GPUs that they name."""
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from mlperf_logging.rcp_checker import rcp_checker
+
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.mlperf.rules import check_rules
+
+DOCS = Path(__file__).resolve().parents[3] / "docs/recipes.md"
+IMAGENET_TRAIN = 1_281_167
+
+# mlcommons/logging, rcp_checker/training_4.0.0/rcps_resnet.json; 2,048 and 64,480 are of training_1.0.0:
+# batch, base lr, warm-up epochs, momentum, weight decay, span, decay steps as the record has them
+RCP = {
+    "resnet50_1632": (1632, 7.4, 2, 0.9, 5e-5, 204, 27476),
+    "resnet50_2k": (2048, 8.5, 5, 0.9, 2e-4, 64, 22530),  # 2e-3 in the record, see the recipe
+    "resnet50_3264": (3264, 10.5, 2, 0.9, 5e-5, 204, 14523),
+    "resnet50_4k": (4096, 10, 5, 0.9, 2e-4, 64, 13137),
+    "resnet50_8k": (8192, 17, 5, 0.9, 2e-4, 64, 6095),
+    "resnet50_13056": (13056, 12.8, 9, 0.9, 2.5e-5, 204, 4710),
+    "resnet50_32k": (32768, 21.2, 16, 0.94, 2.5e-5, 128, 2267),
+    "resnet50_48k": (49152, 19.405, 24, 0.951807, 1e-4, 256, 1846),
+    "resnet50_58880": (58880, 23.246, 29, 0.951807, 1e-4, 230, 1785),
+    "resnet50_64480": (64480, 26, 31, 0.951807, 1e-4, 155, 90),
+    "resnet50_64k": (65536, 24.699, 31, 0.951807, 1e-4, 128, 1133),
+    "resnet50_67840": (67840, 24.699, 31, 0.951807, 1e-4, 424, 1133),
+}
+# the same: runs, mean epochs, fewest, most
+CONVERGENCE = {
+    "resnet50_1632": (17, 35.00, 33, 37),
+    "resnet50_2k": (10, 38.40, 38, 39),
+    "resnet50_3264": (15, 35.20, 34, 37),
+    "resnet50_4k": (10, 40.00, 39, 42),
+    "resnet50_8k": (10, 42.00, 41, 44),
+    "resnet50_13056": (10, 45.40, 44, 46),
+    "resnet50_32k": (10, 56.00, 55, 57),
+    "resnet50_48k": (10, 68.00, 67, 69),
+    "resnet50_58880": (10, 79.90, 78, 81),
+    "resnet50_64480": (10, 86.10, 84, 88),
+    "resnet50_64k": (10, 84.50, 83, 86),
+    "resnet50_67840": (28, 85.86, 85, 87),
+}
+# what the decay steps count in our reading: epochs in all, and the steps of them that the record states
+READING = {
+    "resnet50_1632": (37, "decay"),
+    "resnet50_2k": (41, "decay"),
+    "resnet50_3264": (37, "all"),
+    "resnet50_4k": (42, "all"),
+    "resnet50_8k": (44, "decay"),
+    "resnet50_13056": (48, "all"),
+    "resnet50_32k": (58, "all"),
+    "resnet50_48k": (71, "all"),
+    "resnet50_58880": (85, "all"),
+    "resnet50_64480": (90, "epochs"),
+    "resnet50_64k": (89, "decay"),
+    "resnet50_67840": (90, None),  # the record's are those of another batch
+}
+# NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch, README.md: batch, per GPU, base lr, warm-up epochs, eps, top-1 in %
+NUS = {
+    "nus_resnet50_512": (512, 64, 2**2, 10 / 64, 1e-5, 77.02),
+    "nus_resnet50_1k": (1024, 128, 2**2.5, 10 / 32, 1e-5, 76.96),
+    "nus_resnet50_4k": (4096, 128, 2**3.5, 10 / 8, 1e-5, 77.38),
+    "nus_resnet50_8k": (8192, 128, 2**4, 10 / 4, 1e-5, 77.14),
+    "nus_resnet50_16k": (16384, 128, 2**4.5, 5, 1e-5, 76.96),
+    "nus_resnet50_32k": (32768, 64, 2**5, 14, 0.0, 76.75),
+}
+# libffcv/ffcv-imagenet, rn50_configs: epochs, first and last epoch of the ramp, top-1 in %
+FFCV = {"fast_resnet50_16": (16, 11, 13, 73.8), "fast_resnet50_88": (88, 65, 76, 78.4)}
+# mlcommons/training_policies, issue 272: batch, base lr, warm-up epochs, momentum, epochs
+ISSUE_272 = {
+    "issue272_resnet50_32k": (32768, 29.0, 18, 0.93, 68),
+    "issue272_resnet50_64k": (65536, 32.2, 28, 0.94, 90),
+}
+JIA = {"jia_resnet50_64k": (90, 75.8), "alexnet_bn_64k": (95, 58.7)}  # arXiv 1807.11205, abstract: epochs, top-1 in %
+NESTEROV = "nesterov_resnet50_32k"
+ALL = (*RCP, *NUS, *FFCV, *ISSUE_272, *JIA, NESTEROV)
+
+
+def recipe(name: str) -> Config:
+    return load_config(["--config", f"imagenet/{name}"])
+
+
+def words_of(name: str) -> str:
+    return (PACKAGED / f"imagenet/{name}.yaml").read_text()
+
+
+def in_steps(name: str) -> tuple[Config, list[float]]:
+    """The recipe, and its learning rate at every step of ImageNet."""
+    config = recipe(name)
+    plan = build.make_plan(config, SimpleNamespace(world_size=1), num_samples=IMAGENET_TRAIN, first_step=0)
+    schedule = build._make_schedule(config, plan)
+    return config, [schedule(step) for step in range(plan.num_steps)]
+
+
+def test_every_imagenet_recipe_is_looked_at_here() -> None:
+    assert sorted(f"imagenet/{name}" for name in ALL) == [n for n in packaged_configs() if n.startswith("imagenet/")]
+
+
+@pytest.mark.parametrize("name", RCP)
+def test_mlperf_recipes_state_the_reference_convergence_points(name: str) -> None:
+    config = recipe(name)
+    batch, optimizer, schedule = config.batch, config.optimizer, config.schedule
+    stated = (batch.global_batch_size, schedule.base_lr, schedule.warmup_epochs, optimizer.momentum)
+    assert (*stated, optimizer.weight_decay, batch.bn_span) == RCP[name][:-1]
+    job = {"train_samples": IMAGENET_TRAIN, "eval_samples": 50_000}
+    assert [verdict for verdict in check_rules(config, job) if not verdict.holds] == []
+
+
+@pytest.mark.parametrize("name", RCP)
+def test_our_copy_of_the_records_is_that_of_mlperf(name: str) -> None:
+    batch, *stated, decay_steps = RCP[name]
+    version = "1.0.0" if batch in (2048, 64480) else "4.0.0"
+    records = json.loads((Path(rcp_checker.__file__).parent / f"training_{version}/rcps_resnet.json").read_text())
+    record = records[f"resnet_ref_{batch}"]
+    keys = ("base_learning_rate", "learning_rate_warmup_epochs", "momentum", "weight_decay")
+    theirs = [record["Hyperparams"][f"opt_{key}"] for key in keys] + [record["Hyperparams"]["model_bn_span"]]
+    if name == "resnet50_2k":
+        assert theirs[3] == 2e-3
+        theirs[3] = 2e-4
+    assert theirs == stated
+    assert record["Hyperparams"]["opt_learning_rate_decay_steps"] == decay_steps
+    epochs = record["Epochs to converge"]
+    found = (len(epochs), round(sum(epochs) / len(epochs), 2), min(epochs), max(epochs))
+    assert found == CONVERGENCE[name]
+    assert f"after {found[1]:g} ({found[2]} to {found[3]}) epochs (RCP, {found[0]} runs). Not run" in words_of(name)
+    assert f"training_{version}/rcps_resnet.json, resnet_ref_{batch}" in words_of(name)
+
+
+@pytest.mark.parametrize("name", RCP)
+def test_mlperf_recipes_last_as_long_as_the_slowest_reference_run(name: str) -> None:
+    config, (_, mean, _, slowest) = recipe(name), CONVERGENCE[name]
+    assert config.schedule.warmup_epochs + config.schedule.decay_epochs == config.run.epochs == READING[name][0]
+    assert slowest <= config.run.epochs < 1.1 * mean
+    assert abs(mean - round(mean)) <= 0.5
+    due = [e for e in range(1, config.run.epochs) if e % 4 == config.run.eval_offset_epochs]
+    assert min(abs(epoch - mean) for epoch in due) <= 0.5, "an evaluation meets the mean run"
+
+
+@pytest.mark.parametrize("name", RCP)
+def test_decay_steps_of_the_records_as_we_read_them(name: str) -> None:
+    """In epochs of 1,281,167 pictures, or of whole steps where NVIDIA's records of 1.1 say so."""
+    (batch, _, warmup, *_, decay_steps), (epochs, counts) = RCP[name], READING[name]
+    if counts in ("all", "decay"):
+        stated = epochs - (warmup if counts == "decay" else 0)
+        per_epoch = IMAGENET_TRAIN / batch
+        whole = name in ("resnet50_48k", "resnet50_58880")
+        assert decay_steps == pytest.approx(stated * (math.floor(per_epoch) if whole else per_epoch), rel=1e-3)
+    if counts == "epochs":
+        assert decay_steps == epochs
+    _, rates = in_steps(name)
+    steps = IMAGENET_TRAIN // batch
+    assert len(rates) == epochs * steps
+    peak = rates.index(max(rates))
+    assert peak == warmup * steps - 1
+    assert rates[0] == pytest.approx(rates[peak] / (warmup * steps))
+    assert rates[peak] == RCP[name][1]
+    assert rates[-1] == pytest.approx(1e-4)
+    assert rates[-2] > 1e-4
+
+
+@pytest.mark.parametrize("name", NUS)
+def test_recipes_of_the_lars_in_pytorch(name: str) -> None:
+    config, (batch, per_gpu, base_lr, warmup, eps, top1) = recipe(name), NUS[name]
+    assert (config.batch.global_batch_size, config.batch.microbatch_size, config.batch.bn_span) == (
+        *(batch, per_gpu),
+        per_gpu,
+    )
+    assert config.schedule.base_lr == pytest.approx(base_lr, rel=1e-6)
+    assert (config.schedule.warmup_epochs, config.optimizer.eps) == (warmup, eps)
+    assert (config.schedule.name, config.schedule.power, config.schedule.end_lr) == ("polynomial", 2, 0)
+    assert (config.run.epochs, config.optimizer.weight_decay, config.optimizer.name) == (90, 1e-4, "lars")
+    assert f"published: {top1:.2f}% top-1 after 90 epochs. Not run here." in words_of(name)
+
+
+def ffcv_size(epoch: int, *, first: int, last: int) -> int:
+    """train_imagenet.py, get_resolution: a ramp from 160 to 192, to the nearest multiple of 32."""
+    share = min(max((epoch - first) / (last - first), 0), 1)
+    return round((160 + share * 32) / 32) * 32  # Python and NumPy both round halves to even
+
+
+@pytest.mark.parametrize("name", FFCV)
+def test_fast_recipes_are_ffcvs(name: str) -> None:
+    (config, rates), (epochs, first, last, top1) = in_steps(name), FFCV[name]
+    sizes = [
+        max((e, s) for e, s in config.data.train_sizes if e <= epoch)[1] for epoch in range(epochs)
+    ]  # pairs rise with their epochs
+    assert sizes == [ffcv_size(epoch, first=first, last=last) for epoch in range(epochs)]
+    assert config.run.epochs == epochs
+    assert config.batch.global_batch_size == 8 * 512
+    assert (config.data.image_size, config.data.eval_crop_fraction, config.data.eval_flip) == (256, 224 / 256, True)
+    assert (config.model.name, config.model.blurpool) == ("resnet50", True)
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)
+    assert (optimizer.weight_decay, optimizer.exclude_bias_and_norm, optimizer.label_smoothing) == (1e-4, True, 0.1)
+    steps = IMAGENET_TRAIN // 4096
+    assert rates.index(max(rates)) == 2 * steps - 1
+    assert max(rates) == 1.7
+    middle = (epochs + 2) // 2 * steps  # halfway down the straight line
+    assert rates[middle] == pytest.approx(0.85, rel=1e-2)
+    assert rates[-1] == 0
+    assert f"published: {top1}% top-1 in " in words_of(name)
+
+
+@pytest.mark.parametrize("name", ISSUE_272)
+def test_proposals_of_issue_272(name: str) -> None:
+    config, (batch, base_lr, warmup, momentum, epochs) = recipe(name), ISSUE_272[name]
+    assert (config.batch.global_batch_size, config.run.epochs) == (batch, epochs)
+    assert (config.schedule.base_lr, config.schedule.warmup_epochs) == (base_lr, warmup)
+    assert config.schedule.decay_epochs == epochs - warmup
+    assert (config.optimizer.momentum, config.optimizer.weight_decay) == (momentum, 1e-4)
+
+
+def test_their_labels_are_swapped() -> None:
+    """2669 steps in 68 epochs, and 1785 in 90, are epochs of these batches."""
+    for steps, epochs, batch in ((2669, 68, 32768), (1785, 90, 65536)):
+        assert steps / epochs == pytest.approx(IMAGENET_TRAIN / batch, rel=0.02)
+
+
+@pytest.mark.parametrize("name", JIA)
+def test_recipes_of_jia_et_al(name: str) -> None:
+    config, (epochs, top1) = recipe(name), JIA[name]
+    assert (config.batch.global_batch_size, config.run.epochs) == (65536, epochs)
+    assert (config.optimizer.name, config.optimizer.precision) == ("lars", "fp16")
+    assert config.optimizer.exclude_bias_and_norm
+    assert config.model.zero_gamma is (None if "alexnet" in name else True)
+    assert config.batch.bn_span in (32, 64)
+    assert f"published: {top1}% top-1 after {epochs} epochs" in words_of(name)
+
+
+def test_the_baseline_without_lars() -> None:
+    """Nado et al. 2021: batch 32,768, 2,512 steps, 75.92%; google/init2winit: a virtual batch of 64."""
+    config, rates = in_steps(NESTEROV)
+    assert (config.optimizer.name, config.optimizer.nesterov) == ("sgd", True)
+    assert (config.batch.global_batch_size, config.batch.bn_span) == (32768, 64)
+    assert len(rates) == pytest.approx(2512, rel=0.01)
+    assert "published: 75.92% top-1 after 2,512 steps, 64 epochs. Not run here." in words_of(NESTEROV)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_fit_the_gpus_that_they_name(name: str) -> None:
+    config = recipe(name)
+    (line,) = re.findall(r"GPUs x accumulation x (\d+): (.*?)\.", words_of(name))
+    assert int(line[0]) == config.batch.microbatch_size == config.batch.bn_span
+    pairs = [tuple(map(int, pair.split(" x "))) for pair in line[1].split(", ")]
+    assert [accumulation_steps(config.batch, world_size=gpus) for gpus, _ in pairs] == [steps for _, steps in pairs]
+    assert {1, 8} <= {gpus for gpus, _ in pairs}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_say_that_they_were_not_run_and_mark_what_they_assume(name: str) -> None:
+    text = words_of(name)
+    assert "published: " in text
+    assert "Not run here" in text
+    assert recipe(name).run.directory == f"runs/{name}"
+    assert recipe(name).run.checkpoint_every_steps == IMAGENET_TRAIN // recipe(name).batch.global_batch_size
+    for key in ("base_lr", "momentum", "weight_decay", "warmup_epochs"):
+        (line,) = re.findall(rf"^ +{key}: .* # (.*)$", text, re.M)
+        assert re.match("RCP|source|assumed", line), f"{key} has no origin"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_end_a_run_that_guesses_for_five_epochs(name: str) -> None:
+    config = recipe(name)
+    steps_per_epoch = IMAGENET_TRAIN // config.batch.global_batch_size
+    assert config.run.divergence_steps == 5 * steps_per_epoch
+    assert config.schedule.warmup_epochs + 5 < config.run.epochs
+
+
+# what the recipes may differ in, besides the sections that make them: everything else is one and the same
+OF_THE_RECIPE = {
+    "data.image_size": FFCV,
+    "data.train_sizes": FFCV,
+    "data.eval_flip": FFCV,
+}
+
+
+@pytest.mark.parametrize("section", ["data", "augment", "comm"])
+def test_recipes_agree_on_all_that_is_not_their_point(section: str) -> None:
+    pattern = yaml.safe_load(words_of("resnet50_8k"))[section]
+    for name in ALL:
+        for key, value in yaml.safe_load(words_of(name))[section].items():
+            if name not in OF_THE_RECIPE.get(f"{section}.{key}", ()):
+                assert value == pattern[key], f"{name}: {section}.{key}"
+
+
+def rows() -> dict[str, list[str]]:
+    """Cells of the table of docs/recipes.md by recipe."""
+    lines = re.findall(r"^\| `imagenet/(\w+)` \|(.*)\|$", DOCS.read_text(), re.M)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_documented_table_is_that_of_the_recipes(name: str) -> None:
+    config = recipe(name)
+    batch, epochs, published, _ = rows()[name]
+    assert batch == f"{config.batch.global_batch_size:,}"
+    assert epochs == str(config.run.epochs)
+    head = words_of(name).partition("\nrun:")[0]
+    assert [figure for figure in re.findall(r"[\d.]+%", published) if f"published: {figure}" not in head] == []
+    if name in CONVERGENCE:
+        _, mean, fewest, most = CONVERGENCE[name]
+        assert published == f"75.9% in {mean:g} ({fewest} to {most}) epochs"
+
+
+def test_the_documented_table_is_complete() -> None:
+    assert set(rows()) == set(ALL)

@@ -1,0 +1,291 @@
+"""The emulated cluster as text: plans, argument lists, counters, the switch's decisions."""
+
+import errno
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.emulate import agent
+from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
+from bigbatch.launch.emulate.launchers import Job, mpirun_start, plain_starts, torchrun_starts
+from bigbatch.launch.emulate.namespaces import enter_cluster, node_fd
+from bigbatch.launch.emulate.plan import (
+    ClusterPlan,
+    format_rate,
+    hosts_file,
+    mac,
+    make_plan,
+    parse_delay,
+    parse_ranks,
+    parse_rate,
+    place_ranks,
+)
+from bigbatch.launch.emulate.programs import build_commands, burst_bytes, gso_bytes, shape_commands
+from bigbatch.launch.emulate.switch import TIME, VNET_HEADER_BYTES, age_ns, destinations
+
+UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
+JOB = Job(("train", "--config", "quickstart"))
+ANY = {"order": "block", "master_port": 20_000}
+
+
+# --- plan ---
+
+
+def test_ranks_per_node() -> None:
+    assert parse_ranks("2", nodes=4) == (2, 2, 2, 2)
+    assert parse_ranks("3,2,2,1", nodes=None) == parse_ranks("3,2,2,1", nodes=4) == (3, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "complaint"),
+    [
+        ("2", None, "--nodes 4"),
+        ("0", 4, "give a number"),
+        ("3,0", 2, "give a number"),
+        ("", 4, "give a number"),
+        ("2;rm", 4, "give a number"),
+        ("2\n", 4, "give a number"),
+        ("3,2", 3, "names 2 nodes, --nodes 3"),
+        ("2", 0, "not between 1 and 100"),
+        ("2", 101, "not between 1 and 100"),
+    ],
+)
+def test_impossible_nodes_are_refused(text: str, nodes: int | None, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_ranks(text, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("5000kbit", 5_000_000), ("none", None)]
+)
+def test_rates(text: str, rate: int | None) -> None:
+    assert parse_rate(text) == rate
+    assert parse_rate(format_rate(rate)) == rate
+
+
+@pytest.mark.parametrize("text", ["200", "200mb", "0mbit", "1kbit", "200gbit", "-1mbit", "1e3mbit", "mbit", "200mbit "])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--link"):
+        parse_rate(text)
+
+
+def test_delays() -> None:
+    assert [parse_delay(text) for text in ("0", "500us", "2ms", "1000ms")] == [0, 500, 2000, 1_000_000]
+
+
+@pytest.mark.parametrize("text", ["500", "1s", "-1us", "1001ms", "", "0.5ms"])
+def test_what_is_no_delay_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--delay"):
+        parse_delay(text)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "-x", "Box", "x" * 21, "a b"])
+def test_a_name_is_no_path(name: str) -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        make_plan(name=name, nodes=2, ranks_per_node="1", link="none", delay="0")
+
+
+def test_hosts() -> None:
+    text = hosts_file(ClusterPlan("box", (1, 1), None))
+    assert "10.77.0.1 n0\n10.77.0.2 n1\n" in text
+    assert text.startswith("127.0.0.1 localhost\n")
+
+
+def test_placement() -> None:
+    def nodes(order: str) -> list[tuple[int, int]]:
+        return [(place.node, place.local_rank) for place in place_ranks((3, 2, 2, 1), order=order)]
+
+    assert nodes("block") == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    assert nodes("cyclic") == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
+
+
+# --- commands ---
+
+
+def test_all_commands_for_two_nodes() -> None:
+    commands = [f"{place}: {' '.join(argv)}" for place, argv in build_commands(ClusterPlan("box", (1, 1), 10**9))]
+    bucket = "tbf rate 1000000000bit burst 125000b latency 20ms"
+    first_node = [
+        "n0: ip link set dev lo up",
+        "n0: ip link add name eth0 address 02:62:62:00:00:01 type veth peer name p0 netns 1",
+        "n0: ip link set dev eth0 addrgenmode none",
+        "n0: ip address add 10.77.0.1/24 dev eth0",
+        "n0: ip link set dev eth0 up",
+        "n0: ip link set dev eth0 gso_max_size 62500",
+        f"n0: tc qdisc replace dev eth0 root {bucket}",
+        "switch: ip link set dev p0 addrgenmode none",
+        "switch: ip link set dev p0 master sw0",
+        "switch: ip link set dev p0 up",
+        "switch: ip link set dev p0 gso_max_size 62500",
+        f"switch: tc qdisc replace dev p0 root {bucket}",
+    ]
+    assert commands[:3] == [
+        "switch: ip link add name sw0 type bridge mcast_snooping 0",
+        "switch: ip link set dev sw0 addrgenmode none",
+        "switch: ip link set dev sw0 up",
+    ]
+    assert commands[3:15] == first_node
+    assert commands[15:] == [
+        line.replace("n0:", "n1:").replace("p0", "p1").replace("0.1/", "0.2/").replace("00:01", "00:02")
+        for line in first_node
+    ]
+
+
+def test_a_delay_takes_the_place_of_the_bridge() -> None:
+    commands = build_commands(ClusterPlan("box", (1, 1), None, delay_us=500))
+    assert not [argv for _, argv in commands if "bridge" in argv or "master" in argv]
+
+
+def test_no_rate_means_no_bucket() -> None:
+    assert shape_commands("eth0", None) == [
+        ["ip", "link", "set", "dev", "eth0", "gso_max_size", "65536"],
+        ["tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue"],
+    ]
+
+
+def test_a_bucket_holds_two_large_packets_and_one_millisecond() -> None:
+    for rate in (1_000_000, 200_000_000, 10**9, 10**10, 10**11):
+        assert burst_bytes(rate) >= max(2 * gso_bytes(rate), rate / 8 * 1e-3)
+    assert burst_bytes(200_000_000) == 25_000, "2.5% of a message of 1 MB"
+
+
+def test_no_two_nodes_share_a_descriptor_or_an_address() -> None:
+    fds = [node_fd(node, kind) for node in range(100) for kind in ("net", "uts", "mnt")]
+    assert len(set(fds)) == 300
+    assert max(fds) < 1024
+    assert len({mac(node) for node in range(100)}) == 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_a_process_beside_us_is_no_keeper() -> None:
+    """Its number was reused: a kill that is meant for all of the cluster would reach all of this machine."""
+    with pytest.raises(OSError, match=r"keeper|setns") as caught:
+        enter_cluster(os.getpid())
+    assert caught.value.errno in (errno.ESRCH, errno.EPERM), "not allowed at all without root"
+
+
+# --- launchers ---
+
+
+def test_mpirun_from_the_first_node() -> None:
+    start = mpirun_start(
+        JOB,
+        UNEVEN,
+        order="cyclic",
+        mpirun_path="/opt/mpirun",
+        folder=Path("/tmp/x"),
+        terminal_columns=80,
+        variables=("PATH", "NCCL_DEBUG"),
+    )
+    assert start.node == 0
+    assert list(start.argv) == [
+        *("/opt/mpirun", "-n", "8", "--bind-to", "none", "--allow-run-as-root", "--map-by", "node"),
+        *("--host", "n0:3,n1:2,n2:2,n3:1", "--prtemca", "plm", "ssh"),
+        *("--prtemca", "plm_ssh_agent", f"{sys.executable} -m bigbatch.launch.emulate.agent"),
+        *("--prtemca", "prte_tmpdir_base", "/tmp/x", "--mca", "mpi_yield_when_idle", "1"),
+        *("-x", "NCCL_DEBUG", "-x", "BIGBATCH_TERMINAL_COLUMNS=80"),
+        *(sys.executable, "-m", "bigbatch", *JOB.command),
+    ]
+
+
+@pytest.mark.parametrize("path", ["/home/a b/python", "/home/a:b/python"])
+def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", path)
+    with pytest.raises(ConfigError, match="has a blank or a colon: use --launcher torchrun or plain"):
+        mpirun_start(JOB, UNEVEN, mpirun_path="m", folder=Path("/x"), terminal_columns=0, variables=(), order="block")
+
+
+def test_one_torchrun_per_node_each_with_its_own_number_of_ranks() -> None:
+    starts = torchrun_starts(Job(("script.py", "a b"), is_python=True), UNEVEN, **ANY)
+    assert [start.node for start in starts] == [0, 1, 2, 3]
+    assert list(starts[3].argv) == [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
+        *("--master-addr=10.77.0.1", "--master-port=20000", "script.py", "a b"),
+    ]
+    assert starts[0].argv[5] == "--nproc-per-node=3"
+
+
+def test_torchrun_places_no_ranks_cyclically() -> None:
+    with pytest.raises(ConfigError, match="--launcher mpirun or plain"):
+        torchrun_starts(JOB, UNEVEN, order="cyclic", master_port=20_000)
+
+
+def test_plain_ranks_get_torchruns_variables() -> None:
+    starts = plain_starts(JOB, UNEVEN, order="cyclic", master_port=20_000)
+    assert [start.node for start in starts] == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert starts[4].argv == (sys.executable, "-m", "bigbatch", *JOB.command)
+    assert dict(starts[4].variables) == {
+        "RANK": "4",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": "20000",
+    }
+
+
+def test_the_agent_takes_its_words_as_ssh_does() -> None:
+    assert agent.split_words(["-x", "-q", "n12", "prted", "--flag", "'a b'"]) == (12, "prted --flag 'a b'")
+
+
+@pytest.mark.parametrize("argv", [[], ["-x"], ["n0"], ["localhost", "ls"], ["n1;ls", "ls"], ["n1\n", "ls"]])
+def test_the_agent_knows_no_other_hosts(argv: list[str]) -> None:
+    with pytest.raises(SystemExit, match="usage"):
+        agent.split_words(argv)
+
+
+# --- counters ---
+
+DEV = """Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo:       7       0    0    0    0     0          0         0        7       0    0    0    0     0       0          0
+    p0:    1000       9    0    0    0     0          0         0     3000       8    0    0    0     0       0          0
+    p1:    3000       9    0    0    0     0          0         0     1000       8    0    0    0     0       0          0
+"""  # noqa: E501
+
+
+def test_what_the_switch_receives_the_node_has_sent() -> None:
+    counted = parse_counters(DEV, num_nodes=2)
+    assert counted == (LinkBytes("n0", 1000, 3000), LinkBytes("n1", 3000, 1000))
+    assert difference(counted, (LinkBytes("n0", 1, 2), LinkBytes("n1", 3, 4)))[1] == LinkBytes("n1", 2997, 996)
+
+
+def test_counters_for_people_and_programs() -> None:
+    counted = (LinkBytes("n0", 1_500_000, 0),)
+    assert format_table(counted).splitlines()[1].split() == ["n0", "1.500", "0.000"]
+    facts = json.loads(format_json(counted, plan=UNEVEN, seconds=2.5, exit_code=0))
+    assert facts["nodes"] == [{"host": "n0", "sent_bytes": 1_500_000, "received_bytes": 0}]
+    assert (facts["link"], facts["ranks_per_node"], facts["seconds"]) == ("200mbit", [3, 2, 2, 1], 2.5)
+
+
+# --- switch ---
+
+
+@pytest.mark.parametrize(
+    ("target", "ports"), [("02:62:62:00:00:03", [2]), ("ff:ff:ff:ff:ff:ff", [0, 2]), ("33:33:00:00:00:01", [0, 2])]
+)
+def test_packets_go_where_they_are_addressed(target: str, ports: list[int]) -> None:
+    addresses = [bytes.fromhex(mac(node).replace(":", "")) for node in range(3)]
+    packet = bytes(VNET_HEADER_BYTES) + bytes.fromhex(target.replace(":", "")) + bytes(60)
+    assert list(destinations(packet, source=1, addresses=addresses)) == ports
+
+
+def test_packets_to_oneself_or_to_strangers_go_nowhere() -> None:
+    addresses = [bytes.fromhex(mac(node).replace(":", "")) for node in range(3)]
+    for address in (addresses[1], bytes.fromhex("020000000009")):
+        assert not destinations(bytes(VNET_HEADER_BYTES) + address + bytes(60), source=1, addresses=addresses)
+
+
+def test_the_age_of_a_packet_is_bounded_should_somebody_set_the_clock() -> None:
+    def stamp(seconds_ago: float) -> list[tuple[int, int, bytes]]:
+        return [(1, 35, TIME.pack(*divmod(time.time_ns() - round(seconds_ago * 1e9), 10**9)))]
+
+    assert 100_000 <= age_ns(stamp(100e-6)) < 1_000_000
+    assert age_ns(stamp(3600)) == 1_000_000
+    assert age_ns(stamp(-3600)) == age_ns([]) == 0

@@ -1,0 +1,213 @@
+"""Slurm in the box without a cluster: its configuration and commands line by line, and what is refused."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigbatch.errors import ConfigError, EmulationError
+from bigbatch.launch.emulate import cluster, slurm_start
+from bigbatch.launch.emulate.plan import ClusterPlan
+from bigbatch.launch.emulate.slurm import log_path, parse_states, slurm_commands, slurm_conf, slurm_environ
+from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, load, save, start_ticks, state_root
+from bigbatch.launch.start import main
+
+UNEVEN = ClusterPlan("box", (3, 1), None, slurm=True)
+FOLDER = Path("/run/box/slurm")
+
+CONF = """\
+ClusterName=box
+SlurmctldHost=n0(10.77.0.1)
+SlurmUser=root
+AuthInfo=socket=/run/box/slurm/munge.socket,cred_expire=6
+StateSaveLocation=/run/box/slurm/state
+SlurmdSpoolDir=/run/box/slurm/spool.%n
+SlurmctldPidFile=/run/box/slurm/slurmctld.pid
+SlurmdPidFile=/run/box/slurm/slurmd.%n.pid
+SlurmctldLogFile=/run/box/slurm/slurmctld.log
+SlurmdLogFile=/run/box/slurm/slurmd.%n.log
+TmpFS=/run/box/slurm/tmp.%n
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+PropagateResourceLimits=NONE
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=2,sched_interval=2
+EnforcePartLimits=ALL
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SlurmdParameters=config_overrides
+SlurmdTimeout=30
+ReturnToService=2
+NodeName=n0 NodeAddr=10.77.0.1 CPUs=3 RealMemory=1000000
+NodeName=n1 NodeAddr=10.77.0.2 CPUs=1 RealMemory=1000000
+PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+"""
+COMMANDS = [
+    "n0: munged --force --socket=/run/box/slurm/munge.socket --key-file=/run/box/slurm/munge.key "
+    "--seed-file=/run/box/slurm/munge.seed --pid-file=/run/box/slurm/munged.pid --log-file=/run/box/slurm/munged.log",
+    "n0: slurmctld -f /run/box/slurm/slurm.conf",
+    "n0: slurmd -N n0 -f /run/box/slurm/slurm.conf",
+    "n1: slurmd -N n1 -f /run/box/slurm/slurm.conf",
+]
+
+
+def emulate(*words: str) -> int:
+    return main(["emulate", *words])
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_the_configuration_line_by_line() -> None:
+    assert slurm_conf(UNEVEN, folder=FOLDER).splitlines() == CONF.splitlines()
+
+
+def test_a_dry_run_prints_configuration_and_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert emulate("up", "--ranks-per-node", "3,1", "--slurm", "--dry-run") == 0
+    said = capsys.readouterr().out.replace(f"{tmp_path}/bigbatch-emulate/box", "/run/box").splitlines()
+    assert said[0].startswith("switch: ip link add")
+    start = said.index("/run/box/slurm/slurm.conf:")
+    assert said[start + 1 :] == [*CONF.splitlines(), "", *COMMANDS]
+    assert not (tmp_path / "bigbatch-emulate/box").exists()
+    assert emulate("up", "--ranks-per-node", "3,1", "--dry-run") == 0
+    assert "slurm" not in capsys.readouterr().out
+
+
+def test_every_program_has_a_log() -> None:
+    logs = [log_path(argv, folder=FOLDER).name for _, argv in slurm_commands(UNEVEN, folder=FOLDER)]
+    assert logs == ["munged.log", "slurmctld.log", "slurmd.n0.log", "slurmd.n1.log"]
+
+
+def test_states_as_sinfo_prints_them() -> None:
+    assert parse_states("n0 idle\nn1 down*\n") == {"n0": "idle", "n1": "down*"}
+    assert parse_states("") == {}
+
+
+def test_a_job_around_us_is_none_of_this_slurm() -> None:
+    environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm/slurm.conf", "SBATCH_ACCOUNT": "physics"}
+    assert slurm_environ(environ, cluster_folder=Path("/run/box")) == {
+        "PATH": "/bin",
+        "SBATCH_ACCOUNT": "physics",
+        "SLURM_CONF": "/run/box/slurm/slurm.conf",
+    }
+
+
+def test_a_cluster_remembers_its_slurm(tmp_path: Path) -> None:
+    save(tmp_path, EmulatedCluster(UNEVEN, 4711, 99, "1-2-3"))
+    found = load(tmp_path)
+    assert found is not None
+    assert found.plan.slurm
+
+
+# --- what is refused ---
+
+
+@pytest.fixture
+def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_start, "_may_set_groups", lambda: True)
+
+
+def test_missing_programs_name_their_packages(as_root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bigbatch.launch.emulate.cluster.SYSTEM_PATH", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "sinfo").touch(mode=0o755)
+    complaint = (
+        "^munged, slurmctld, slurmd not installed: "
+        "apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge$"
+    )
+    with pytest.raises(EmulationError, match=complaint):
+        emulate("up", "--nodes", "2", "--slurm")
+
+
+@pytest.mark.parametrize("folder", ["/run/a b", "/run/a#b", "/run/a\nb", "/run/%n", "/" + "x" * 80])
+def test_a_folder_that_slurm_would_not_understand_is_refused(
+    folder: str, as_root: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_start, "PROGRAMS", ())
+    with pytest.raises(EmulationError, match="set XDG_RUNTIME_DIR to a folder of yours with a short name"):
+        slurm_start.require_slurm(Path(folder), environ=os.environ)
+    slurm_start.require_slurm(Path("/run/user/1000/bigbatch-emulate/box-2"), environ=os.environ)
+
+
+def test_slurm_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(EmulationError, match="--slurm needs root"):
+        slurm_start.require_slurm(Path("/run/box"), environ=os.environ)
+
+
+def test_exec_needs_a_command_and_a_cluster() -> None:
+    with pytest.raises(ConfigError, match="nothing to run: put a command behind --, such as -- sbatch"):
+        emulate("exec")
+    with pytest.raises(EmulationError, match="no cluster box is up"):
+        emulate("exec", "--", "squeue")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
+@pytest.mark.parametrize(
+    ("has_slurm", "words", "error", "complaint"),
+    [
+        (False, ("exec", "--", "squeue"), EmulationError, "box runs no Slurm: .* emulate up --slurm"),
+        (True, ("run", "--", "train"), ConfigError, "Slurm starts the jobs of box: .* exec --name box -- sbatch"),
+    ],
+)
+def test_jobs_are_started_by_slurm_or_by_run(
+    has_slurm: bool, words: tuple[str, ...], error: type[Exception], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ClusterPlan("box", (1, 1), None, slurm=has_slurm)
+    found = EmulatedCluster(plan, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    monkeypatch.setattr(cluster, "find", lambda name, root: found)
+    with pytest.raises(error, match=complaint):
+        emulate(*words)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
+def test_a_slurm_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    root = state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
+    print(slurm_start.describe_nodes(found, root=root, environ=os.environ))
+    assert capsys.readouterr().out == f"Slurm does not answer: see {root}/box/slurm/slurmctld.log\n"
+
+
+@pytest.mark.parametrize(
+    ("states", "complaint"),
+    [
+        (None, "^slurmctld does not answer: .*/slurmctld.log: empty$"),
+        ({"n0": "idle", "n1": "down*"}, r"^n1: down\* after 0 s, not idle: .*/slurmd.n1.log: fatal: no clock$"),
+        ({"n0": "unknown*", "n1": "idle"}, r"^n0: unknown\* after 0 s, not idle: .*/slurmd.n0.log: empty$"),
+        ({"n0": "idle"}, "^n1: unknown after 0 s"),
+    ],
+)
+def test_a_node_that_is_not_idle_in_time_is_named_with_its_log(
+    states: dict[str, str] | None, complaint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slurm_start, "START_SECONDS", 0)
+    monkeypatch.setattr(slurm_start, "ask_states", lambda cluster, environ: states)
+    (tmp_path / "slurmd.n1.log").write_text("fatal: no clock\n")
+    with pytest.raises(EmulationError, match=complaint):
+        slurm_start._wait_for_nodes(EmulatedCluster(UNEVEN, 0, 0, ""), folder=tmp_path, environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1] fatal: no clock\n[2] error: late\n", "[1] fatal: no clock"),
+        ("[1] started\n[2] error: late\n", "[2] error: late"),
+        ("", "empty"),
+        (None, "empty"),
+    ],
+)
+def test_a_log_says_what_a_daemon_died_of(text: str | None, words: str, tmp_path: Path) -> None:
+    log = tmp_path / "slurmd.n1.log"
+    if text is not None:
+        log.write_text(text)
+    assert slurm_start._last_words(log) == f"{log}: {words}"

@@ -1,0 +1,344 @@
+"""The emulated cluster's state, command line and supervisor, without a cluster: with plain processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bigbatch.errors import ConfigError, EmulationError
+from bigbatch.launch.emulate import cluster, supervise
+from bigbatch.launch.emulate import subcommands as command
+from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.emulate.plan import ClusterPlan
+from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, is_alive, load, save, start_ticks, state_root
+from bigbatch.launch.start import main
+
+UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
+
+
+# --- state ---
+
+
+def test_state_goes_to_the_users_own_runtime_folder(tmp_path: Path) -> None:
+    root = state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert root == tmp_path / "bigbatch-emulate"
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) == root, "found again"
+
+
+def test_without_one_it_goes_to_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "missing")}):
+        assert state_root(environ) == tmp_path / f"bigbatch-emulate-{os.geteuid()}"
+
+
+@pytest.mark.parametrize("trap", ["open", "link"])
+def test_a_folder_that_others_can_reach_is_not_trusted(trap: str, tmp_path: Path) -> None:
+    if trap == "open":
+        (tmp_path / "bigbatch-emulate").mkdir(mode=0o755)
+    else:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        (tmp_path / "bigbatch-emulate").symlink_to("elsewhere")
+    with pytest.raises(EmulationError, match="not a folder of this user alone"):
+        state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bigbatch-emulate").touch()
+    with pytest.raises(EmulationError, match=f"{tmp_path}/bigbatch-emulate cannot be made a folder"):
+        state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_clusters_are_written_and_read(tmp_path: Path) -> None:
+    written = EmulatedCluster(UNEVEN, 4711, 99, "1-2-3")
+    save(tmp_path, written)
+    assert load(tmp_path) == written
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": {}}', '{"plan": {"ranks_per_node": [1]}, "keeper": 1}'])
+def test_what_is_no_cluster_is_none(text: str, tmp_path: Path) -> None:
+    assert load(tmp_path) is None
+    (tmp_path / "cluster.json").write_text(text)
+    assert load(tmp_path) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_another_process_with_the_same_number_is_not_the_keeper() -> None:
+    now = start_ticks(os.getpid())
+    assert now is not None
+    assert is_alive(EmulatedCluster(UNEVEN, os.getpid(), now, boot_id()))
+    assert not is_alive(EmulatedCluster(UNEVEN, os.getpid(), now - 1, boot_id()))
+    assert not is_alive(EmulatedCluster(UNEVEN, os.getpid(), now, "another boot")), "ticks count from boot"
+    child = subprocess.Popen(["true"])
+    while start_ticks(child.pid) is not None:  # ended, but not waited for
+        time.sleep(0.01)
+    child.wait()
+
+
+# --- command line ---
+
+
+def emulate(*words: str) -> int:
+    return main(["emulate", *words])
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_up_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert emulate("up", "--nodes", "2", "--link", "200mbit", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "n1: ip address add 10.77.0.2/24 dev eth0" in lines
+    assert "switch: tc qdisc replace dev p1 root tbf rate 200000000bit burst 25000b latency 20ms" in lines
+
+
+def test_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--launcher", "plain", "--place", "cyclic", "--python", "--dry-run")
+    assert emulate("run", "--ranks-per-node", "1,2", *options, "--", "script.py", "$(touch x)") == 0
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("n0: WORLD_SIZE=3 MASTER_ADDR=10.77.0.1 MASTER_PORT=")
+    assert last.startswith("n1: ")
+    assert last.endswith(f"RANK=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 {sys.executable} script.py '$(touch x)'")
+
+
+def test_the_master_of_another_job_is_not_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.99")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert emulate("run", "--nodes", "2", "--dry-run", "--", "train") == 0
+    line = capsys.readouterr().out
+    assert "-x NCCL_DEBUG" in line
+    assert "MASTER" not in line
+    given: dict[str, str] = {}
+    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    monkeypatch.setattr(cluster, "find", lambda name, root: found)
+    monkeypatch.setattr(command, "run_job", lambda starts, environ, **_: given.update(environ) or 0)
+    assert emulate("run", "--", "train") == 0
+    assert given["NCCL_DEBUG"] == "INFO"
+    assert "MASTER_ADDR" not in given
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_both_launchers_take_a_bigbatch_command(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert emulate("run", "--nodes", "2", "--launcher", launcher, "--dry-run", "--", "train") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (1 if launcher == "mpirun" else 2)
+    assert all(line.endswith("-m bigbatch train") for line in lines)
+
+
+def test_nothing_to_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing to run"):
+        emulate("run", "--nodes", "2", "--")
+
+
+def test_a_link_needs_nodes() -> None:
+    with pytest.raises(ConfigError, match="bigbatch launch emulate shape"):
+        emulate("run", "--link", "1gbit", "--", "train")
+
+
+@pytest.mark.parametrize("words", [("run", "--", "train"), ("shape", "--link", "1gbit")])
+def test_no_cluster_says_how_to_get_one(words: tuple[str, ...]) -> None:
+    with pytest.raises(EmulationError, match="bigbatch launch emulate up --nodes"):
+        emulate(*words)
+
+
+def test_down_and_status_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [emulate("down"), emulate("down", "--all"), emulate("status")] == [0, 0, 0]
+    assert capsys.readouterr().out == "box: there is none\n"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "..", "a/b", ""])
+def test_a_name_that_is_a_path_removes_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for words in (("down",), ("shape", "--link", "none"), ("run", "--", "train")):
+        split = words.index("--") if "--" in words else len(words)
+        with pytest.raises(ConfigError, match="--name"):
+            emulate(*words[:split], "--name", name, *words[split:])
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_what_a_crash_left_is_shown_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box"
+    folder.mkdir()
+    save(
+        folder, EmulatedCluster(UNEVEN, os.getpid(), 0, boot_id())
+    )  # another process has its number now, and must not be hurt
+    assert emulate("status") == 0
+    assert "box: ended" in capsys.readouterr().out
+    assert emulate("down") == 0
+    assert not folder.exists()
+
+
+@pytest.fixture
+def vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedCluster:
+    """Taken down at the worst moment: the keeper was there a moment ago, but its number is that of this process now."""
+    if sys.platform != "linux":
+        pytest.skip("clusters need Linux")
+    folder = state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box"
+    folder.mkdir()
+    found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
+    save(folder, found)
+    monkeypatch.setattr(cluster, "_require_tools", lambda environ: os.defpath)
+    return found
+
+
+def test_a_cluster_that_vanishes_costs_one_line(vanished: EmulatedCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert emulate("status") == 0
+    assert capsys.readouterr().out.startswith("box: ended; to remove what is left")
+    with pytest.raises(EmulationError, match="box was taken down under the job"):
+        emulate("run", "--", "train")
+    with pytest.raises(EmulationError, match="box: a process could not enter its node; was it taken down"):
+        emulate("shape", "--link", "1gbit")
+    with pytest.raises(EmulationError, match=r"box: .*(keeper|setns).*; was it taken down"):
+        cluster.join(vanished)
+
+
+def test_a_keeper_that_vanishes_while_we_follow_it_is_seen(
+    vanished: EmulatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then its number meant a process of another container."""
+    monkeypatch.setattr("bigbatch.launch.emulate.namespaces.enter_cluster", lambda keeper: None)
+    cluster.join(vanished)
+    with pytest.raises(EmulationError, match="box was taken down meanwhile"):
+        cluster.join(replace(vanished, start_ticks=0))
+
+
+def test_a_folder_that_vanishes_before_the_job_costs_one_line(vanished: EmulatedCluster, tmp_path: Path) -> None:
+    with (
+        pytest.raises(EmulationError, match=r"box: .*No such file.*; was it taken down"),
+        cluster.only_job(vanished, root=tmp_path / "elsewhere"),
+    ):
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
+def test_a_start_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    (state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box").mkdir()
+    with pytest.raises(EmulationError, match="cut short: bigbatch launch emulate down --name box"):
+        emulate("up", "--nodes", "2")
+
+
+def test_a_missing_tool_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(cluster, "SYSTEM_PATH", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EmulationError, match="ip is not installed: apt-get install iproute2"):
+        emulate("up", "--nodes", "2")
+
+
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(EmulationError, match="needs Linux, and this is darwin"):
+        emulate("up", "--nodes", "2")
+
+
+# --- supervisor ---
+
+linux = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
+
+
+def together(*scripts: str) -> int:
+    starts = [Start(0, (sys.executable, "-c", script)) for script in scripts]
+    return supervise.run_together(starts, environ=os.environ, enter=lambda node: None, asks_to_stop=signal.SIGTERM)
+
+
+@linux
+def test_all_good_is_zero() -> None:
+    assert together("pass", "import time; time.sleep(0.1)") == 0
+
+
+@linux
+def test_the_first_that_fails_ends_the_others_and_names_the_code() -> None:
+    start = time.monotonic()
+    assert together("import time; time.sleep(60)", "import time; time.sleep(0.1); raise SystemExit(3)") == 3
+    assert time.monotonic() - start < 5
+    assert together("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)") == 128 + 9
+
+
+@linux
+def test_who_does_not_heed_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    start = time.monotonic()
+    assert together(stubborn, "import time; time.sleep(1); raise SystemExit(3)") == 3
+    assert 1 < time.monotonic() - start < 10
+
+
+@linux
+def test_variables_come_on_top_of_the_environment() -> None:
+    check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
+    start = Start(0, (sys.executable, "-c", check), (("RANK", "4"),))
+    assert supervise.run_together([start], environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM) == 0
+
+
+@linux
+def test_a_missing_launcher_ends_what_was_started() -> None:
+    starts = [Start(0, ("sleep", "60")), Start(0, ("no-such-mpirun",))]
+    with pytest.raises(ConfigError, match="no-such-mpirun is not installed"):
+        supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
+
+
+@linux
+def test_who_cannot_enter_ends_what_was_started() -> None:
+    def enter(node: int) -> None:
+        if node == 1:
+            raise FileNotFoundError
+
+    starts = [Start(0, ("sleep", "60")), Start(1, ("sleep", "60"))]
+    with pytest.raises(subprocess.SubprocessError):
+        supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+
+
+@linux
+def test_ctrl_c_before_all_are_there_ends_those_that_are(tmp_path: Path) -> None:
+    """Whoever is being started in this moment could not have been asked."""
+
+    def enter(node: int) -> None:
+        if node == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+
+    stubborn = "trap '' TERM; touch {}; exec sleep 60"
+    starts = [Start(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
+    start = time.monotonic()
+    code = supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - start < 10
+    assert not (tmp_path / "2").exists(), "no more are started"
+
+
+PARENT = """
+import os, signal, sys
+from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.emulate.supervise import run_together
+starts = [Start(0, (sys.executable, "-c", sys.argv[1]))]
+sys.exit(run_together(starts, environ=os.environ, enter=lambda node: None, asks_to_stop=signal.SIGUSR1))
+"""
+CHILD = """
+import signal, time
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: print(signal.Signals(number).name, flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@linux
+def test_ctrl_c_asks_then_insists_then_kills() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for said in ("ready", "SIGUSR1", "SIGTERM"):
+        assert process.stdout.readline() == said + "\n"
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert process.stdout.read() == ""

@@ -1,0 +1,320 @@
+"""JobSpec from the command line; every launcher honours an option or says that it cannot."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.installed import count_gpus
+from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_master, read_hostfile
+from bigbatch.launch.jobs.words import format_minutes, parse_environment, parse_minutes
+from bigbatch.launch.launchers import k8s, mpirun, slurm, torchrun
+from bigbatch.launch.start import main
+
+TRAIN = ("train", "--config", "quickstart")
+SAMPLES: dict[str, Any] = {
+    "hosts": (("n0", 4), ("n1", 4)),
+    "num_nodes": 2,
+    "node_rank": 1,
+    "master": ("n0", 29500),
+    "name": "other",
+    "minutes": 90,
+    "partition": "gpu",
+    "account": "vision",
+    "qos": "high",
+    "reservation": "window",
+    "constraint": "a100",
+    "exclude": "n[3-4]",
+    "gpus_per_node": 2,
+    "cpus_per_rank": 3,
+    "memory": "7G",
+    "image": "other.sif",
+    "mounts": ("/a:/b",),
+    "container": "apptainer",
+    "environment": (("A", "1"),),
+    "modules": ("cuda",),
+    "interface": "eth7",
+    "logs": "other/logs",
+    "array": "0-3",
+    "stop_seconds": 33,
+    "preflight": "exclude",
+}
+"""A value for each field that a user may state."""
+
+
+def _slurm(job: JobSpec) -> str:
+    command = (*TRAIN, "{index}") if job.array else TRAIN
+    return slurm.sbatch_script(replace(job, command=command))
+
+
+WRITERS = {
+    "local": lambda job: " ".join(torchrun.torchrun_argv(job, launcher="local")),
+    "torchrun": lambda job: " ".join(torchrun.torchrun_argv(job)),
+    "mpirun": lambda job: " ".join(mpirun.mpirun_argv(job)),
+    "slurm": _slurm,
+    "k8s": k8s.manifest,
+}
+BASES = {"k8s": JobSpec(TRAIN, 8, image="bb"), "slurm": JobSpec(TRAIN, 8, image="bb.sqsh")}
+BY_COMMAND = {(launcher, field) for launcher in ("local", "torchrun") for field in ("environment", "interface")}
+BY_COMMAND |= {("mpirun", "preflight")}
+"""What the command puts into the environment of torchrun (tests/golden/torchrun-nodes.txt has it), or does before."""
+
+
+def test_every_field_has_a_sample() -> None:
+    assert {field.name for field in fields(JobSpec)} - set(SAMPLES) == {"command", "num_ranks", "oversubscribe"}
+
+
+@pytest.mark.parametrize("launcher", WRITERS)
+@pytest.mark.parametrize("field", list(SAMPLES))
+def test_an_option_is_honoured_or_refused_by_name(launcher: str, field: str) -> None:
+    base = BASES.get(launcher, JobSpec(TRAIN, 8))
+    write = WRITERS[launcher]
+    if launcher == "torchrun" and field in ("num_nodes", "node_rank", "master"):
+        base = JobSpec(TRAIN, 8, num_nodes=4, node_rank=0, master=("n9", 1))
+    try:
+        changed = write(replace(base, **{field: SAMPLES[field]}))
+    except ConfigError as error:
+        told = f"{option(field)}: bigbatch launch {launcher} cannot do that; "
+        assert str(error).startswith(told), error  # noqa: PT017
+        assert len(str(error)) > len(told) + 10, "and says what to do instead"  # noqa: PT017
+        return
+    assert changed != write(base) or (launcher, field) in BY_COMMAND
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("90", 90), ("2:00:00", 120), ("1-12:30:00", 2190), ("1:30", 2), ("0:00:01", 1), ("2-0", 2880), ("1-2:30", 1590)],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, minutes: int) -> None:
+    assert parse_minutes(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1h", "1:2:3:4", "1-", "0:00:00", "٣", "1:00:00\n", "1;rm"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--time"):
+        parse_minutes(text)
+
+
+@pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 2190, 99999])
+def test_times_are_written_as_they_are_read(minutes: int) -> None:
+    assert parse_minutes(format_minutes(minutes)) == minutes
+
+
+def test_nodes_times_ranks_per_node_are_the_ranks() -> None:
+    def ranks(**stated: Any) -> int:
+        return make_job(TRAIN, num_ranks=stated.pop("num_ranks", None), hosts=(), num_cores=2, **stated).num_ranks
+
+    assert ranks(num_nodes=4, ranks_per_node=8) == 32
+    assert ranks(num_nodes=4) == 4
+    assert ranks(num_nodes=4, gpus_per_node=8) == 32
+    assert ranks(num_nodes=4, gpus_per_node=8, ranks_per_node=2) == 8
+    assert ranks(num_nodes=4, num_ranks=32) == 32
+    assert ranks(default_ranks=3) == 3
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"num_nodes": 3, "num_ranks": 8}, "--ranks 8 does not fill --nodes 3"),
+        ({"num_nodes": 2, "num_ranks": 8, "ranks_per_node": 2}, "--ranks 8 does not fill"),
+        ({"num_nodes": 0}, "--nodes 0"),
+        ({"ranks_per_node": -1}, "--ranks-per-node -1"),
+        ({"num_nodes": 2, "hosts": (("n0", 1),)}, "--hosts states nodes and ranks by itself"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_job(TRAIN, **{"num_ranks": None, "hosts": (), "num_cores": 2, **stated})
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# workers\nw-0.job.ns.svc slots=8\nw-1.job.ns.svc  slots = 4  # small\n\nn2:2\nn3\n")
+    assert read_hostfile(path) == (("w-0.job.ns.svc", 8), ("w-1.job.ns.svc", 4), ("n2", 2), ("n3", 1))
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "n0 slots=0\n", "-x slots=1\n", "n0 max_slots=3\n", "n0;rm\n"])
+def test_what_is_no_hostfile_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(ConfigError, match="--host"):
+        read_hostfile(tmp_path / "hostfile")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_hostfile(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"'[^\n]*a\\nb' cannot be read"):
+        read_hostfile(tmp_path / "a\nb")
+
+
+def test_an_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["mpirun", "--ranks", "2", "--interface", "ib7"]
+    with pytest.raises(ConfigError, match=r"^--interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
+        main([*words, *("--", *TRAIN)])
+    assert main([*words, "--dry-run", *("--", *TRAIN)]) == 0  # may be meant for another machine
+    assert "ib7" in capfd.readouterr().out
+
+
+def test_no_host_is_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the shell's variable for it is empty."""
+    with pytest.raises(ConfigError, match="--hosts '': '' is not of the form HOST:RANKS"):
+        main(["mpirun", "--hosts", "", "--dry-run", *("--", *TRAIN)])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("text", ["n0", "n0:", "n0:0", "n0:65536", "-n:1", "n 0:1", ":1", "n0:1\n"])
+def test_what_is_no_master_is_refused(text: str) -> None:
+    assert parse_master("n0.x:29500") == ("n0.x", 29500)
+    with pytest.raises(ConfigError, match="--master"):
+        parse_master(text)
+
+
+def test_variables_may_hold_equals_signs() -> None:
+    assert parse_environment(["A=b=c", "D="]) == (("A", "b=c"), ("D", ""))
+    with pytest.raises(ConfigError, match="--env 'A'"):
+        parse_environment(["A"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--nodes 2: torchrun is started on each node: add --master HOST:PORT"),
+        (("--master", "n0:1"), "and --node-rank, 0 to 1"),
+        (("--master", "n0:1", "--node-rank", "2"), "--node-rank 2 is not below --nodes 2"),
+        (("--master", "n0:1", "--node-rank", "-1"), "--node-rank -1 must be a number from 0 on"),
+    ],
+)
+def test_torchrun_on_several_nodes_needs_to_know_which_this_is(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(["torchrun", "--nodes", "2", *words, "--", *TRAIN])
+
+
+NVIDIA_SMI = """#!/bin/sh
+echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'
+echo '  MIG 1g.10gb Device 0: (UUID: MIG-1)'
+echo 'GPU 1: NVIDIA H100 (UUID: GPU-2)'
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(("code", "count"), [(0, 2), (9, 0)])
+def test_local_starts_a_rank_per_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, count: int
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(code=code))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert count_gpus() == count
+    main(["local", "--dry-run", "--", *TRAIN])
+    assert f"--standalone --nproc-per-node={count or 1} " in capsys.readouterr().out
+
+
+def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_gpus() == 0
+
+
+def test_variables_reach_the_ranks_of_local(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchrun starts `bigbatch --version`-like commands too; their environment is what counts."""
+    main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", "train"])
+    words = capfd.readouterr().out.split()
+    interface = ["BIGBATCH_INTERFACE=lo", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
+    assert words[:5] == ["env", *interface, "BIGBATCH_HOST=played"]
+
+
+@pytest.mark.parametrize("name", ["A", "a.b", "a_b", "-a", "a" * 60, "a b", "a;b"])
+def test_kubernetes_takes_names_of_dns_only(name: str) -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        k8s.manifest(JobSpec(TRAIN, 1, image="bb", name=name))
+
+
+def test_kubernetes_needs_an_image() -> None:
+    with pytest.raises(ConfigError, match="--image is missing"):
+        k8s.manifest(JobSpec(TRAIN, 1))
+
+
+@pytest.fixture
+def mpijob() -> dict[str, Any]:
+    """The manifest as Kubernetes reads it."""
+    words = (*TRAIN, "--run.directory", "$(HOME)/a: [b]\n#c")
+    job = JobSpec(words, 16, num_nodes=2, image="bb", memory="7G", exclude="n[1-2]", minutes=90, gpus_per_node=4)
+    loaded: dict[str, Any] = yaml.safe_load(k8s.manifest(job))
+    return loaded
+
+
+def test_an_mpijob_has_what_the_operator_requires(mpijob: dict[str, Any]) -> None:
+    assert (mpijob["apiVersion"], mpijob["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = mpijob["spec"]
+    assert spec["slotsPerWorker"] == 8
+    assert spec["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 3, "activeDeadlineSeconds": 5400}
+    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    assert (launcher["replicas"], worker["replicas"]) == (1, 2)
+    for replica in (launcher, worker):
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"]
+        assert container["image"] == "bb"
+        assert all(isinstance(word, str) for word in container["command"])
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "memory": "7Gi"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in worker["template"]["spec"]["volumes"]
+
+
+def test_kubernetes_replaces_nothing_in_the_command(mpijob: dict[str, Any]) -> None:
+    command = mpijob["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-1] == "$$(HOME)/a: [b]\n#c"
+    assert command[:7] == ["bigbatch", "launch", "mpirun", "--hostfile", "/etc/mpi/hostfile", "--ranks", "16"]
+
+
+def test_a_worker_that_is_deleted_waits_for_its_ranks() -> None:
+    """The hook must see a rank, and must not see itself."""
+    subprocess.run([*k8s.UNTIL_RANKS_END[:2], without_others(k8s.UNTIL_RANKS_END[2], "$$")], check=True, timeout=20)
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)", "bigbatch"])
+    hook = [*k8s.UNTIL_RANKS_END[:2], without_others(k8s.UNTIL_RANKS_END[2], str(rank.pid))]
+    waiting = subprocess.Popen(hook)
+    time.sleep(1)
+    assert waiting.poll() is None
+    rank.wait()
+    assert waiting.wait(timeout=20) == 0
+
+
+def without_others(hook: str, pid: str) -> str:
+    """The hook looks at one process only: others of this machine may be ranks."""
+    assert "[0-9]*" in hook
+    return hook.replace("[0-9]*", pid)
+
+
+def test_bad_nodes_are_avoided(mpijob: dict[str, Any]) -> None:
+    for name in ("Launcher", "Worker"):
+        affinity = mpijob["spec"]["mpiReplicaSpecs"][name]["template"]["spec"]["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        assert term["matchExpressions"][0]["values"] == ["n1", "n2"]
+
+
+def test_the_operators_own_schema_takes_it(mpijob: dict[str, Any]) -> None:
+    if (path := os.environ.get("BIGBATCH_MPIJOB_CRD")) is None:
+        pytest.skip("BIGBATCH_MPIJOB_CRD does not name the operator's kubeflow.org_mpijobs.yaml")
+    jsonschema = pytest.importorskip("jsonschema")
+    (version,) = yaml.safe_load(Path(path).read_text())["spec"]["versions"]
+    schema = _strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    jsonschema.validate(mpijob, schema)
+    mpijob["spec"]["slotsPerWorkers"] = 8
+    with pytest.raises(jsonschema.ValidationError, match="slotsPerWorkers"):
+        jsonschema.validate(mpijob, schema)
+
+
+def _strict(schema: Any) -> Any:
+    """The same, without fields that it does not name: Kubernetes drops them in silence."""
+    if isinstance(schema, list):
+        return [_strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {name: _strict(part) for name, part in schema.items()}
+    if "properties" in strict and "additionalProperties" not in strict:
+        strict["additionalProperties"] = False
+    return strict

@@ -1,0 +1,106 @@
+"""What the launchers write, line by line against files; to write them anew, run this file."""
+
+import io
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from bigbatch.launch.jobs.installed import find_mpirun
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.mpirun import mpirun_argv
+from bigbatch.launch.launchers.slurm import sbatch_script
+from bigbatch.launch.start import main
+
+ROOT = Path(__file__).resolve().parents[4]
+GOLDEN = ROOT / "tests/golden"
+TRAIN = ("--", "train", "--config", "quickstart")
+NODES = ("--nodes", "4", "--ranks-per-node", "8")
+CASES: dict[str, tuple[str, ...]] = {
+    "slurm-minimal.sbatch": ("slurm", *TRAIN),
+    "slurm-full.sbatch": (
+        *("slurm", *NODES, "--name", "resnet50-32k", "--time", "1-12:30:00", "--partition", "gpu,spare"),
+        *("--account", "vision", "--qos", "high", "--reservation", "window", "--constraint", "a100&nvlink"),
+        *("--exclude", "n3,n[10-12]", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
+        *("--env", "NCCL_DEBUG=INFO", "--env", "NOTE=it's; $(here)", "--module", "cuda/13.0", "--module", "gcc"),
+        *("--interface", "ib0", "--logs", "/scratch/logs", "--stop-seconds", "300"),
+        *("--", "train", "--config", "imagenet/resnet50_32k", "--run.directory", "runs/a b"),
+    ),
+    "slurm-preflight-warn.sbatch": ("slurm", "--nodes", "2", "--preflight", "warn", *TRAIN),
+    "slurm-preflight-exclude.sbatch": ("slurm", "--nodes", "2", "--preflight", "exclude", *TRAIN),
+    "slurm-array.sbatch": (
+        *("slurm", "--array", "0-7%2", *TRAIN, "--run.seed", "{index}", "--run.directory", "runs/seeds/{index}"),
+    ),
+    "slurm-pyxis.sbatch": (
+        *("slurm", *NODES, "--image", "registry.example/team/bigbatch:1", "--mount", "/data:/data:ro", *TRAIN),
+    ),
+    "slurm-apptainer.sbatch": ("slurm", *NODES, "--image", "bigbatch.sif", "--mount", "/data:/data", *TRAIN),
+    "k8s-minimal.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *TRAIN),
+    "k8s-full.yaml": (
+        *("k8s", *NODES, "--name", "resnet50-32k", "--image", "registry.example/bigbatch:1", "--time", "90"),
+        *("--exclude", "n3,n[10-12]", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
+        *("--mount", "/data:/data:ro", "--mount", "runs-claim:/runs", "--env", "NOTE=it's; $(here)"),
+        *("--interface", "eth0", "--stop-seconds", "300", *TRAIN),
+    ),
+    "torchrun.txt": ("torchrun", "--ranks", "8", "--env", "NOTE=it's; $(here)", *TRAIN),
+    "torchrun-nodes.txt": (
+        *("torchrun", "--nodes", "2", "--ranks-per-node", "8", "--node-rank", "1", "--master", "n0:29500"),
+        *("--interface", "eth0", *TRAIN),
+    ),
+    "local.txt": ("local", "--ranks", "2", *TRAIN),
+}
+
+
+def dry_run(words: tuple[str, ...]) -> str:
+    """What `bigbatch launch` prints, with a stand-in for this Python's path."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        assert main([words[0], "--dry-run", *words[1:]]) == 0
+    return output.getvalue().replace(sys.executable, "PYTHON")
+
+
+def mpirun_lines() -> str:
+    """One word per line; independent of this machine's user, cores and variables."""
+    job = JobSpec(
+        TRAIN[1:],
+        16,
+        hosts=(("n0", 8), ("n1", 8)),
+        interface="eth0",
+        environment=(("NOTE", "it's; $(here)"), ("NCCL_DEBUG", "INFO")),
+    )
+    words = mpirun_argv(job, variables=("NCCL_DEBUG", "NCCL_ALGO", "HOME"))
+    return "\n".join(words).replace(sys.executable, "PYTHON") + "\n"
+
+
+def ready_script() -> str:
+    """launch/scripts/train.sbatch: a generated one, for those who want no launcher."""
+    command = ("train", "--config", "imagenet/resnet50_8k")
+    job = JobSpec(command, 16, num_nodes=2, gpus_per_node=8, minutes=240)
+    return sbatch_script(job, folder="runs/resnet50_8k")
+
+
+FILES = {
+    **{GOLDEN / name: lambda words=words: dry_run(words) for name, words in CASES.items()},
+    GOLDEN / "mpirun.txt": mpirun_lines,
+    ROOT / "launch/scripts/train.sbatch": ready_script,
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_it_is_the_golden_file(path: Path) -> None:
+    assert FILES[path]().splitlines() == path.read_text().splitlines()
+
+
+def test_every_golden_file_has_a_case() -> None:
+    assert set(GOLDEN.iterdir()) == {path for path in FILES if path.parent == GOLDEN}
+
+
+def test_mpirun_is_printed_for_this_machine() -> None:
+    mpirun = find_mpirun().replace(sys.executable, "PYTHON")
+    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"{mpirun} -n 2 --bind-to none")
+
+
+if __name__ == "__main__":
+    for path, make in FILES.items():
+        path.write_text(make())

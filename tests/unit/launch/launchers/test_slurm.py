@@ -1,0 +1,325 @@
+"""The sbatch script, run by the real bash with stand-ins for Slurm: quoting, signals, exit codes, requeueing."""
+
+import shlex
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slurm_stubs import JOB, Stubs
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.run_folder import find_run_folder
+from bigbatch.launch.jobs.spec import JobSpec, interface_variables
+from bigbatch.launch.jobs.words import PATTERNS
+from bigbatch.launch.launchers.slurm import directives, log_path, sbatch_script
+
+ROOT = Path(__file__).resolve().parents[4]
+TRAIN = ("train", "--config", "quickstart")
+SCRIPT = sbatch_script(JobSpec(TRAIN, 2, num_nodes=2, minutes=60))
+NASTY = [
+    "a b",
+    "it's",
+    '"',
+    "a\nb",
+    "; touch x",
+    "$(touch x)",
+    "`touch x`",
+    "$HOME",
+    "\\",
+    "#c",
+    "-x",
+    "",
+    "*",
+    "é",
+    "\udc80",
+]
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+def test_the_ranks_get_the_words_of_the_command_whatever_they_hold(stubs: Stubs) -> None:
+    code, _ = stubs.run(sbatch_script(JobSpec((*TRAIN, *NASTY), 2)))
+    assert code == 0
+    assert stubs.argv()[-len(NASTY) :] == NASTY
+    assert not (stubs.folder / "x").exists()
+
+
+def test_the_ranks_get_the_values_of_variables_whatever_they_hold(stubs: Stubs) -> None:
+    pairs = tuple((f"V{number}", value) for number, value in enumerate(NASTY))
+    stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=pairs, interface="ib0")))
+    given = stubs.variables()
+    assert [given[name] for name, _ in pairs] == NASTY
+    assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0"] * 3
+    assert not (stubs.folder / "x").exists()
+
+
+@settings(max_examples=25, deadline=None)
+@given(words=st.lists(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]))))
+def test_no_word_reaches_the_shell(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    stubs = Stubs(tmp_path_factory.mktemp("stubs"))
+    job = JobSpec((*TRAIN, "{index}", *words), 2, array="0-7", environment=(("WORDS", " ".join(words)),))
+    stubs.run(sbatch_script(job))
+    assert stubs.argv()[-len(words) - 1 :] == ["5", *(word.replace("{index}", "5") for word in words)]
+    assert stubs.variables()["WORDS"] == " ".join(words)
+
+
+def test_mounts_and_images_are_single_words(stubs: Stubs) -> None:
+    mounts = ("/a;$(touch${IFS}x):/b", "/c'd:/e:ro")
+    for image, expected in (
+        ("a;$(touch${IFS}x).sqsh", ["--container-image=a;$(touch${IFS}x).sqsh"]),
+        ("a;b.sif", ["--bind", mounts[0], "--bind", mounts[1], "a;b.sif", "bigbatch"]),
+    ):
+        stubs.run(sbatch_script(JobSpec(TRAIN, 2, image=image, mounts=mounts)))
+        start = stubs.argv().index(expected[0])
+        assert stubs.argv()[start : start + len(expected)] == expected
+    assert not (stubs.folder / "x").exists()
+
+
+def test_pyxis_mounts_the_work_folder_and_what_is_asked(stubs: Stubs) -> None:
+    stubs.run(sbatch_script(JobSpec(TRAIN, 2, image="bb.sqsh", mounts=("/a:/b",))))
+    assert f"--container-mounts={stubs.folder}:{stubs.folder},/a:/b" in stubs.argv()
+    assert f"--container-workdir={stubs.folder}" in stubs.argv()
+
+
+@settings(max_examples=200, deadline=None)
+@given(field=st.sampled_from(sorted(PATTERNS)), data=st.data())
+def test_what_slurm_reads_as_a_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
+    pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])
+    value = data.draw(st.lists(pieces, min_size=1, max_size=4).map("".join))
+    try:
+        job = JobSpec((*TRAIN, "{index}") if field == "array" else TRAIN, 2, **{field: value})
+    except ConfigError:
+        return
+    for line in directives(job):
+        assert line.isprintable()
+        assert shlex.split(line, comments=True) == [line]
+    assert all(line.startswith("#") for line in sbatch_script(job).split("\n\n")[0].splitlines())
+
+
+@pytest.mark.parametrize("value", NASTY)
+@pytest.mark.parametrize("field", [field for field in PATTERNS if field != "image"])
+def test_a_value_that_slurm_could_misread_is_refused_in_one_line(field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{field} ") as caught:
+        JobSpec(TRAIN, 2, **{field: value})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("exclude", ["n1;x", "n[3-1]", "n[1-2", "", "n1 n2", "$(id)", "-n1", "n1\nn2"])
+def test_what_is_no_list_of_nodes_is_refused(exclude: str) -> None:
+    with pytest.raises(ConfigError, match="--exclude"):
+        JobSpec(TRAIN, 2, exclude=exclude)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"environment": (("A B", "x"),)},
+        {"environment": (("A", "x\0"),)},
+        {"modules": ("a b",)},
+        {"modules": ("-x",)},
+        {"modules": ("$(id)",)},
+        {"mounts": ("/a",)},
+        {"mounts": ("/a:/b,/c:/d",)},
+        {"mounts": ("-a:/b",)},
+        {"command": ("train", "a\rb")},
+        {"gpus_per_node": -1},
+        {"cpus_per_rank": 0},
+        {"stop_seconds": -1},
+    ],
+)
+def test_other_values_that_cannot_be_are_refused_in_one_line(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        JobSpec(**{"command": TRAIN, "num_ranks": 2, **fields})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_shell_that_submits_does_not_name_the_master(stubs: Stubs) -> None:
+    outer = {"MASTER_ADDR": "login", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    stubs.run(SCRIPT, **outer)
+    assert not outer.keys() & stubs.variables().keys()
+    stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=(("MASTER_ADDR", "n0"),))), **outer)
+    assert stubs.variables()["MASTER_ADDR"] == "n0", "unless the job says so"
+
+
+def test_output_of_rank_0_is_shown_in_the_jobs_own(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, shows_logs=True)
+    folder = stubs.folder / f"logs/bigbatch-{JOB}"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.log").write_text("from the start before\n")
+    process = stubs.start(SCRIPT, STUB_WAITS="1", STUB_STOPPED="130")
+    while not (stubs.folder / "srun.pid").exists():
+        assert process.poll() is None
+    subprocess.run(["sleep", "1"], check=True)
+    with (folder / "rank-0.log").open("a") as log:
+        log.write("epoch 1\n")
+    process.send_signal(signal.SIGUSR2)
+    output, _ = process.communicate(timeout=30)
+    assert "epoch 1" in output
+    assert "before" not in output
+    assert f"--output=logs/bigbatch-{JOB}/rank-%t.log" in stubs.argv()
+
+
+@pytest.mark.parametrize("code", [0, 3, 137])
+def test_the_exit_code_is_that_of_the_ranks(stubs: Stubs, code: int) -> None:
+    assert stubs.run(SCRIPT, STUB_CODE=str(code))[0] == code
+    assert not stubs.requeued()
+
+
+def test_before_the_time_limit_the_ranks_stop_and_the_job_is_requeued(stubs: Stubs) -> None:
+    code, output = stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED="130")
+    assert (code, stubs.requeued()) == (0, True)
+    assert "back into the queue, as its time limit is near" in output
+
+
+def test_ranks_that_were_not_yet_listening_are_requeued_too(stubs: Stubs) -> None:
+    stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1")
+    assert stubs.requeued()
+
+
+@pytest.mark.parametrize("code", ["0", "1"])
+def test_a_job_that_is_done_or_fails_at_the_time_limit_is_not_requeued(stubs: Stubs, code: str) -> None:
+    assert stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED=code)[0] == int(code)
+    assert not stubs.requeued()
+
+
+def test_a_cluster_that_does_not_requeue_is_named(stubs: Stubs) -> None:
+    stopped = {"STUB_WAITS": "1", "STUB_STOPPED": "130", "STUB_REQUEUE": "1"}
+    code, output = stubs.run(SCRIPT, signal.SIGUSR1, **stopped)
+    assert code == 130
+    assert "submit it again" in output
+
+
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGUSR2,), (signal.SIGUSR1, signal.SIGUSR2), (signal.SIGUSR2, signal.SIGUSR1)]
+)
+def test_a_cancelled_job_is_not_requeued(stubs: Stubs, signals: tuple[signal.Signals, ...]) -> None:
+    assert stubs.run(SCRIPT, *signals, STUB_WAITS="1", STUB_STOPPED="130")[0] == 130
+    assert not stubs.requeued()
+
+
+def test_a_cancelled_job_whose_ranks_were_not_yet_listening_was_stopped_too(stubs: Stubs) -> None:
+    assert stubs.run(SCRIPT, signal.SIGUSR2, STUB_WAITS="1")[0] == 130
+
+
+def test_what_slurm_itself_ends_is_left_to_slurm(stubs: Stubs) -> None:
+    process = stubs.start(SCRIPT, STUB_WAITS="1", STUB_STOPPED="130")
+    while not (stubs.folder / "srun.pid").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)  # scancel signals the tasks, too
+    subprocess.run(["bash", "-c", 'kill -TERM "$(cat srun.pid)"'], cwd=stubs.folder, check=True)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not stubs.requeued()
+
+
+@pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])
+def test_a_preempted_job_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
+    """Its tasks alone get SIGTERM, so that only their exit code tells."""
+    code, output = stubs.run(SCRIPT, STUB_CODE="130", STUB_PREEMPT=preempted)
+    assert stubs.requeued() is is_requeued
+    assert ("preempted" in output) is is_requeued
+    assert code == (0 if is_requeued else 130)
+
+
+@pytest.mark.parametrize("script", [SCRIPT, (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()])
+def test_outside_a_job_it_says_what_to_do(script: str) -> None:
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/none"},
+    )
+    assert done.returncode == 2
+    assert "submit it by sbatch" in done.stderr
+
+
+TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "stopped", "code", "is_requeued"),
+    [(signal.SIGUSR1, "1", 0, True), (signal.SIGUSR2, "1", 130, False), (signal.SIGUSR1, "0", 0, False)],
+)
+def test_the_torchrun_script_requeues_as_well(
+    stubs: Stubs, number: signal.Signals, stopped: str, code: int, is_requeued: bool
+) -> None:
+    assert stubs.run(TORCHRUN, number, STUB_WAITS="1", STUB_STOPPED=stopped)[0] == code
+    assert stubs.requeued() is is_requeued
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch/scripts").iterdir()), ids=lambda path: path.name)
+def test_ready_scripts_are_scripts(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTS": "n0:8,n1:8", "INTERFACE": "eth0"}
+    command = ["bash", str(ROOT / "launch/scripts/mpirun.sh"), *TRAIN, "a b"]
+    words = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[:2] == ["--host", "n0:8,n1:8"]
+    assert words[-5:] == ["bigbatch", *TRAIN, "a b"]
+    assert [words[i + 1] for i, word in enumerate(words) if word.endswith("_if_include")] == ["eth0", "eth0"]
+    assert {word.partition("=")[0] for word in words if word.endswith("=eth0")} == {
+        name for name, _ in interface_variables("eth0")
+    }
+
+
+def test_the_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
+    command = ["/bin/bash", str(ROOT / "launch/scripts/mpirun.sh"), *TRAIN]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "mpirun is not installed here: pip install 'bigbatch[mpi]'\n")
+
+
+def test_logs_have_names_that_slurm_fills_in() -> None:
+    assert log_path(JobSpec(TRAIN, 1, name="x", logs="/l")) == "/l/x-%j.log"
+    assert log_path(JobSpec(TRAIN, 1, array="0-3")) == "logs/bigbatch-%A_%a.log"
+    assert log_path(JobSpec(TRAIN, 1), job_id="7") == "logs/bigbatch-7.log"
+
+
+def test_a_time_limit_must_leave_time_to_train() -> None:
+    with pytest.raises(ConfigError, match="--time of 3 min leaves no time"):
+        sbatch_script(JobSpec(TRAIN, 1, minutes=3))
+    assert "--time=00:03:00" in sbatch_script(JobSpec(TRAIN, 1, minutes=3, stop_seconds=60))
+    script = sbatch_script(JobSpec(TRAIN, 1, minutes=1, stop_seconds=0))
+    assert "--time=00:01:00" in script
+    assert "--signal=B:USR1@0\n" in script
+
+
+@pytest.mark.parametrize("job", [JobSpec(TRAIN, 1, array="0-3"), JobSpec((*TRAIN, "{index}"), 1)])
+def test_jobs_of_an_array_must_differ(job: JobSpec) -> None:
+    with pytest.raises(ConfigError, match=r"--array and \{index\} belong together"):
+        sbatch_script(job)
+
+
+def test_the_run_folder_is_that_of_the_config() -> None:
+    assert find_run_folder(JobSpec(TRAIN, 1)) == "runs/quickstart"
+    assert find_run_folder(JobSpec((*TRAIN, "--run.directory", "a b"), 1)) == "a b"
+    assert find_run_folder(JobSpec((*TRAIN, "--run.directory=r/{index}"), 1, array="3,4")) == "r/{index}"
+    assert find_run_folder(JobSpec(("comm", "bench"), 1)) is None
+    assert find_run_folder(JobSpec(TRAIN, 1, image="bb.sif")) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "array", "message"),
+    [
+        (("--run.resume", "never"), None, "--run.resume never"),
+        (("--run.resume", "runs/a/checkpoints/step-00000001"), None, "--run.resume runs/a"),
+        (("--run.epoch", "1"), None, "unknown key run.epoch"),
+        (("--run.seed", "{index}"), "0-3", "would share it"),
+    ],
+)
+def test_a_job_that_would_fail_in_the_queue_is_refused_before(
+    words: tuple[str, ...], array: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_run_folder(JobSpec((*TRAIN, *words), 1, array=array))

@@ -1,0 +1,78 @@
+"""What a job's script makes of its preflight, run by the real bash with stand-ins for Slurm."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from slurm_stubs import JOB, Stubs
+
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.slurm import sbatch_script
+from bigbatch.launch.launchers.slurm_checks import MOST_EXCLUSIONS
+
+SRUN = """#!/bin/sh
+echo "$@" >> "$STUBS/srun.calls"
+echo $$ > "$STUBS/srun.pid"
+case " $* " in
+  *" preflight "*)
+    for last; do :; done
+    printf "$BAD" > "$last"
+    /bin/sleep "$LOOK_SECONDS"
+    exit "$FIT" ;;
+esac
+"""
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    stubs = Stubs(tmp_path)
+    (tmp_path / "srun").write_text(SRUN)
+    return stubs
+
+
+def look(
+    stubs: Stubs, choice: str, *signals: signal.Signals, fit: int, bad: str = "", restarts: int = 0
+) -> tuple[int, str]:
+    """Exit code and output of a job; signals come while it looks."""
+    script = sbatch_script(JobSpec(("train", "--config", "quickstart"), 2, preflight=choice))
+    variables = {"FIT": str(fit), "BAD": bad, "SLURM_RESTART_COUNT": str(restarts)}
+    return stubs.run(script, *signals, LOOK_SECONDS="0.6" if signals else "0", **variables)
+
+
+def calls(stubs: Stubs, program: str, word: str) -> int:
+    """Of a program, with that word."""
+    path = stubs.folder / f"{program}.calls"
+    return sum(word in line.split() for line in path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize(("choice", "fit"), [("exclude", 4), ("exclude", 0), ("stop", 4), ("warn", 4)])
+def test_a_job_that_is_cancelled_while_it_looks_ends(
+    stubs: Stubs, choice: str, fit: int, number: signal.Signals
+) -> None:
+    code, output = look(stubs, choice, number, fit=fit, bad="n1\\n")
+    assert code == 130
+    assert output.endswith(" ended before the start, as it was asked to stop\n")
+    assert calls(stubs, "srun", "train") == 0
+    assert calls(stubs, "scontrol", "requeuehold") == 0
+
+
+def test_the_time_limit_does_not_keep_a_job_from_changing_its_nodes(stubs: Stubs) -> None:
+    assert look(stubs, "exclude", signal.SIGUSR1, fit=4, bad="n1\\n")[0] == 4
+    assert calls(stubs, "scontrol", "ExcNodeList=n1") == 1
+
+
+@pytest.mark.parametrize("restarts", [0, 9])
+def test_exclusions_are_counted_and_other_restarts_are_not(stubs: Stubs, restarts: int) -> None:
+    for done in range(1, MOST_EXCLUSIONS + 1):
+        code, output = look(stubs, "exclude", fit=4, bad=f"n{done}\\nm{done}\\n", restarts=restarts)
+        assert code == 4
+        assert f"back into the queue, to run without n{done},m{done}\n" in output
+        assert calls(stubs, "scontrol", "requeuehold") == done
+    code, output = look(stubs, "exclude", fit=4, bad="n9\\n", restarts=restarts)
+    assert code == 4
+    assert output.endswith(" ended before the start, as preflight ended with 4\n")
+    assert calls(stubs, "scontrol", "requeuehold") == MOST_EXCLUSIONS == 3
+    assert calls(stubs, "srun", "train") == 0
+    excluded = (stubs.folder / f"logs/bigbatch-{JOB}/excluded").read_text()
+    assert excluded == "n1,m1\nn2,m2\nn3,m3\n"

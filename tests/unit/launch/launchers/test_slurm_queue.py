@@ -1,0 +1,282 @@
+"""submit, status and cancel, with stand-ins for Slurm's programs that answer as 22.05 does."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.launchers.slurm_queue import find_jobs, parse_facts
+from bigbatch.launch.start import main
+
+SHOWN = (
+    "JobId=12 ArrayJobId=7 ArrayTaskId=3 JobName=a b UserId=me(1) Priority=1 JobState={state} Reason=None "
+    "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 ExitCode={code} RunTime=00:02:03 TimeLimit=02:00:00 "
+    "TimeMin=N/A PreemptTime=None NodeList=n[0-1] BatchHost=n0 TRES=cpu=2,node=2 Command=(null) "
+    "WorkDir={folder} StdErr=/l/a-12.log StdOut=/l/a-12.log Power="
+)
+SCRIPT = "#!/bin/bash\n{line}\n"
+PROGRAM = """#!/bin/sh
+printf '%s\\n' "$*" >> {folder}/{name}.calls
+cat > {folder}/{name}.input
+cat {folder}/{name}.output
+cat {folder}/{name}.errors >&2
+exit $(cat {folder}/{name}.code)
+"""
+SCONTROL = """#!/bin/sh
+case $1 in
+  show) cat {folder}/shown ;;
+  write) cat {folder}/script ;;
+esac
+"""
+TRAIN = ("--", "train", "--config", "quickstart")
+
+
+class Cluster:
+    """Programs of a login node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("sbatch", "squeue", "scancel", "kubectl"):
+            self.install(name)
+            self.answers(name, "")
+        (folder / "scontrol").write_text(SCONTROL.format(folder=folder))
+        (folder / "scontrol").chmod(0o755)
+        self.has_job()
+
+    def install(self, name: str) -> None:
+        (self.folder / name).write_text(PROGRAM.format(folder=self.folder, name=name))
+        (self.folder / name).chmod(0o755)
+
+    def answers(self, name: str, output: str, *, code: int = 0, errors: str = "") -> None:
+        for kind, text in (("output", output), ("code", str(code)), ("errors", errors)):
+            (self.folder / f"{name}.{kind}").write_text(text)
+
+    def calls(self, name: str) -> list[str]:
+        path = self.folder / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def has_job(self, state: str = "RUNNING", *, code: str = "0:0", line: str = '# run folder: "r/{index}"') -> None:
+        (self.folder / "shown").write_text(SHOWN.format(state=state, code=code, folder=self.folder))
+        (self.folder / "script").write_text(SCRIPT.format(line=line))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return Cluster(tmp_path)
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Slurm and Kubernetes."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_what_is_submitted_is_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", "--dry-run", *TRAIN]) == 0
+    printed = capsys.readouterr().out
+    cluster.answers("sbatch", "77;cluster\n")
+    assert main(["slurm", *TRAIN]) == 0
+    assert (cluster.folder / "sbatch.input").read_text() == printed
+    assert cluster.calls("sbatch") == ["--parsable"]
+    assert (cluster.folder / "logs").is_dir(), "Slurm makes none"
+    assert capsys.readouterr().out.splitlines() == [
+        "job 77; its output: logs/bigbatch-77.log",
+        "  bigbatch launch status 77",
+        "  bigbatch launch cancel 77",
+    ]
+    assert main(["slurm", "--output", "kept.sbatch", *TRAIN]) == 0
+    assert (cluster.folder / "kept.sbatch").read_text() == printed
+    assert cluster.calls("sbatch") == ["--parsable"], "a script that is kept is not submitted"
+
+
+def test_who_waits_gets_the_exit_code_of_the_job(cluster: Cluster) -> None:
+    cluster.answers("sbatch", "77\n", code=3)
+    assert main(["slurm", "--wait", *TRAIN]) == 3
+    assert cluster.calls("sbatch") == ["--parsable --wait"]
+
+
+def test_words_of_slurm_are_passed_on_in_one_line(cluster: Cluster) -> None:
+    cluster.answers("sbatch", "", code=1, errors="sbatch: error: invalid partition\nsbatch: error: Batch job failed\n")
+    with pytest.raises(ConfigError, match="refused the job: sbatch: error: invalid partition; sbatch: error: Batch"):
+        main(["slurm", "--partition", "nope", *TRAIN])
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("words", [["slurm", *TRAIN], ["status"], ["status", "7"], ["cancel", "7"]])
+def test_without_slurm_it_says_where_to_go(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="is not installed here: do this on a login node"):
+        main(words)
+
+
+def test_status_says_what_a_user_asks_first(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    run = cluster.folder / "r/3"
+    run.mkdir(parents=True)
+    records = [{"kind": "start", "step": 0}, {"kind": "train", "step": 40, "epoch": 1.5, "loss": 2.25, "lr": 1}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["status", "7_3"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job 7_3 (a b): RUNNING",
+        "  elapsed     00:02:03 of 02:00:00",
+        "  nodes       n[0-1]",
+        "  restarts    2",
+        "  log         /l/a-12.log",
+        "  last report step 40, epoch 1.5, loss 2.25",
+    ]
+
+
+def test_status_without_a_number_is_of_all_jobs(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == "no job of yours waits or runs\n"
+    cluster.answers("squeue", "12\n13\n")
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.count("job 7_3") == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "told"),
+    [
+        ("FAILED", "130:0", "130 (stopped by request; a checkpoint is saved)"),
+        ("FAILED", "3:0", "3"),
+        ("TIMEOUT", "0:9", "signal 9"),
+        ("COMPLETED", "0:0", "0"),
+    ],
+)
+def test_how_a_job_ended(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], state: str, code: str, told: str
+) -> None:
+    cluster.has_job(state, code=code)
+    main(["status", "12"])
+    assert f"  exit code   {told}" in capsys.readouterr().out.splitlines()
+
+
+def test_cancel_asks_a_running_job_to_save_and_stop(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cancel", "7_3"]) == 0
+    assert cluster.calls("scancel") == ["--batch --signal=USR2 7_3"]
+    assert "was asked to save a checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("state", "words"), [("RUNNING", ["--now"]), ("PENDING", []), ("SUSPENDED", [])])
+def test_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
+    cluster: Cluster, state: str, words: list[str]
+) -> None:
+    cluster.has_job(state)
+    main(["cancel", "7_3", *words])
+    assert cluster.calls("scancel") == ["7_3"]
+
+
+def test_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
+    cluster.has_job(line="echo 1")
+    with pytest.raises(ConfigError, match="add --now"):
+        main(["cancel", "12"])
+    assert cluster.calls("scancel") == []
+
+
+def test_a_job_that_has_ended_is_not_cancelled(cluster: Cluster) -> None:
+    cluster.has_job("COMPLETED")
+    with pytest.raises(ConfigError, match="has ended already: COMPLETED"):
+        main(["cancel", "12"])
+
+
+@pytest.mark.parametrize("number", ["", "x", "-1", "7_", "1; rm", "7\n", "$(id)"])
+@pytest.mark.usefixtures("cluster")
+def test_what_is_no_number_of_a_job_is_refused(number: str) -> None:
+    with pytest.raises(ConfigError, match="is no job of Slurm's"):
+        find_jobs(number)
+
+
+def test_a_job_that_slurm_has_forgotten(cluster: Cluster) -> None:
+    (cluster.folder / "scontrol").write_text(
+        "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n"
+    )
+    with pytest.raises(ConfigError, match=r"job 9: .*Invalid job id specified; Slurm forgets a job minutes after"):
+        find_jobs("9")
+
+
+@pytest.fixture
+def array(cluster: Cluster) -> Cluster:
+    """Of whose jobs one has ended, one runs, and four wait, at most two at a time."""
+    states = {"0": "COMPLETED", "1": "RUNNING", "2-5%2": "PENDING"}
+    shown = SHOWN.replace("ArrayTaskId=3", "ArrayTaskId={task}")
+    lines = [shown.format(state=state, code="0:0", folder="/x\ny", task=task) for task, state in states.items()]
+    (cluster.folder / "shown").write_text("\n".join(lines) + "\n")
+    return cluster
+
+
+@pytest.mark.usefixtures("array")
+def test_status_of_an_array_is_of_all_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["status", "7"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("job")] == [
+        "job 7_0 (a b): COMPLETED",
+        "job 7_1 (a b): RUNNING",
+        "job 7_[2-5] (a b): PENDING",
+    ]
+    assert sum(line.startswith("  log") for line in lines) == 2, "those to come have none"
+
+
+@pytest.mark.parametrize(("words", "calls"), [([], ["--batch --signal=USR2 7_1"]), (["--now"], ["7_1"])])
+def test_cancel_of_an_array_is_of_all_its_jobs(array: Cluster, words: list[str], calls: list[str]) -> None:
+    main(["cancel", "7", *words])
+    assert array.calls("scancel") == [*calls, "7_[2-5]"]
+
+
+def test_what_is_left_of_a_cancelled_array_has_its_number(cluster: Cluster) -> None:
+    shown = SHOWN.replace("JobId=12 ArrayJobId=7 ArrayTaskId=3", "JobId=7 ArrayJobId=7 ArrayTaskId=4294967294")
+    (cluster.folder / "shown").write_text(shown.format(state="CANCELLED", code="0:0", folder="/a"))
+    assert find_jobs("7")[0].number == "7"
+
+
+@pytest.mark.parametrize("action", ["status", "cancel"])
+def test_a_job_that_is_gone_does_not_hold_up_the_others(
+    action: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = '#!/bin/sh\n[ "$1$4" = show9 ] && { echo unknown >&2; exit 1; }\n'
+    (cluster.folder / "scontrol").write_text(gone + SCONTROL.format(folder=cluster.folder))
+    with pytest.raises(
+        ConfigError, match=r"^job 9: unknown; Slurm forgets a job minutes after its end, its log remains$"
+    ):
+        main([action, "9", "12", "9"])
+    assert "job 7_3" in capsys.readouterr().out
+
+
+def test_a_folder_that_looks_like_a_fact_is_none(cluster: Cluster) -> None:
+    (cluster.folder / "shown").write_text(SHOWN.format(state="RUNNING", code="0:0", folder="/a JobState=FAILED"))
+    assert find_jobs("12")[0].state == "RUNNING"
+
+
+def test_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
+    (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match="sbatch refused the job: no configuration"):
+        main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])
+
+
+def test_values_with_blanks_and_equals_signs_are_read_whole() -> None:
+    facts = parse_facts(SHOWN.format(state="RUNNING", code="0:0", folder="/a b"))
+    assert facts["JobName"] == "a b"
+    assert facts["WorkDir"] == "/a b"
+    assert facts["TRES"] == "cpu=2,node=2"
+    assert facts["Power"] == ""
+
+
+def test_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--image", "bb", *TRAIN]
+    main(["k8s", "--dry-run", *words])
+    printed = capsys.readouterr().out
+    assert main(["k8s", *words]) == 0
+    assert cluster.calls("kubectl") == ["apply -f -"]
+    assert (cluster.folder / "kubectl.input").read_text() == printed
+    assert capsys.readouterr().out == "kubectl logs -f job/bigbatch-launcher\n"
+    cluster.answers("kubectl", "", code=1, errors="no matches for kind MPIJob\nensure CRDs are installed first\n")
+    with pytest.raises(ConfigError, match="kubectl refused the job: no matches for kind MPIJob; ensure"):
+        main(["k8s", *words])
+
+
+@pytest.mark.usefixtures("bare")
+def test_without_kubectl_it_says_so() -> None:
+    with pytest.raises(ConfigError, match="kubectl is not installed here"):
+        main(["k8s", "--image", "bb", *TRAIN])

@@ -1,0 +1,283 @@
+"""Augmentation of microbatches, compared with torchvision sample by sample and with the papers' words."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sample_images import REAL_DATA, smooth_image
+from torchvision.transforms.v2 import ColorJitter, RandAugment
+from torchvision.transforms.v2 import functional as vision
+
+from bigbatch.trainer.augment import rand_augment as rand_augment_module
+from bigbatch.trainer.augment.crops import uniforms
+from bigbatch.trainer.augment.pipeline import Augment, color_jitter, cutout
+from bigbatch.trainer.augment.rand_augment import Op, apply_ops, rand_augment
+
+HEIGHT, WIDTH = 56, 72  # not square, so that an exchange of the two shows
+TORCHVISION_OPS = list(RandAugment._AUGMENTATION_SPACE)
+GEOMETRIC = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
+MEAN = (124, 116, 104)
+EVERYTHING = {"fill": MEAN, "jitter_strength": 0.4, "num_ops": 2, "magnitude": 9, "cutout_size": 16}
+
+
+def channels_last(images_BHWC):
+    return torch.from_numpy(np.ascontiguousarray(images_BHWC)).permute(0, 3, 1, 2)
+
+
+def batch(count=12):
+    """Smooth pictures, noise, a grey ramp, one colour, and a picture of two values."""
+    rng = np.random.default_rng(0)
+    images = np.stack([np.asarray(smooth_image(seed, WIDTH, HEIGHT)) for seed in range(count)])
+    images[1] = rng.integers(0, 256, images[1].shape)
+    images[2] = np.linspace(0, 255, WIDTH)[None, :, None]
+    images[3] = 77
+    images[4] = 250 + rng.integers(0, 2, images[4].shape)
+    return channels_last(images)
+
+
+def assert_form(result, images):
+    assert result.dtype == torch.uint8
+    assert result.shape == images.shape
+    assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+def torchvisions(image_CHW, name, magnitude):
+    """What RandAugment of torchvision does once it has drawn name and magnitude."""
+    theirs = RandAugment()
+    return theirs._apply_image_or_video_transform(image_CHW, name, magnitude, theirs.interpolation, theirs._fill)
+
+
+def torchvision_magnitude(name, magnitude, sign):
+    make, is_signed = RandAugment._AUGMENTATION_SPACE[name]
+    values = make(31, HEIGHT, WIDTH)
+    if values is None:
+        return 0.0
+    return float(values[magnitude]) * (sign if is_signed else 1)
+
+
+# --- colour jitter
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.4, 1.5])
+def test_jitter_is_torchvisions_with_the_same_factors_and_order(strength):
+    images = batch()
+    draws = np.random.default_rng(1).random((len(images), 6))
+    result = color_jitter(images, strength=strength, draws_B6=draws)
+    assert_form(result, images)
+    low, high = ColorJitter(brightness=strength).brightness
+    names = ("brightness", "contrast", "saturation")
+    for image, ours, row in zip(images, result, draws, strict=True):
+        for kind in np.argsort(row[3:]):
+            adjust = getattr(vision, f"adjust_{names[kind]}")
+            image = adjust(image, low + row[kind] * (high - low))
+        # no rounding bound is needed: torchvision truncates after each step, and so do we
+        assert torch.equal(ours, image)
+
+
+def test_jitter_takes_all_six_orders_equally():
+    draws = uniforms(seed=0, epoch=0, indices_B=np.arange(6000), num_draws=6, stream=1)
+    _, counts = np.unique(np.argsort(draws[:, 3:], axis=1), axis=0, return_counts=True)
+    assert len(counts) == 6
+    assert ((counts - 1000) ** 2 / 1000).sum() < 5 + 5 * math.sqrt(2 * 5)  # mean k, variance 2k
+
+
+# --- RandAugment
+
+
+def test_ops_are_torchvisions_in_its_order():
+    assert [op.name.replace("_", "") for op in Op] == [name.upper() for name in TORCHVISION_OPS]
+
+
+def compare_op(images, op, magnitude, sign):
+    """Share of values that differ from torchvision's, over the batch."""
+    name = TORCHVISION_OPS[op]
+    count = len(images)
+    ours = apply_ops(images, ops_B=np.full(count, op), signs_B=np.full(count, sign), magnitude=magnitude)
+    assert_form(ours, images)
+    size = torchvision_magnitude(name, magnitude, sign)
+    theirs = torch.stack([torchvisions(image, name, size) for image in images])
+    return (ours != theirs).double().mean().item()
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_each_op_is_torchvisions(op):
+    images = batch()
+    # of a grid's sampling positions some tie between two pixels, and there torchvision's float32
+    # matrix product rounds differently; all others and all colours are equal to the bit
+    bound = 0.002 if TORCHVISION_OPS[op] in GEOMETRIC else 0.0
+    for magnitude in (0, 1, 9, 17, 30):
+        for sign in (-1.0, 1.0):
+            assert compare_op(images, op, magnitude, sign) <= bound
+
+
+@pytest.mark.parametrize("op", [Op.POSTERIZE, Op.SOLARIZE, Op.COLOR, Op.SHARPNESS])
+def test_every_magnitude_is_torchvisions(op):
+    assert max(compare_op(batch(5), op, magnitude, -1.0) for magnitude in range(31)) == 0
+
+
+@pytest.mark.parametrize("op", [Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y, Op.ROTATE])
+def test_a_geometric_op_moves_the_image_and_leaves_black(op):
+    white = torch.full((1, 3, HEIGHT, WIDTH), 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    moved = apply_ops(white, ops_B=np.array([op]), signs_B=np.ones(1), magnitude=30)[0, 0]
+    assert set(moved.unique().tolist()) == {0, 255}
+    black = (moved == 0).double().mean().item()
+    expected = {  # closed forms of the area that falls out
+        Op.SHEAR_X: 0.3 * HEIGHT / WIDTH / 2,
+        Op.SHEAR_Y: 0.3 * WIDTH / HEIGHT / 2,
+        Op.TRANSLATE_X: int(150 / 331 * WIDTH) / WIDTH,
+        Op.TRANSLATE_Y: int(150 / 331 * HEIGHT) / HEIGHT,
+    }
+    if op in expected:
+        assert black == pytest.approx(expected[op], abs=0.01)
+
+
+def test_ops_follow_each_other_as_drawn():
+    images = batch()
+    draws = np.random.default_rng(4).random((len(images), 4))
+    colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
+    chosen = np.random.default_rng(5).choice(colours, (len(images), 2))
+    draws[:, ::2] = (chosen + draws[:, ::2]) / 14
+    result = rand_augment(images, num_ops=2, magnitude=12, draws_BD=draws)
+    assert_form(result, images)
+    for image, ours, row, ops in zip(images, result, draws, chosen, strict=True):
+        for number, op in enumerate(ops):
+            name, sign = TORCHVISION_OPS[op], -1 if row[2 * number + 1] < 0.5 else 1
+            image = torchvisions(image, name, torchvision_magnitude(name, 12, sign))
+        assert torch.equal(ours, image)
+
+
+def test_ops_and_signs_are_uniform_and_independent(monkeypatch):
+    rounds = []
+
+    def record(images_BCHW, *, ops_B, signs_B, magnitude):
+        rounds.append((ops_B, signs_B))
+        return images_BCHW
+
+    monkeypatch.setattr(rand_augment_module, "apply_ops", record)
+    count = 14 * 14 * 4 * 40
+    Augment(seed=3, fill=MEAN, num_ops=2)(
+        torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count)
+    )
+    assert len(rounds) == 2
+    assert {sign for _, signs in rounds for sign in signs.tolist()} == {-1.0, 1.0}
+    (first, first_signs), (second, second_signs) = rounds
+    cells = np.histogramdd([first, second, first_signs, second_signs], bins=(range(15), range(15), 2, 2))[0]
+    assert cells.shape == (14, 14, 2, 2)
+    degrees = cells.size - 1
+    assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
+
+
+def test_no_ops_are_the_identity():
+    images = batch()
+    assert torch.equal(rand_augment(images, num_ops=0, magnitude=9, draws_BD=np.empty((len(images), 0))), images)
+
+
+def test_real_images_as_torchvision():
+    paths = sorted(REAL_DATA.glob("val/*/*.JPEG"))[:4]
+    if not paths:
+        pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
+    images = [np.asarray(Image.open(path).convert("RGB").resize((WIDTH, HEIGHT))) for path in paths]
+    images = channels_last(np.stack(images))
+    shares = {op: compare_op(images, op, 9, 1.0) for op in Op}
+    assert {op for op, share in shares.items() if share > 0.002} == set()
+    assert {op for op, share in shares.items() if share > 0} <= set(range(Op.SHEAR_X, Op.ROTATE + 1))
+
+
+# --- cutout
+
+
+@pytest.mark.parametrize("size", [2, 16, 200])
+def test_cutout_is_the_square_of_the_paper(size):
+    images = batch()
+    draws = np.random.default_rng(6).random((len(images), 2))
+    draws[0], draws[1] = 0.0, 1 - 2**-53  # the corners
+    result = cutout(images, size=size, fill=MEAN, draws_B2=draws)
+    assert_form(result, images)
+    expected = images.numpy().copy()
+    for image, (down, right) in zip(expected, draws, strict=True):
+        y, x = int(down * HEIGHT), int(right * WIDTH)
+        top, left = max(y - size // 2, 0), max(x - size // 2, 0)
+        image[:, top : y + size // 2, left : x + size // 2] = np.array(MEAN).reshape(3, 1, 1)
+    np.testing.assert_array_equal(result.numpy(), expected)
+
+
+# --- all together
+
+
+def test_a_image_does_not_depend_on_its_batch():
+    images, indices = batch(40), np.arange(1000, 1040)
+    augment = Augment(seed=5, **EVERYTHING)
+    whole = augment(images, epoch=2, indices_B=indices)
+    for size in (1, 7, 23):
+        order = np.random.default_rng(size).permutation(40)[:size]
+        part = augment(images[torch.from_numpy(order)], epoch=2, indices_B=indices[order])
+        assert torch.equal(part, whole[torch.from_numpy(order)])
+
+
+def test_draws_are_those_of_seed_epoch_and_stream():
+    images, indices = batch(), np.arange(50, 62)
+    before = images.clone()
+    expected = images
+    table = {stream: uniforms(seed=5, epoch=2, indices_B=indices, num_draws=6, stream=stream) for stream in (1, 2, 3)}
+    expected = color_jitter(expected, strength=0.4, draws_B6=table[1])
+    expected = rand_augment(expected, num_ops=2, magnitude=9, draws_BD=table[2][:, :4])
+    expected = cutout(expected, size=16, fill=MEAN, draws_B2=table[3][:, :2])
+    result = Augment(seed=5, **EVERYTHING)(images, epoch=2, indices_B=indices)
+    assert_form(result, images)
+    assert torch.equal(result, expected)
+    assert torch.equal(images, before)
+    assert not torch.equal(Augment(seed=5, **EVERYTHING)(images, epoch=3, indices_B=indices), expected)
+    assert not torch.equal(Augment(seed=6, **EVERYTHING)(images, epoch=2, indices_B=indices), expected)
+
+
+def test_nothing_asked_for_does_nothing():
+    images = batch()
+    assert Augment(seed=0, fill=MEAN)(images, epoch=0, indices_B=np.arange(len(images))) is images
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"jitter_strength": -0.1},
+        {"jitter_strength": math.nan},
+        {"jitter_strength": math.inf},
+        {"num_ops": -1},
+        {"magnitude": -1},
+        {"magnitude": 31},
+        {"cutout_size": -2},
+        {"cutout_size": 15},
+        {"fill": (0, 0)},
+        {"fill": (0, 0, 256)},
+        {"fill": (-1, 0, 0)},
+    ],
+)
+def test_senseless_settings_are_named(setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=name):
+        Augment(seed=0, **({"fill": MEAN} | setting))
+
+
+@pytest.mark.parametrize(
+    "images", [torch.zeros(2, 3, 8, 8), torch.zeros(2, 1, 8, 8).byte(), torch.zeros(3, 3, 8, 8).byte()]
+)
+def test_other_than_bytes_of_three_channels_is_refused(images):
+    with pytest.raises(ValueError, match=r"must be uint8 \(2, 3, H, W\)"):
+        Augment(seed=0, fill=MEAN)(images, epoch=0, indices_B=np.arange(2))
+
+
+@pytest.mark.gpu
+def test_a_gpu_does_the_same_without_a_host_sync():
+    images, indices = batch(40), np.arange(40)
+    augment = Augment(seed=5, **EVERYTHING)
+    on_gpu = images.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = augment(on_gpu, epoch=0, indices_B=indices)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_form(result, images)
+    apart = (result.cpu().int() - augment(images, epoch=0, indices_B=indices).int()).abs()
+    # where a sampling position ties, or a product is a whole number, two devices may round apart
+    assert (apart > 2).double().mean() < 0.005

@@ -1,0 +1,320 @@
+"""From a config to its optimizer: against torch's plain ones, through overflows, and out of other packages."""
+
+import io
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from optimizer_steps import DEVICES, assert_same_bits, clones, scaled_step, set_random_grads
+from schedulefree import SGDScheduleFree
+from torch import nn
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.optimizer import MAKERS, make_optimizer, stated_settings
+from bigbatch.trainer.config.optimizer import OPTIMIZERS, optimizer_notes
+from bigbatch.trainer.optim.foreign import eval_mode, resume_training
+from bigbatch.trainer.optim.lamb import LAMB
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.param_groups import load_optimizer_state
+from bigbatch.trainer.step.guard import step_or_skip_
+from tests.unit.trainer.config.test_schema import make_config
+
+LR = 0.1
+NULLS = dict.fromkeys(("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps", "betas", "options"))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lars": {"momentum": 0.9, "nesterov": True, "trust_coefficient": 0.01, "momentum_form": "lr_outside", "eps": 0.1},
+    "lamb": {"betas": (0.8, 0.9), "eps": 1e-5},
+    "sgd": {"momentum": 0.9, "nesterov": False},
+    "adamw": {"betas": (0.8, 0.9), "eps": 1e-5},
+    "schedulefree.SGDScheduleFree": {"options": {"momentum": 0.8, "warmup_steps": 3}},
+    "torch.optim.Adagrad": {"options": {"lr_decay": 0.01}},
+}
+
+
+def settings_of(name: str, **changes: Any) -> Any:
+    values = {**NULLS, **SETTINGS.get(name, {}), "weight_decay": 0.01, **changes}
+    return make_config({f"optimizer.{k}": v for k, v in {"name": name, **values}.items()}).optimizer
+
+
+def model_on(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 5))
+    return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def make(name: str, *, device: str = "cpu", **changes: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
+    model = model_on(device)
+    optimizer = make_optimizer(settings_of(name, **changes), model, dict(model.named_parameters()), lr=LR)
+    return optimizer, list(model.parameters())
+
+
+def walk(optimizer: torch.optim.Optimizer, weights: list[Any], *, steps: range) -> list[Any]:
+    for seed in steps:
+        set_random_grads(weights, seed=seed)
+        optimizer.step()
+    return clones(weights)
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [{k: v.clone() for k, v in state.items()} for state in optimizer.state_dict()["state"].values()]
+
+
+def test_every_name_of_the_config_is_made() -> None:
+    assert tuple(MAKERS) == OPTIMIZERS
+    types = {name: type(make(name)[0]) for name in OPTIMIZERS}
+    assert types == {"lars": LARS, "lamb": LAMB, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_arrive(name: str) -> None:
+    optimizer, _ = make(name)
+    decaying, other = optimizer.param_groups
+    assert (decaying["weight_decay"], other["weight_decay"]) == (0.01, 0.0)
+    assert decaying["names"] == ["0.weight", "2.weight"]
+    stated = SETTINGS[name].get("options") or SETTINGS[name]
+    for group in (decaying, other):
+        assert group["lr"] == LR
+        assert {key: group[key] for key in stated} == stated
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bias_and_norm_decay_too_where_they_are_not_excluded(name: str) -> None:
+    optimizer, weights = make(name, exclude_bias_and_norm=False)
+    decaying, other = optimizer.param_groups
+    assert [len(group["params"]) for group in (decaying, other)] == [6, 0]
+    assert (decaying["weight_decay"], decaying["adapt"]) == (0.01, True)
+    before = clones(weights)
+    after = walk(optimizer, weights, steps=range(2))
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("changes", [{}, {"nesterov": True}, {"momentum": 0.0}])
+def test_sgd_is_torchs_plain_one(changes: dict[str, Any], device: str) -> None:
+    optimizer, weights = make("sgd", device=device, **changes)
+    plain_model = model_on(device)
+    groups = [
+        {"params": [p for n, p in plain_model.named_parameters() if (n in ("0.weight", "2.weight")) is decays]}
+        for decays in (True, False)
+    ]
+    groups[0]["weight_decay"] = 0.01  # type: ignore[assignment]
+    momentum = {"momentum": 0.9, "nesterov": False, **changes}
+    plain = torch.optim.SGD(groups, lr=LR, foreach=False, **momentum)
+    expected = walk(plain, list(plain_model.parameters()), steps=range(20))
+    torch.testing.assert_close(walk(optimizer, weights, steps=range(20)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adamw_is_torchs_plain_one(device: str) -> None:
+    optimizer, weights = make("adamw", device=device, exclude_bias_and_norm=False)
+    plain_model = model_on(device)
+    plain = torch.optim.AdamW(
+        plain_model.parameters(), lr=LR, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.01, foreach=False
+    )
+    expected = walk(plain, list(plain_model.parameters()), steps=range(20))
+    torch.testing.assert_close(walk(optimizer, weights, steps=range(20)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_overflow_leaves_no_trace(name: str, first: int, unscale_first: bool, device: str) -> None:
+    """first=0: an overflow in the very first step, when an optimizer has no state yet."""
+    ends = []
+    for poisons in ([], [math.inf, math.nan]):
+        optimizer, weights = make(name, device=device)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=1000)
+        for seed in range(4):
+            for poison in poisons if seed == first else []:
+                before = clones(weights)
+                step_scaled(scaler, optimizer, weights, seed=99, poison=poison, unscale_first=unscale_first)
+                assert_same_bits(clones(weights), before)
+            step_scaled(scaler, optimizer, weights, seed=seed, unscale_first=unscale_first)
+        ends.append((clones(weights), states(optimizer), scaler.get_scale()))
+    assert_same_bits(ends[1][:2], ends[0][:2])
+    assert (ends[0][2], ends[1][2]) == (2.0**10, 2.0**8)
+
+
+def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, poison: Any = None, **how: Any) -> None:
+    """As scaled_step, for optimizers that write into gradients, too."""
+    own = isinstance(optimizer, LARS | LAMB)
+    if own:
+        scaled_step(scaler, optimizer, weights, seed=seed, poison=poison, **how)
+        return
+    scale = scaler.scale(torch.ones((), device=weights[0].device))
+    set_random_grads(weights, seed=seed, scale=float(scale))
+    if poison is not None:
+        weights[1].grad.view(-1)[2] = poison
+    if how["unscale_first"]:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
+def test_a_skipped_step_leaves_no_trace(bad: float, name: str) -> None:
+    optimizer, weights = make(name)
+    walk(optimizer, weights, steps=range(1))
+    before = clones(weights), states(optimizer)
+    for is_skipped in (True, False):
+        set_random_grads(weights, seed=5)
+        if is_skipped:
+            weights[0].grad.mul_(bad)
+        grads = [w.grad for w in weights]
+        step_or_skip_(optimizer, grads, divisor=torch.tensor(2.0), skip=torch.tensor(is_skipped))
+        if is_skipped:
+            assert_same_bits((clones(weights), states(optimizer)), before)
+    assert not torch.equal(clones(weights)[0], before[0][0])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_state_dict_resumes_bit_for_bit(name: str) -> None:
+    whole, weights = make(name)
+    expected = walk(whole, weights, steps=range(8))
+    first, weights = make(name)
+    walk(first, weights, steps=range(4))
+    with eval_mode(first, on_change=lambda: None) as in_training:
+        saved = {"weights": clones(weights), "in_training": in_training, "optimizer": first.state_dict()}
+        torch.save(saved, file := io.BytesIO())
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second, weights = make(name)
+    with torch.no_grad():
+        torch._foreach_copy_(weights, saved["weights"])
+    load_optimizer_state(second, saved["optimizer"], stated=stated_settings(settings_of(name)))
+    resume_training(second, saved["in_training"])
+    assert_same_bits(walk(second, weights, steps=range(4, 8)), expected)
+    assert_same_bits(states(second), states(whole))
+
+
+def test_what_is_stated_wins_over_a_checkpoint_and_what_is_counted_does_not() -> None:
+    name = "schedulefree.SGDScheduleFree"
+    first, weights = make(name)
+    walk(first, weights, steps=range(4))
+    options = {"momentum": 0.7, "warmup_steps": 3}
+    second, _ = make(name, options=options)
+    load_optimizer_state(second, first.state_dict(), stated=stated_settings(settings_of(name, options=options)))
+    assert [(g["momentum"], g["k"]) for g in second.param_groups] == [(0.7, 4)] * 2
+    assert stated_settings(settings_of("lars")) is None
+
+
+def test_evaluation_takes_the_average_and_training_goes_on_where_it_was() -> None:
+    """Schedule-Free's own train() after eval() rounds; beside it stands the package's own optimizer, used plainly."""
+    optimizer, weights = make("schedulefree.SGDScheduleFree", exclude_bias_and_norm=False)
+    plain_model = model_on("cpu")
+    plain = SGDScheduleFree(plain_model.parameters(), lr=LR, weight_decay=0.01, momentum=0.8, warmup_steps=3)
+    plain.train()
+    in_training = walk(optimizer, weights, steps=range(5))
+    walk(plain, list(plain_model.parameters()), steps=range(5))
+    plain.eval()
+    calls: list[list[Any]] = []
+    with eval_mode(optimizer, on_change=lambda: calls.append(clones(weights))) as kept:
+        assert_same_bits(clones(weights), clones(plain_model.parameters()))
+        assert_same_bits(kept, in_training)
+        assert not torch.equal(weights[0], in_training[0])
+    assert_same_bits(clones(weights), in_training)
+    assert_same_bits(calls, [clones(plain_model.parameters()), in_training])
+    walk(optimizer, weights, steps=range(5, 6))
+
+
+def test_evaluation_of_other_optimizers_changes_nothing() -> None:
+    optimizer, weights = make("lars")
+    before = clones(weights)
+    with eval_mode(optimizer, on_change=lambda: pytest.fail("nothing has changed")) as kept:
+        assert kept == []
+    assert_same_bits(clones(weights), before)
+
+
+def test_the_log_says_what_costs_a_sync_and_how_shares_travel() -> None:
+    lamb = settings_of("lamb")
+    assert optimizer_notes(lamb) == []
+    notes = optimizer_notes(settings_of("torch.optim.Adagrad"))
+    assert notes == ["torch.optim.Adagrad knows nothing of skipped updates: the host waits for the device every step"]
+    (note,) = optimizer_notes(settings_of("lamb", sharded=True))
+    assert note.startswith("sharded update: gradients travel by reduce-scatter, weights by all-gather")
+
+
+def test_closure_of_a_foreign_optimizer_runs() -> None:
+    optimizer, weights = make("torch.optim.Adagrad", options=None)
+    set_random_grads(weights, seed=0)
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "no_such_package.Shampoo",
+            "No module named 'no_such_package': install its package, as by pip install no_such_package",
+        ),
+        ("schedulefree.Shampoo", "schedulefree has no Shampoo; its optimizers are "),
+        ("math.Shampoo", "math has no Shampoo; its optimizers are none"),
+        ("torch.nn.Linear", "torch.nn.Linear is no torch.optim.Optimizer"),
+        ("math.pi", "math.pi is no torch.optim.Optimizer"),
+    ],
+)
+def test_a_name_that_leads_nowhere(name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(name)
+    assert str(caught.value).startswith(f"optimizer.name={name}: {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_package_that_lacks_one_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    half_there = ModuleType("half_there")
+    half_there.__path__ = []
+    monkeypatch.setitem(sys.modules, "half_there", half_there)
+    with pytest.raises(ConfigError, match=r"No module named 'half_there\.optim': install its package, as by pip .*"):
+        make("half_there.optim.Muon")
+    whole = ModuleType("whole")
+    whole.Muon = torch.optim.SGD  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "whole", whole)
+    assert isinstance(make("whole.Muon")[0], torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"momentun": 0.8}, "got an unexpected keyword argument 'momentun'"),
+        ({"momentum": 1.5}, "Momentum must be between 0 and 1 exclusive: 1.5"),
+    ],
+)
+def test_options_that_the_class_does_not_take(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make("schedulefree.SGDScheduleFree", options=options)
+    assert str(caught.value).startswith(f"optimizer.options={options} do not suit schedulefree.SGDScheduleFree: ")
+    assert words in str(caught.value)
+
+
+def test_momentum_begins_from_zero_after_a_checkpoint_without_one() -> None:
+    without, weights = make("sgd", momentum=0.0)
+    walk(without, weights, steps=range(1))
+    optimizer, weights = make("sgd")
+    load_optimizer_state(optimizer, without.state_dict())
+    momenta = [optimizer.state[weight].get("momentum_buffer") for weight in weights]
+    assert all(momentum is not None and not bool(momentum.any()) for momentum in momenta)
+
+
+def test_weight_decay_that_an_optimizer_does_not_read_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make("torch.optim.Rprop")
+    assert str(caught.value) == (
+        "optimizer.weight_decay=0.01 is not read by torch.optim.Rprop, which has none: set it to 0"
+    )
+    assert isinstance(make("torch.optim.Rprop", weight_decay=0.0)[0], torch.optim.Rprop)
+
+
+def test_optimizer_that_averages_itself_gets_no_average() -> None:
+    average = {"ema_decay": 0.9, "ema_every_steps": 1}
+    with pytest.raises(ConfigError) as caught:
+        make("schedulefree.SGDScheduleFree", **average)
+    assert str(caught.value) == (
+        "optimizer.ema_decay=0.9 does not go with optimizer.name=schedulefree.SGDScheduleFree, which averages the "
+        "weights itself: set it and optimizer.ema_every_steps to null"
+    )
+    make("torch.optim.Adagrad", **average)

@@ -1,0 +1,295 @@
+"""From a config to the objects of a run: what does not fit together is refused, and nothing is read in vain."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.models.blurpool import BlurConv2d
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.run.summary import replayed
+
+
+def one_rank() -> Communicator:
+    return connect(env=ALONE, backend="gloo")
+
+
+def cifar10(root: Path) -> Config:
+    words = ["data.num_classes=2", "batch.global_batch_size=4", "batch.microbatch_size=4", "batch.bn_span=4"]
+    return load_config(["--config", "cifar10", f"--data.root={root}", *(f"--{word}" for word in words)])
+
+
+def write_images(root: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(3):
+                Image.new("RGB", (32, 32)).save(folder / f"{number}.png")
+
+
+def test_evaluation_opens_no_training_image(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    (tmp_path / "train" / "a" / "0.png").write_text("no picture")
+    config, communicator = cifar10(tmp_path), one_rank()
+    split = build_input.make_eval_split(config, communicator)
+    batches = list(build_input.eval_batches(config, communicator, split))
+    assert sum(int(batch.valid_B.sum()) for batch in batches) == split.num_samples == 6
+    with pytest.raises(DataError, match=r"train/a/0\.png"):
+        build_input.make_splits(config, communicator)
+
+
+def test_evaluation_lists_no_training_image_and_needs_none(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    for image in (tmp_path / "train").glob("*/*.png"):
+        image.unlink()  # the classes stay
+    config, communicator = cifar10(tmp_path), one_rank()
+    assert build_input.make_eval_split(config, communicator).num_samples == 6
+    (tmp_path / "train" / "c").mkdir()
+    with pytest.raises(DataError, match=r"val: lacks 1 class\(es\): c; give it the same classes as the training split"):
+        build_input.make_eval_split(config, communicator)
+    shutil.rmtree(tmp_path / "train")
+    assert build_input.make_eval_split(config, communicator).num_samples == 6
+    shutil.rmtree(tmp_path / "val" / "b")
+    with pytest.raises(ConfigError, match=r"data\.num_classes=2, but .* holds 1 classes"):
+        build_input.make_eval_split(config, communicator)
+
+
+def test_packed_data_is_evaluated_by_what_it_states(tmp_path: Path) -> None:
+    write_images(tmp_path / "set")
+    pack(tmp_path / "set", tmp_path / "packed", recipe=PackRecipe())
+    config = cifar10(tmp_path / "packed")
+    (tmp_path / "packed/train/index.npy").unlink()  # which a training run wants
+    assert build_input.make_eval_split(config, one_rank()).num_samples == 6
+    with pytest.raises(DataError, match=r"index\.npy"):
+        build_input.make_splits(config, one_rank())
+
+
+def agreed_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a rank that reads root tells the others."""
+    said: list[str] = []
+    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: said.append(text))
+    build_input._read_indices(cifar10(root), one_rank())
+    return said[-1]
+
+
+def test_ranks_agree_on_classes_labels_and_sizes_not_on_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path / "set")
+    pack(tmp_path / "set", tmp_path / "packed", recipe=PackRecipe())
+    for name in ("copy", "renamed", "relabelled"):
+        shutil.copytree(tmp_path / "set", tmp_path / name)
+    for split in ("train", "val"):
+        (tmp_path / "renamed" / split / "b").rename(tmp_path / "renamed" / split / "c")
+    (tmp_path / "relabelled/val/a/0.png").rename(tmp_path / "relabelled/val/b/9.png")
+    pack(tmp_path / "set", tmp_path / "smaller", recipe=PackRecipe(max_side=16))
+    texts = {folder.name: agreed_images(folder, monkeypatch) for folder in tmp_path.iterdir()}
+    assert texts["copy"] == texts["set"]
+    assert len(set(texts.values())) == len(texts) - 1 == 5
+    assert all(text.startswith("6 training pictures (") for text in texts.values())
+    halves = [texts[name].split(", ") for name in ("set", "relabelled")]
+    assert halves[0][0] == halves[1][0]
+    assert halves[0][1] != halves[1][1]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "first_step", "words"),
+    [
+        (3, 0, "batch.global_batch_size=4 exceeds the 3 training pictures"),
+        (9, 49, "run.epochs=24 end at step 48, but the checkpoint is of step 49: give at least 25, or"),
+    ],
+)
+def test_run_without_a_step_is_refused(num_samples: int, first_step: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build.make_plan(cifar10(tmp_path), one_rank(), num_samples=num_samples, first_step=first_step)
+
+
+def test_run_that_is_at_its_end_is_none_too_many(tmp_path: Path) -> None:
+    plan = build.make_plan(cifar10(tmp_path), one_rank(), num_samples=9, first_step=48)
+    assert (plan.first_step, plan.num_steps) == (48, 48)
+
+
+@pytest.mark.parametrize(("decay", "num_decaying"), [("4.5", 36), ("null", 176)])
+def test_a_decay_may_end_before_the_run(decay: str, num_decaying: int, tmp_path: Path) -> None:
+    """24 epochs of 8 steps, of which 2 warm up; then a straight line down, and end_lr from there on."""
+    config = cifar10(tmp_path)
+    line = {"name": "polynomial", "base_lr": 0.5, "warmup_epochs": 2.0, "end_lr": 0.1, "power": 1.0}
+    decay_epochs = None if decay == "null" else float(decay)
+    config = replace(config, schedule=replace(config.schedule, **line, decay_epochs=decay_epochs))
+    plan = build.make_plan(config, one_rank(), num_samples=32, first_step=0)
+    schedule = build._make_schedule(config, plan)
+    rates = [schedule(step) for step in range(24 * 8)]
+    expected = [0.5 * (step + 1) / 16 for step in range(16)]
+    expected += [0.5 - 0.4 * (step + 1) / num_decaying for step in range(num_decaying)]
+    expected += [0.1] * (24 * 8 - len(expected))
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["optimizer.ema_decay=0.9", "optimizer.ema_every_steps=192"], None),
+        (
+            ["optimizer.ema_decay=0.9", "optimizer.ema_every_steps=193"],
+            "optimizer.ema_every_steps=193 exceeds the 192 steps of the run, and would have no effect: set it to at "
+            "most 192",
+        ),
+        (["run.divergence_steps=1000"], None),  # a recipe's, in a run of an epoch to try it
+    ],
+)
+def test_what_would_begin_after_the_run_is_refused(words: list[str], refused: str | None) -> None:
+    """24 epochs of 8 steps."""
+    config = quickstart("run.epochs=24", "batch.global_batch_size=256", *words)
+    if refused is None:
+        build.make_plan(config, one_rank(), num_samples=2048, first_step=0)
+        return
+    with pytest.raises(ConfigError) as caught:
+        build.make_plan(config, one_rank(), num_samples=2048, first_step=0)
+    assert str(caught.value) == refused
+
+
+@pytest.mark.parametrize(("clip_norm", "moved"), [("0.5", 0.5), ("null", 5.0)])
+def test_gradients_are_clipped_to_what_the_config_states(clip_norm: str, moved: float) -> None:
+    """A gradient of (3, 4), and a step of plain SGD with a learning rate of 1."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    precision = build.make_precision(quickstart(f"optimizer.clip_norm={clip_norm}"), model, device=torch.device("cpu"))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    precision.update_(torch.optim.SGD(precision.masters.values(), lr=1.0))
+    assert float((model.weight.detach() - before).norm()) == pytest.approx(moved, rel=1e-5)
+
+
+def digest(root: Path) -> str | None:
+    config, communicator = cifar10(root), one_rank()
+    return build_input.samples_digest(build_input.make_splits(config, communicator)[0])
+
+
+def test_digest_of_the_samples_is_that_of_classes_and_labels(tmp_path: Path) -> None:
+    """Packed copies count as the same. A new name within its class goes unseen: names are not in what is packed."""
+    write_images(tmp_path / "set")
+    pack(tmp_path / "set", tmp_path / "packed", recipe=PackRecipe())
+    for name in ("renamed picture", "renamed class", "moved", "added", "removed"):
+        shutil.copytree(tmp_path / "set", tmp_path / name)
+    for split in ("train", "val"):
+        (tmp_path / "renamed class" / split / "b").rename(tmp_path / "renamed class" / split / "c")
+    (tmp_path / "renamed picture/train/a/0.png").rename(tmp_path / "renamed picture/train/a/9.png")
+    (tmp_path / "moved/train/a/0.png").rename(tmp_path / "moved/train/b/9.png")
+    (tmp_path / "removed/train/a/0.png").unlink()
+    shutil.copy(tmp_path / "added/train/a/0.png", tmp_path / "added/train/a/9.png")
+    digests = {folder.name: digest(folder) for folder in tmp_path.iterdir()}
+    assert digests["set"] == digests["packed"] == digests["renamed picture"]
+    assert len(set(digests.values())) == 5
+    assert None not in digests.values()
+
+
+def quickstart(*words: str) -> Config:
+    return load_config(["--config", "quickstart", "--model.width=2", *(f"--{word}" for word in words)])
+
+
+@pytest.mark.parametrize("zero_gamma", [True, False])
+@pytest.mark.parametrize("blurpool", [True, False])
+def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> None:
+    words = ["model.name=resnet18", "model.width=null", "model.pool_first=null", "model.logit_scale=null"]
+    words += [f"model.zero_gamma={zero_gamma}", f"model.blurpool={blurpool}"]
+    config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
+    model = build.make_model(config, one_rank())
+    scales = [block.bn2.weight for stage in (model.layer1, model.layer4) for block in stage]  # type: ignore[union-attr]
+    assert [bool(scale.any()) for scale in scales] == [not zero_gamma] * 4
+    assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == (6 if blurpool else 0)
+
+
+def test_generated_samples_have_no_digest() -> None:
+    config = quickstart("data.loader=synthetic", "data.num_synthetic_samples=1024")
+    assert build_input.samples_digest(build_input.make_splits(config, one_rank())[0]) is None
+
+
+def test_momentum_survives_an_overflow_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is skipped; memory that torch allocates for it is filled with NaN here, and with anything elsewhere."""
+    nothing = (f"optimizer.{key}=null" for key in ("trust_coefficient", "eps", "momentum_form"))
+    half = ("optimizer.precision=fp16", "optimizer.loss_scale=65536", "optimizer.loss_scale_growth_steps=2000")
+    config, communicator = quickstart("optimizer.name=sgd", *half, *nothing), one_rank()
+    plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
+    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    for weight in parts.model.parameters():
+        weight.grad = torch.full_like(weight, float("inf"))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
+    parts.precision.update_(parts.optimizer)
+    momenta = [state["momentum_buffer"] for state in parts.optimizer.state.values()]
+    assert len(momenta) == len(list(parts.model.parameters()))
+    assert all(not bool(momentum.any()) for momentum in momenta)
+
+
+def test_gpu_without_bf16_is_refused_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "choose_device", lambda env, *, backend: torch.device("cuda", 0))
+    monkeypatch.setattr(build, "connect", lambda **settings: pytest.fail("ranks met"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"optimizer.precision=bf16 needs .* and Tesla T4 has 7.5: set it to fp32 or"):
+        build.join_job(quickstart("optimizer.precision=bf16"), ALONE)
+
+
+def test_work_without_a_global_batch_has_no_ranks_to_replay_or_to_share_with() -> None:
+    """Any number of ranks evaluates a run whose ranks shared ghost batches, or stood for others."""
+    config = quickstart("batch.microbatch_size=64", "batch.bn_span=128", "batch.virtual_ranks=4")
+    for world_size in (1, 3):
+        batch = build.without_choices(config, world_size=world_size).batch
+        assert accumulation_steps(batch, world_size=world_size) == 1
+        assert (batch.bn_span, batch.virtual_ranks) == (64, None)
+    narrow = build.without_choices(quickstart("batch.bn_span=32"), world_size=3).batch
+    assert narrow.bn_span == 32
+
+
+@pytest.mark.parametrize(
+    ("precision", "microbatch_size", "num_sums"), [("fp16", 64, 1), ("fp16", 256, 0), ("fp32", 64, 0)]
+)
+def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
+    precision: str, microbatch_size: int, num_sums: int
+) -> None:
+    words = ["optimizer.loss_scale=1024", "optimizer.loss_scale_growth_steps=1000"] if precision == "fp16" else []
+    batch = ["batch.global_batch_size=256", f"batch.microbatch_size={microbatch_size}", "batch.bn_span=64"]
+    config, communicator = quickstart(f"optimizer.precision={precision}", *batch, *words), one_rank()
+    plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
+    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    half = [p for p in parts.model.parameters() if p.dtype == torch.float16]
+    assert len(parts.accumulation._sums) == num_sums * len(half)
+
+
+def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(build, "make_group_gather", lambda communicator, **facts: made.append(facts))
+    config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")
+    four = SimpleNamespace(world_size=4, device=torch.device("cpu"))
+    exposed = ExposedTime()
+    norms = [m for m in build.make_model(config, four, exposed=exposed).modules() if isinstance(m, GhostBatchNorm2d)]
+    assert made == [{"group_size": 2, "exposed": exposed, "what": "batch-norm statistics"}], "one group for all layers"
+    assert {(norm.bn_span, norm.part_size, norm.ghosts_per_step) for norm in norms} == {(128, 64, 1)}
+
+
+@pytest.mark.parametrize(
+    ("virtual_ranks", "world_size", "lines"),
+    [
+        (None, 4, []),
+        (2048, 1, ["replays the updates of 2048 ranks: 1 here, each does the work of 2048"]),
+        (8, 2, ["replays the updates of 8 ranks: 2 here, each does the work of 4"]),
+    ],
+)
+def test_a_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
+    assert replayed(virtual_ranks, world_size=world_size) == lines

@@ -1,0 +1,203 @@
+"""Staging before a run: all ranks go on together, or none does, and nobody waits for a copy in vain."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import DataError, PeerLostError
+from bigbatch.trainer.build import staging as module
+from bigbatch.trainer.build.staging import bytes_in, stage_data
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+
+
+def config(**data: object) -> Any:
+    return load_config(["--config", "quickstart", *(f"--data.{key}={value}" for key, value in data.items())])
+
+
+def packed(root: Path) -> Path:
+    for split in ("train", "val"):
+        (root / "set" / split / "a").mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(root / "set" / split / "a" / "0.jpg")
+    pack(root / "set", root / "packed", recipe=PackRecipe())
+    return root / "packed"
+
+
+def ranks_that(gather_text: Callable[[str], list[str]], *, rank: int = 0, local_rank: int = 0) -> Any:
+    env = replace(ALONE, rank=rank, local_rank=local_rank, local_size=local_rank + 1)
+    return SimpleNamespace(gather_text=gather_text, rank=rank, env=env)
+
+
+def test_nothing_is_staged_unasked(tmp_path: Path) -> None:
+    unstaged = config(root=tmp_path)
+    assert stage_data(unstaged, ranks_that(lambda text: pytest.fail("a collective"))) == (unstaged, None)
+
+
+def test_copy_takes_the_place_of_the_root(tmp_path: Path) -> None:
+    target = tmp_path / "local"
+    staged, line = stage_data(config(root=packed(tmp_path), stage=target), connect(env=ALONE, backend="gloo"))
+    assert staged.data.root == str(target)
+    assert str(line).startswith(f"data staged in {target}: 2 pictures in 2 shards")
+    for path in (tmp_path / "packed").rglob("*.npy"):
+        assert (target / path.relative_to(tmp_path / "packed")).read_bytes() == path.read_bytes()
+
+
+def test_line_is_of_the_rank_that_copied(tmp_path: Path) -> None:
+    other = json.dumps({"seconds": 99.0, "summary": "5 GB copied"})
+    asked = config(root=packed(tmp_path), stage=tmp_path / "local")
+    _, line = stage_data(asked, ranks_that(lambda text: [text, other]))
+    assert line == f"data staged in {tmp_path / 'local'}: 5 GB copied"
+
+
+def test_failure_is_that_of_all_ranks(tmp_path: Path) -> None:
+    images = packed(tmp_path).with_name("set")
+    with pytest.raises(DataError, match="set/train: is not packed"):
+        stage_data(config(root=images, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
+    other = json.dumps({"failure": "no room on host b"})
+    asked = config(root=tmp_path / "packed", stage=tmp_path / "local")
+    with pytest.raises(DataError, match="no room on host b"):
+        stage_data(asked, ranks_that(lambda text: [text, other]))
+
+
+def test_defect_is_not_taken_for_bad_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "stage", broken)
+    with pytest.raises(ZeroDivisionError):
+        stage_data(config(root=tmp_path, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
+
+
+def test_lost_rank_ends_the_wait_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 7: within the time in which it is found lost, not within that of the copy."""
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def lost(text: str) -> list[str]:
+        raise PeerLostError("no answer from rank 1")
+
+    def copy(*_: object, **__: object) -> None:
+        may_end.wait(10)
+        has_ended.set()
+
+    monkeypatch.setattr(module, "stage", copy)
+    with pytest.raises(PeerLostError):
+        stage_data(config(root=tmp_path, stage=tmp_path / "local"), ranks_that(lost))
+    assert not has_ended.is_set()
+    may_end.set()
+
+
+def answering(*others: dict[str, object]) -> Any:
+    """What a second rank says, one answer an exchange."""
+    answers = list(others)
+    return lambda text: [text, json.dumps(answers.pop(0))]
+
+
+DONE = {"seconds": 0.0, "summary": ""}
+
+
+def test_other_ranks_of_a_node_copy_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "stage", lambda *_, **__: pytest.fail("a second copy"))
+    copied = {"seconds": 9.0, "summary": "5 GB copied"}
+    under_way = {"share": 0.5, "progress": "half"}
+    asked = config(root=tmp_path, stage=tmp_path / "local")
+    staged, line = stage_data(asked, ranks_that(answering(under_way, copied), rank=1, local_rank=1))
+    assert staged.data.root == str(tmp_path / "local")
+    assert line == f"data staged in {tmp_path / 'local'}: 5 GB copied"
+    with pytest.raises(DataError, match="no room"):
+        stage_data(asked, ranks_that(answering(under_way, {"failure": "no room"}), rank=1, local_rank=1))
+
+
+def test_failure_of_one_node_ends_the_wait_for_the_copy_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(module, "stage", lambda *_, **__: may_end.wait(10))
+    start = time.monotonic()
+    with pytest.raises(DataError, match="no room on host b"):
+        stage_data(config(root=tmp_path, stage=tmp_path / "l"), ranks_that(answering({"failure": "no room on host b"})))
+    assert time.monotonic() - start < 5
+    may_end.set()
+
+
+def test_node_furthest_behind_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    may_end = threading.Event()
+
+    def copy(*_: object, on_progress: Callable[[int, int], None], on_wait: Callable[[], None], **__: object) -> Any:
+        on_wait()
+        may_end.wait(10)
+        on_progress(12_300_000_000, 150_000_000_000)
+        told.wait(10)
+        return SimpleNamespace(seconds=1.0)
+
+    told, exchanges = threading.Event(), iter(range(10**9))
+
+    def other(text: str) -> list[str]:
+        number, ours = next(exchanges), json.loads(text)
+        if number > 3:
+            may_end.set()
+        if ours.get("share", 0) > 0:
+            told.set()
+        return [text, json.dumps({"share": 0.9, "progress": "nearly all"} if number < 20 else DONE)]
+
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "stage", copy)
+    stage_data(config(root=tmp_path, stage=tmp_path / "local"), ranks_that(other))
+    lines = list(dict.fromkeys(capsys.readouterr().err.splitlines()))
+    assert lines == [
+        f"staging: waiting for another process, which stages into {tmp_path / 'local'} on here",
+        "staging: 12.3 of 150 GB on here",
+        "staging: nearly all",
+    ]
+
+
+def test_copy_that_gets_no_byte_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives as long as files grow, whoever writes them, or whole ones are found right."""
+    may_end, target = threading.Event(), tmp_path / "local"
+    growing = target / "train" / ".shard-000000.tar.unfinished"
+    growing.parent.mkdir(parents=True)
+    at: list[float] = []
+
+    def copy(*_: object, on_progress: Callable[[int, int], None], **__: object) -> None:
+        for number in range(1, 4):
+            time.sleep(0.3)
+            growing.write_bytes(bytes(number))
+        for number in range(1, 4):
+            time.sleep(0.3)
+            on_progress(number, 9)
+        at.append(time.monotonic())
+        may_end.wait(10)
+
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(module, "stage", copy)
+    asked = config(root=tmp_path, stage=target)
+    object.__setattr__(asked.comm, "timeout_seconds", 0.8)  # shorter than a config may ask for
+    message = f"{target}: no byte came from {tmp_path} for comm.timeout_seconds=0.8 on here; see what holds it up"
+    with pytest.raises(DataError, match=re.escape(message)):
+        stage_data(asked, connect(env=ALONE, backend="gloo"))
+    assert 0.7 < time.monotonic() - at[0] < 5
+    may_end.set()
+
+
+def test_bytes_are_those_of_the_splits(tmp_path: Path) -> None:
+    for name, size in (("train/a.tar", 5), ("val/.b.tar.unfinished", 7), (".stage.lock", 11)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "val" / "gone").symlink_to("nowhere")
+    assert bytes_in(tmp_path) == 12
+    assert bytes_in(tmp_path / "nowhere") == 0

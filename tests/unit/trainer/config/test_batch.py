@@ -1,0 +1,193 @@
+"""Which batches, ghost batches and ranks go together, and that each remedy named is legal."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from tests.unit.trainer.config.test_schema import make_config, refusal
+
+Batch = dict[str, int | None]
+
+
+def job_refusal(changes: Batch, *, world_size: int) -> str:
+    """What a job of so many ranks says of a config that is legal by itself."""
+    with pytest.raises(ConfigError) as caught:
+        accumulation_steps(make_config(changes).batch, world_size=world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bn_span_names_a_legal_one():
+    assert refusal({"batch.bn_span": 7}) == (
+        "batch.bn_span=7 is neither a divisor nor a multiple of batch.microbatch_size=64: 4 is"
+    )
+    assert refusal({"batch.bn_span": 96}).endswith("multiple of batch.microbatch_size=64: 64 is")
+    for legal in (4, 64, 128, 256):
+        make_config({"batch.bn_span": legal})
+
+
+def test_global_batch_names_a_microbatch():
+    """96 is no multiple of 64, but of 32, the largest multiple of bn_span that divides it."""
+    assert refusal({"batch.global_batch_size": 96}) == (
+        "batch.global_batch_size=96 is not a multiple of batch.microbatch_size=64 x 1 rank(s): "
+        "set batch.microbatch_size to 32"
+    )
+    # 100 is no multiple of bn_span: no microbatch helps
+    assert refusal({"batch.global_batch_size": 100}).endswith("set batch.global_batch_size to 64")
+    # nor of the two ranks that share a ghost batch of 128
+    assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
+        "set batch.global_batch_size to 256"
+    )
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 4), (2, 2), (4, 1)])
+def test_accumulation_steps(world_size, expected):
+    assert accumulation_steps(make_config().batch, world_size=world_size) == expected
+    replay = make_config({"batch.virtual_ranks": 4}).batch
+    assert accumulation_steps(replay, world_size=world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("world_size", "remedy"),
+    [
+        (8, "set batch.microbatch_size to 32"),  # 256 / 8
+        # 16 samples a rank hold no ghost batch of 32: 16 x 64, or two ranks to a ghost batch
+        (16, "set batch.global_batch_size to 1024, or, without mixup and cutmix, batch.microbatch_size to 16"),
+        (3, "set batch.global_batch_size to 192"),  # 3 x 64
+    ],
+)
+def test_ranks_that_do_not_fit_get_a_remedy(world_size, remedy):
+    assert job_refusal({}, world_size=world_size) == (
+        f"batch.global_batch_size=256 is not a multiple of batch.microbatch_size=64 x {world_size} rank(s): {remedy}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "remedy"),
+    [
+        ({}, 1, "set batch.microbatch_size to 128"),  # the one rank holds a ghost batch whole
+        ({"batch.global_batch_size": 384}, 5, "start 2 ranks"),  # 3 ghost batches: pairs of ranks share 1 or 3
+        ({"batch.virtual_ranks": 4}, 1, "set batch.microbatch_size to 128 and batch.virtual_ranks to 2"),
+        ({"batch.bn_span": 256, "batch.virtual_ranks": 4}, 2, "set batch.microbatch_size to 128 and "
+         "batch.virtual_ranks to 2"),
+    ],
+)  # fmt: skip
+def test_ranks_that_form_no_groups_get_a_remedy(changes, world_size, remedy):
+    changes = {"batch.bn_span": 128, **changes}
+    assert job_refusal(changes, world_size=world_size) == (
+        f"batch.bn_span={changes['batch.bn_span']} is spread over {changes['batch.bn_span'] // 64} ranks by "
+        f"batch.microbatch_size=64, and {world_size} rank(s) do not form such groups: {remedy}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "virtual_ranks", "fitting"),
+    [
+        ({}, 3, 2),  # 4 microbatches
+        ({}, 5, 4),
+        ({"batch.bn_span": 128}, 3, 2),
+        ({"batch.bn_span": 128}, 1, 2),
+        ({"batch.microbatch_size": 16, "batch.bn_span": 64}, 12, 8),  # 4 ghost batches of 4 ranks each
+    ],
+)
+def test_virtual_ranks_share_the_global_batch(changes, virtual_ranks, fitting):
+    message = refusal({**changes, "batch.virtual_ranks": virtual_ranks})
+    assert message.startswith(f"batch.virtual_ranks={virtual_ranks} cannot share batch.global_batch_size=256 in ")
+    assert message.endswith(f": {fitting} can")
+    make_config({**changes, "batch.virtual_ranks": fitting})
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "fitting"),
+    [
+        ({"batch.virtual_ranks": 4}, 3, 2),
+        ({"batch.virtual_ranks": 2}, 4, 2),
+        ({"batch.virtual_ranks": 8, "batch.microbatch_size": 32, "batch.bn_span": 64}, 6, 4),
+    ],
+)
+def test_ranks_of_the_job_divide_the_virtual_ones(changes, world_size, fitting):
+    assert job_refusal(changes, world_size=world_size) == (
+        f"batch.virtual_ranks={changes['batch.virtual_ranks']} is not a multiple of the {world_size} rank(s) of this "
+        f"job, which are to do the same work each: start {fitting} rank(s)"
+    )
+    accumulation_steps(make_config(changes).batch, world_size=fitting)
+
+
+def followed(batch: Batch, world_size: int, message: str) -> tuple[Batch, int]:
+    """The batch and the job after what the message advises."""
+    if ranks := re.search(r"start (\d+) rank", message):
+        return batch, int(ranks.group(1))
+    advice = message.rpartition(": ")[2].split(", or")[0]
+    if only := re.fullmatch(r"(\d+) (is|can)", advice):
+        return batch | {
+            "batch.bn_span" if only.group(2) == "is" else "batch.virtual_ranks": int(only.group(1))
+        }, world_size
+    changes = {key: int(value) for key, value in re.findall(r"(batch\.\w+) to (\d+)", advice)}
+    assert changes, message
+    return batch | changes, world_size
+
+
+def legal_after_advice(batch: Batch, world_size: int) -> tuple[Batch, int]:
+    """Until nothing is refused: first by the config alone, then by the job."""
+    for _ in range(5):
+        try:
+            accumulation_steps(make_config(batch).batch, world_size=world_size)
+        except ConfigError as error:
+            batch, world_size = followed(batch, world_size, str(error))
+        else:
+            return batch, world_size
+    pytest.fail(f"five remedies were not enough: {batch}, {world_size} ranks")
+
+
+@given(
+    span=st.integers(1, 24),
+    microbatch_size=st.integers(1, 24),
+    global_batch_size=st.integers(1, 4000),
+    virtual_ranks=st.none() | st.integers(1, 60),
+    world_size=st.integers(1, 40),
+)
+def test_every_remedy_is_legal(span, microbatch_size, global_batch_size, virtual_ranks, world_size):
+    """Followed, they lead to a config that both the constructor and the job accept."""
+    batch: Batch = {
+        "batch.global_batch_size": global_batch_size,
+        "batch.bn_span": span,
+        "batch.microbatch_size": microbatch_size,
+        "batch.virtual_ranks": virtual_ranks,
+    }
+    batch, num_ranks = legal_after_advice(batch, world_size)
+    steps = accumulation_steps(make_config(batch).batch, world_size=num_ranks)
+    assert steps * num_ranks * batch["batch.microbatch_size"] == batch["batch.global_batch_size"]
+    if span % microbatch_size == 0 or microbatch_size % span == 0:
+        assert batch["batch.bn_span"] == span
+    if virtual_ranks is not None:
+        assert batch["batch.virtual_ranks"] % num_ranks == 0
+
+
+@given(
+    span=st.integers(1, 24),
+    microbatch_size=st.integers(1, 24),
+    global_batch_size=st.integers(1, 4000),
+    world_size=st.integers(1, 40),
+)
+def test_the_second_remedy_is_legal_too(span, microbatch_size, global_batch_size, world_size):
+    """The one for whom nothing mixes pictures: ranks share ghost batches, and the update stays the same."""
+    batch: Batch = {
+        "batch.global_batch_size": global_batch_size,
+        "batch.bn_span": span,
+        "batch.microbatch_size": microbatch_size,
+    }
+    try:
+        accumulation_steps(make_config(batch).batch, world_size=world_size)
+    except ConfigError as error:
+        if second := re.search(r"or, without mixup and cutmix, (batch\.\w+) to (\d+)$", str(error)):
+            batch[second.group(1)] = int(second.group(2))
+            assert accumulation_steps(make_config(batch).batch, world_size=world_size) >= 1
+
+
+@pytest.mark.parametrize(("number", "limit", "expected"), [(128, 7, 4), (12, 100, 12), (13, 12, 1), (100, 50, 50)])
+def test_largest_divisor(number, limit, expected):
+    assert largest_divisor(number, limit) == expected

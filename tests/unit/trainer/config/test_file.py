@@ -1,0 +1,381 @@
+"""From YAML and command line to a config and back; every refusal is one line that names what to change."""
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config import file as config_file
+from bigbatch.trainer.config import sections as config_sections
+from bigbatch.trainer.config.file import dump_config, find_config, load_config, packaged_configs
+from bigbatch.trainer.config.schema import all_keys, lookup
+
+QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
+NAMES = [
+    "cifar10",
+    "cifar10_10epochs",
+    "cifar10_24epochs",
+    "cifar10_80epochs",
+    "imagenet/alexnet_bn_64k",
+    "imagenet/fast_resnet50_16",
+    "imagenet/fast_resnet50_88",
+    "imagenet/issue272_resnet50_32k",
+    "imagenet/issue272_resnet50_64k",
+    "imagenet/jia_resnet50_64k",
+    "imagenet/nesterov_resnet50_32k",
+    "imagenet/nus_resnet50_16k",
+    "imagenet/nus_resnet50_1k",
+    "imagenet/nus_resnet50_32k",
+    "imagenet/nus_resnet50_4k",
+    "imagenet/nus_resnet50_512",
+    "imagenet/nus_resnet50_8k",
+    "imagenet/resnet50_13056",
+    "imagenet/resnet50_1632",
+    "imagenet/resnet50_2k",
+    "imagenet/resnet50_3264",
+    "imagenet/resnet50_32k",
+    "imagenet/resnet50_48k",
+    "imagenet/resnet50_4k",
+    "imagenet/resnet50_58880",
+    "imagenet/resnet50_64480",
+    "imagenet/resnet50_64k",
+    "imagenet/resnet50_67840",
+    "imagenet/resnet50_8k",
+    "imagenette",
+    "quickstart",
+]
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write quickstart with changes ({"section.key": value}) as YAML text of its own, and give the path."""
+
+    def write(changes: dict[str, str]) -> str:
+        sections = yaml.safe_load(QUICKSTART.read_text())
+        lines = []
+        for section, values in sections.items():
+            lines.append(f"{section}:")
+            for key, value in values.items():
+                lines.append(f"  {key}: {changes.get(f'{section}.{key}', json.dumps(value))}")  # JSON is YAML
+        path = tmp_path / "experiment.yaml"
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def write_text(tmp_path):
+    def write_text(text: str | bytes) -> str:
+        path = tmp_path / "experiment.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write_text
+
+
+def changed(old: str, new: str) -> str:
+    text = QUICKSTART.read_text()
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+def test_packaged_configs():
+    assert set(NAMES) <= set(packaged_configs())
+    assert packaged_configs() == sorted(packaged_configs())
+
+
+@pytest.mark.parametrize("name", packaged_configs())
+def test_packaged_config_loads_complete_and_comes_back(name, write_text):
+    """What the YAML states is what the config holds, key by key, and dump_config writes the same."""
+    config = load_config(["--config", name])
+    stated = yaml.safe_load((config_file.PACKAGED / f"{name}.yaml").read_text())
+    assert tuple(f"{section}.{key}" for section in stated for key in stated[section]) == all_keys()
+    for key in all_keys():
+        section, _, field = key.partition(".")
+        value = lookup(config, key)
+        assert json.loads(json.dumps(value)) == stated[section][field], key  # with lists for tuples
+    assert yaml.safe_load(dump_config(config)) == stated
+    assert load_config(["--config", write_text(dump_config(config))]) == config
+
+
+def test_dump_quotes_what_yaml_would_misread(write_text):
+    config = load_config(
+        ["--config", "quickstart", "--run.directory", "2026", "--run.resume", "no", "--optimizer.weight_decay", "1e-07"]
+    )
+    again = load_config(["--config", write_text(dump_config(config))])
+    assert again == config
+    assert (again.run.directory, again.run.resume, again.optimizer.weight_decay) == ("2026", "no", 1e-7)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--config", "quickstart", "--run.epochs", "3"],
+        ["--config=quickstart", "--run.epochs=3"],
+        ["--run.epochs", "3", "--config", "quickstart"],  # wherever it stands
+        ["--run.epochs=3", "--config", str(QUICKSTART)],
+    ],
+)
+def test_options_override_the_file(argv):
+    config = load_config(argv)
+    assert config.run.epochs == 3
+    assert config.data == load_config(["--config", "quickstart"]).data
+
+
+def test_whole_numbers_become_floats(write):
+    """The dump, which ranks and resumed runs compare, must not depend on how a number was typed."""
+    config = load_config(["--config", write({"schedule.base_lr": "8", "data.std": "[1, 2, 3]"})])
+    again = load_config(["--config", "quickstart", "--schedule.base_lr", "8.0", "--data.std", "[1.0, 2.0, 3.0]"])
+    assert "base_lr: 8.0" in dump_config(config)
+    assert dump_config(config) == dump_config(again)
+
+
+def test_options_of_every_form():
+    options = {
+        "--data.mean": "[0.1, 2e-1, 0.3]",
+        "--data.flip": "false",
+        "--comm.group_size": "2",
+        "--schedule.name": "step",
+        "--schedule.end_lr": "null",
+        "--schedule.power": "null",
+        "--schedule.gamma": "1e-1",
+        "--schedule.milestone_epochs": "[3, 4.5]",
+    }
+    config = load_config(["--config", "quickstart", *(word for pair in options.items() for word in pair)])
+    assert config.data.mean == (0.1, 0.2, 0.3)
+    assert config.data.flip is False
+    assert config.comm.group_size == 2
+    assert (config.schedule.gamma, config.schedule.milestone_epochs) == (0.1, (3.0, 4.5))
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "1.e-4", "0.0001", ".0001"])
+def test_numbers_that_yaml_1_1_reads_as_text(number, write):
+    """yaml.safe_load gives '1e-4' as a string."""
+    assert load_config(["--config", write({"optimizer.weight_decay": number})]).optimizer.weight_decay == 1e-4
+    assert load_config(["--config", "quickstart", "--optimizer.weight_decay", number]).optimizer.weight_decay == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "shown", "legal"),
+    [
+        ("run.epochs", "many", "many", "int"),
+        ("run.epochs", "2.5", "2.5", "int"),
+        ("batch.microbatch_size", "1e6", "1000000.0", "int"),
+        ("optimizer.weight_decay", "small", "small", "float"),
+        ("data.flip", "maybe", "maybe", "bool"),
+        ("model.width", "wide", "wide", "int or null"),
+        ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "tuple[float, float, float]"),
+        (
+            "optimizer.precision",
+            "fp8",
+            "fp8",
+            "one of 'fp32', 'tf32', 'bf16_autocast', 'fp16_autocast', 'bf16', 'fp16'",
+        ),
+        ("optimizer.momentum_form", "both", "both", "one of 'lr_inside', 'lr_outside' or null"),
+        ("data.loader", "ffcv", "ffcv", "one of 'dali', 'torchvision', 'resident', 'synthetic'"),
+    ],
+)
+def test_wrong_type(key, text, shown, legal, write):
+    expected = f"{key}={shown} must be {legal}"
+    assert refusal("--config", write({key: text})) == expected
+    assert refusal("--config", "quickstart", f"--{key}", text) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("run.directory", "5", "run.directory=5 must be str"),
+        ("run.directory", "null", "run.directory=null must be str"),
+        ("run.epochs", "true", "run.epochs=True must be int"),
+        ("data.flip", "1", "data.flip=1 must be bool"),
+        ("schedule.base_lr", ".inf", "schedule.base_lr=inf must be positive and finite"),
+    ],
+)
+def test_wrong_type_in_yaml(key, text, expected, write):
+    assert refusal("--config", write({key: text})) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--run.epohcs", "unknown key run.epohcs; the nearest legal one is run.epochs"),
+        ("--optimiser.momentum", "unknown key optimiser.momentum; the nearest legal one is optimizer.momentum"),
+        ("--momentum", "unknown key momentum; the nearest legal one is optimizer.momentum"),
+        ("--run.epoch", "unknown key run.epoch; the nearest legal one is run.epochs"),  # no abbreviations
+        ("--confg", "unknown key confg; the nearest legal one is config"),
+    ],
+)
+def test_unknown_option(option, expected):
+    assert refusal("--config", "quickstart", option, "1") == f"command line: {expected}"
+    assert refusal("--config", "quickstart", f"{option}=1") == f"command line: {expected}"
+
+
+def test_a_section_is_no_option():
+    """jsonargparse would take a file or a mapping here, past our checks."""
+    assert "unknown key run;" in refusal("--config", "quickstart", "--run", "{epochs: 3}")
+
+
+def test_command_line_that_is_no_option():
+    assert refusal("--config", "quickstart", "extra").lower() == "unrecognized arguments: extra"
+    assert refusal("--config", "quickstart", "--run.epochs") == "argument --run.epochs: expected one argument"
+
+
+def test_unknown_key_in_yaml(write_text):
+    path = write_text(changed("  momentum: ", "  momentun: "))
+    assert refusal("--config", path) == (
+        f"{path}: unknown key optimizer.momentun; the nearest legal one is optimizer.momentum"
+    )
+    path = write_text(changed("optimizer:\n", "optimiser:\n"))
+    assert refusal("--config", path) == f"{path}: unknown key optimiser; the nearest legal one is optimizer"
+
+
+@pytest.mark.parametrize("key", all_keys())
+def test_missing_key(key, write_text):
+    sections = yaml.safe_load(QUICKSTART.read_text())
+    section, _, field = key.partition(".")
+    del sections[section][field]
+    path = write_text(yaml.safe_dump(sections))
+    assert refusal("--config", path) == f"{path}: {key} is missing; an experiment states every key"
+
+
+def test_missing_section(write_text):
+    sections = yaml.safe_load(QUICKSTART.read_text())
+    del sections["comm"]
+    path = write_text(yaml.safe_dump(sections))
+    assert refusal("--config", path) == f"{path}: comm.backend is missing; an experiment states every key"
+
+
+def test_key_stated_twice(write_text):
+    path = write_text(changed("run:\n", "run:\n  seed: 1\n"))
+    message = refusal("--config", path)
+    assert message.startswith(f"{path} is not readable YAML: seed is stated twice")
+    assert "line 3" in message
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- run\n- data\n", "run", "5"])
+def test_not_a_mapping(text, write_text):
+    path = write_text(text)
+    assert refusal("--config", path).startswith(f"{path} holds no sections; see a packaged experiment")
+
+
+def test_section_that_is_no_mapping(write_text):
+    path = write_text("run: 5\n")
+    assert refusal("--config", path) == f"{path}: section run must hold keys and values"
+
+
+@pytest.mark.parametrize("content", [b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"])
+def test_unreadable_yaml(content, write_text):
+    path = write_text(content)
+    assert refusal("--config", path).startswith(f"{path} is not readable YAML: ")
+
+
+def test_missing_file_and_unknown_name(tmp_path):
+    missing = str(tmp_path / "none.yaml")
+    assert refusal("--config", missing).startswith(
+        f"--config '{missing}': there is no such file or packaged experiment"
+    )
+    assert refusal("--config", "quikstart").endswith("the nearest packaged one is quickstart")
+    assert refusal("--config", "resnet50_8k").endswith("the nearest packaged one is imagenet/resnet50_8k")
+    assert "there is no such file" in refusal("--config", str(tmp_path))  # a folder
+    assert refusal("--config").startswith("--config '': there is no such file")
+    assert refusal("--config=").startswith("--config '': there is no such file")
+
+
+def test_find_config_without_any_packaged(monkeypatch, tmp_path):
+    monkeypatch.setattr(config_file, "PACKAGED", tmp_path)
+    with pytest.raises(ConfigError, match=r"no such file or packaged experiment$"):
+        find_config("quickstart")
+
+
+def test_find_config():
+    assert find_config("quickstart") == QUICKSTART
+    assert find_config(str(QUICKSTART)) == QUICKSTART
+
+
+def test_path_that_starts_with_a_dash(monkeypatch, tmp_path):
+    (tmp_path / "-mine.yaml").write_text(QUICKSTART.read_text())
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["--config=-mine.yaml"]) == load_config(["--config", "quickstart"])
+
+
+def test_exactly_one_config():
+    assert refusal("--run.epochs", "3").startswith("--config is missing: name a YAML file or one of cifar10")
+    assert refusal("--config", "quickstart", "--config=cifar10") == (
+        "--config is given 2 times: keep one, and override its keys by --section.key"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--batch.bn_span", "7", "batch.bn_span=7 is neither a divisor nor a multiple of batch.microbatch_size="),
+        ("--run.epochs", "-1", "run.epochs=-1 must be positive and finite"),
+        ("--model.width", "null", "model.width is null, but model.name=resnet9 needs it"),
+    ],
+)
+def test_checks_of_the_config_come_out_as_they_are(option, value, expected, write):
+    assert refusal("--config", "quickstart", option, value).startswith(expected)
+    assert refusal("--config", write({option[2:]: value})).startswith(expected)
+
+
+def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"], prog="bigbatch train")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for key in all_keys():
+        assert f" --{key} " in text
+    docstrings = inspect.getsource(config_sections).split('"""')[3::2]  # [1] is the module's
+    assert len(docstrings) == len(all_keys()) + 9
+    for docstring in docstrings:
+        assert " ".join(docstring.split()).rstrip(".") in text
+    assert "bigbatch train --config NAME_OR_FILE" in text
+    assert all(name in text for name in packaged_configs())
+
+
+def test_help_offers_nothing_that_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--config", "quickstart", "--help"])
+    options = capsys.readouterr().out.split("options:")[1].split("example:")[0]
+    offered = {word.rstrip(",") for word in options.split() if word.startswith("--")}
+    assert offered == {"--config", "--help"} | {f"--{key}" for key in all_keys()}
+
+
+def test_other_messages_of_the_parser_pass_in_one_line(monkeypatch):
+    def fail(*args, **kwargs):
+        raise argparse.ArgumentError(None, "first\n  second typing.Any")
+
+    monkeypatch.setattr(config_file.ArgumentParser, "parse_args", fail)
+    assert refusal("--config", "quickstart") == "first second Any"
+
+
+def test_a_file_in_the_current_folder_goes_before_a_packaged_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").write_text("run: 5\n")
+    assert refusal("--config", "quickstart") == "quickstart: section run must hold keys and values"
+
+
+@pytest.mark.parametrize("words", [["--virtual-ranks", "4"], ["--virtual-ranks=4"]])
+def test_virtual_ranks_have_a_short_name(words):
+    assert load_config([*words, "--config", "quickstart"]).batch.virtual_ranks == 4
+    assert load_config(["--config", "quickstart", *words, "--batch.virtual_ranks=2"]).batch.virtual_ranks == 2
+
+
+def test_help_names_the_short_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        load_config(["--help"])
+    assert "--virtual-ranks is short for --batch.virtual_ranks" in " ".join(capsys.readouterr().out.split())

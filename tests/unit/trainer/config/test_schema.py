@@ -1,0 +1,614 @@
+"""The config's checks, and that each remedy they name is legal."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+import bigbatch.trainer
+from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.connection import BACKENDS
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config import schema as config_module
+from bigbatch.trainer.config import sections as config_sections
+from bigbatch.trainer.config.schema import Config, all_keys, lookup
+from bigbatch.trainer.models import MODELS
+from bigbatch.trainer.models.resnet import ResNet
+from bigbatch.trainer.optim.lars import MOMENTUM_FORMS
+from bigbatch.trainer.optim.schedule import SCHEDULES
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES
+
+SECTIONS = get_type_hints(Config)
+BASE = {
+    "run.directory": "runs/test",
+    "run.seed": 0,
+    "run.epochs": 10,
+    "run.log_every_steps": 1,
+    "run.eval_every_epochs": 1,
+    "run.eval_offset_epochs": 0,
+    "run.checkpoint_every_steps": 0,
+    "run.keep_checkpoints": 1,
+    "run.resume": "never",
+    "run.target_top1": None,
+    "run.stop_metric": None,
+    "run.stop_after_evaluations": None,
+    "run.divergence_steps": None,
+    "data.loader": "torchvision",
+    "data.root": "data/test",
+    "data.num_classes": 10,
+    "data.num_synthetic_samples": None,
+    "data.image_size": 32,
+    "data.train_sizes": None,
+    "data.crop": "resized",
+    "data.crop_area_min": 0.5,
+    "data.flip": True,
+    "data.eval_crop_fraction": 1.0,
+    "data.eval_flip": False,
+    "data.mean": (0.5, 0.5, 0.5),
+    "data.std": (0.25, 0.25, 0.25),
+    "data.max_skipped": None,
+    "data.num_threads": 1,
+    "data.prefetch_batches": 1,
+    "data.patience_seconds": 0.25,
+    "data.hardware_share": 0.5,
+    "data.stage": None,
+    "data.bind_numa": False,
+    "data.probe_seconds": 0.0,
+    "augment.color_jitter": 0.0,
+    "augment.randaugment_ops": 0,
+    "augment.randaugment_magnitude": None,
+    "augment.cutout_size": 0,
+    "augment.mixup_alpha": 0.0,
+    "augment.cutmix_alpha": 0.0,
+    "model.name": "resnet9",
+    "model.width": 8,
+    "model.pool_first": True,
+    "model.celu_alpha": None,
+    "model.norm_scale": None,
+    "model.logit_scale": 0.125,
+    "model.whitening_eps": None,
+    "model.zero_gamma": None,
+    "model.blurpool": None,
+    "model.weights": None,
+    "batch.global_batch_size": 256,
+    "batch.microbatch_size": 64,
+    "batch.bn_span": 32,
+    "batch.virtual_ranks": None,
+    "compute.compile": None,
+    "compute.compile_fallback": False,
+    "compute.cuda_graph": False,
+    "compute.channels_last": True,
+    "compute.cudnn_benchmark": True,
+    "compute.recomputed_blocks": 0,
+    "optimizer.name": "lars",
+    "optimizer.momentum": 0.9,
+    "optimizer.nesterov": False,
+    "optimizer.betas": None,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.exclude_bias_and_norm": True,
+    "optimizer.bias_lr_factor": 1.0,
+    "optimizer.trust_coefficient": 0.001,
+    "optimizer.eps": 0.0,
+    "optimizer.momentum_form": "lr_inside",
+    "optimizer.options": None,
+    "optimizer.sharded": False,
+    "optimizer.clip_norm": None,
+    "optimizer.ema_decay": None,
+    "optimizer.ema_every_steps": None,
+    "optimizer.label_smoothing": 0.0,
+    "optimizer.precision": "fp32",
+    "optimizer.loss_scale": None,
+    "optimizer.loss_scale_growth_steps": None,
+    "schedule.name": "polynomial",
+    "schedule.base_lr": 1.0,
+    "schedule.warmup_epochs": 2.0,
+    "schedule.decay_epochs": None,
+    "schedule.end_lr": 0.0,
+    "schedule.power": 2.0,
+    "schedule.milestone_epochs": None,
+    "schedule.gamma": None,
+    "comm.backend": "auto",
+    "comm.interface": None,
+    "comm.algorithm": "native",
+    "comm.table": None,
+    "comm.group_size": None,
+    "comm.wire_dtype": None,
+    "comm.predivide": 1.0,
+    "comm.threshold_bytes": 1,
+    "comm.buffer_bytes": 1,
+    "comm.first_buffer_bytes": None,
+    "comm.warn_seconds": 1.0,
+    "comm.timeout_seconds": 2.5,
+    "comm.timeline_steps": None,
+}
+ALEXNET = "model.name=alexnet_bn"
+NOT_RESNET9 = {"model.width": None, "model.pool_first": None, "model.logit_scale": None}
+STEP = {
+    "schedule.name": "step",
+    "schedule.end_lr": None,
+    "schedule.power": None,
+    "schedule.gamma": 0.1,
+    "schedule.milestone_epochs": (4.0, 8.0),
+}
+TUNED = {
+    "comm.table": "tuned.json",
+    "comm.threshold_bytes": None,
+    "comm.buffer_bytes": None,
+    "comm.algorithm": "hybrid",
+}
+HALF_WIRE = {"comm.wire_dtype": "float16", "comm.predivide": 8.0, "comm.timeline_steps": (3, 3)}
+RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": None}
+
+
+def make_config(changes: dict[str, object] | None = None) -> Config:
+    values = {**BASE, **(changes or {})}
+    sections: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return Config(**{name: SECTIONS[name](**given) for name, given in sections.items()})
+
+
+def refusal(changes: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_config(changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_all_keys_are_those_of_a_complete_config():
+    assert all_keys() == tuple(BASE)
+    config = make_config()
+    assert {key: lookup(config, key) for key in all_keys()} == BASE
+
+
+@pytest.mark.parametrize(
+    "changes", [STEP, RESIDENT, TUNED, HALF_WIRE, {"schedule.warmup_epochs": 10}, {"schedule.end_lr": 1.0}]
+)
+def test_legal_at_the_edge(changes):
+    config = make_config(changes)
+    assert {key: lookup(config, key) for key in changes} == changes
+
+
+POSITIVE = [
+    ("run.epochs", 0),
+    ("run.log_every_steps", 0),
+    ("run.eval_every_epochs", -1),
+    ("run.keep_checkpoints", 0),
+    ("data.num_classes", 0),
+    ("data.image_size", 0),
+    ("data.std", (0.25, 0.0, 0.25)),
+    ("data.num_threads", 0),
+    ("data.prefetch_batches", 0),
+    ("data.patience_seconds", 0.0),
+    ("data.patience_seconds", float("inf")),
+    ("model.width", 0),
+    ("model.celu_alpha", 0.0),
+    ("model.norm_scale", -0.25),
+    ("model.logit_scale", 0.0),
+    ("model.whitening_eps", 0.0),
+    ("batch.global_batch_size", 0),
+    ("batch.microbatch_size", 0),
+    ("batch.bn_span", 0),
+    ("optimizer.bias_lr_factor", 0.0),
+    ("optimizer.trust_coefficient", 0.0),
+    ("schedule.base_lr", 0.0),
+    ("schedule.base_lr", float("inf")),
+    ("schedule.base_lr", float("nan")),
+    ("schedule.decay_epochs", 0.0),
+    ("schedule.power", 0.0),
+    ("comm.group_size", 0),
+    ("comm.threshold_bytes", 0),
+    ("comm.buffer_bytes", 0),
+    ("comm.first_buffer_bytes", 0),
+    ("comm.predivide", 0.0),
+    ("comm.warn_seconds", 0.0),
+    ("comm.timeout_seconds", float("inf")),
+]
+NOT_NEGATIVE = [
+    ("compute.recomputed_blocks", -1),
+    ("run.seed", -1),
+    ("run.checkpoint_every_steps", -1),
+    ("run.eval_offset_epochs", -1),
+    ("data.max_skipped", -1),
+    ("data.probe_seconds", -1.0),
+    ("data.probe_seconds", float("inf")),
+    ("augment.color_jitter", -0.1),
+    ("augment.randaugment_ops", -1),
+    ("augment.randaugment_magnitude", -1),
+    ("augment.cutout_size", -2),
+    ("augment.mixup_alpha", -0.2),
+    ("augment.mixup_alpha", float("nan")),
+    ("augment.cutmix_alpha", float("inf")),
+    ("optimizer.weight_decay", -1e-4),
+    ("optimizer.weight_decay", float("nan")),
+    ("optimizer.eps", -1e-9),
+    ("schedule.warmup_epochs", -1.0),
+    ("schedule.end_lr", -1e-4),
+    ("comm.timeline_steps", (-1, 3)),
+]
+SHARES = [
+    ("data.hardware_share", -0.1, "at least 0 and at most 1"),
+    ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
+    ("data.hardware_share", 1.1, "at least 0 and at most 1"),
+    ("data.crop_area_min", 0.0, "above 0 and at most 1"),
+    ("data.crop_area_min", 1.5, "above 0 and at most 1"),
+    ("data.eval_crop_fraction", 0.0, "above 0 and at most 1"),
+    ("optimizer.momentum", 1.0, "at least 0 and below 1"),
+    ("optimizer.momentum", -0.1, "at least 0 and below 1"),
+    ("optimizer.label_smoothing", 1.0, "at least 0 and below 1"),
+    ("run.seed", 2**63, "below 2**63"),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "legal"),
+    [(*case, "positive and finite") for case in POSITIVE]
+    + [(*case, "0 or more, and finite") for case in NOT_NEGATIVE]
+    + SHARES,
+)
+def test_ranges(key, value, legal):
+    assert refusal({key: value}) == f"{key}={value} must be {legal}"
+
+
+def test_comm_choices_that_contradict_each_other():
+    for key in ("comm.threshold_bytes", "comm.buffer_bytes"):
+        assert refusal({key: None}) == f"{key} is null, which means as comm.table says, and that is null, too"
+    assert refusal({"comm.algorithm": "hybrid"}).endswith("which is null: make one with bigbatch comm tune")
+    assert refusal({"comm.predivide": 8.0}).startswith("comm.predivide=8.0 has no meaning without comm.wire_dtype")
+    assert refusal({"comm.timeline_steps": (4, 3)}) == "comm.timeline_steps=[4, 3] must be the first and the last step"
+
+
+def test_ranges_of_keys_that_base_leaves_out():
+    synthetic = {"data.loader": "synthetic", "data.num_synthetic_samples": 0}
+    assert refusal(synthetic) == "data.num_synthetic_samples=0 must be positive and finite"
+    assert refusal({**STEP, "schedule.gamma": 0.0}) == "schedule.gamma=0.0 must be positive and finite"
+    negative = {**STEP, "schedule.milestone_epochs": (-1.0, 4.0)}
+    assert refusal(negative) == "schedule.milestone_epochs=(-1.0, 4.0) must be 0 or more, and finite"
+
+
+def test_no_number_goes_unchecked():
+    """Every int or float of the config stands in one of the lists of ranges."""
+    checked = {
+        *config_module.POSITIVE,
+        *config_module.NOT_NEGATIVE,
+        *config_module.SHARE,
+        *config_module.SHARE_WITH_ONE,
+        *config_module.SHARE_BELOW_ONE,
+    }
+    numbers = {
+        f"{section}.{key}"
+        for section, fields in SECTIONS.items()
+        for key, type_ in get_type_hints(fields).items()
+        if {int, float} & {type_, *get_args(type_), *(a for t in get_args(type_) for a in get_args(t))}
+    }
+    assert checked == numbers
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "decider"),
+    [
+        ({"data.loader": "synthetic"}, "data.num_synthetic_samples", "data.loader=synthetic"),
+        ({"data.crop_area_min": None}, "data.crop_area_min", "data.crop=resized"),
+        ({"model.width": None}, "model.width", "model.name=resnet9"),
+        ({"model.pool_first": None}, "model.pool_first", "model.name=resnet9"),
+        ({"model.name": "resnet18", **NOT_RESNET9}, "model.zero_gamma", "model.name=resnet18"),
+        (
+            {"model.name": "resnet152", **NOT_RESNET9, "model.zero_gamma": False},
+            "model.blurpool",
+            "model.name=resnet152",
+        ),
+        ({"optimizer.trust_coefficient": None}, "optimizer.trust_coefficient", "optimizer.name=lars"),
+        ({"optimizer.eps": None}, "optimizer.eps", "optimizer.name=lars"),
+        ({"optimizer.momentum_form": None}, "optimizer.momentum_form", "optimizer.name=lars"),
+        ({"schedule.end_lr": None}, "schedule.end_lr", "schedule.name=polynomial"),
+        ({"schedule.name": "cosine", "schedule.end_lr": None}, "schedule.end_lr", "schedule.name=cosine"),
+        ({"schedule.power": None}, "schedule.power", "schedule.name=polynomial"),
+        ({**STEP, "schedule.milestone_epochs": None}, "schedule.milestone_epochs", "schedule.name=step"),
+        ({**STEP, "schedule.gamma": None}, "schedule.gamma", "schedule.name=step"),
+    ],
+)
+def test_a_key_that_the_choice_needs(changes, key, decider):
+    assert refusal(changes) == f"{key} is null, but {decider} needs it: give a value"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "decider"),
+    [
+        ({"data.num_synthetic_samples": 5}, "data.num_synthetic_samples=5", "data.loader=torchvision"),
+        ({**RESIDENT, "data.crop_area_min": 0.5}, "data.crop_area_min=0.5", "data.crop=padded"),
+        ({"model.name": "resnet50"}, "model.width=8", "model.name=resnet50"),
+        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.celu_alpha": 0.3}, "model.celu_alpha=0.3", ALEXNET),
+        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.norm_scale": 0.25}, "model.norm_scale=0.25", ALEXNET),
+        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.whitening_eps": 0.01}, "model.whitening_eps=0.01", ALEXNET),
+        ({"model.zero_gamma": False}, "model.zero_gamma=False", "model.name=resnet9"),
+        ({"model.blurpool": True}, "model.blurpool=True", "model.name=resnet9"),
+        ({"optimizer.name": "sgd"}, "optimizer.trust_coefficient=0.001", "optimizer.name=sgd"),
+        ({"schedule.gamma": 0.5}, "schedule.gamma=0.5", "schedule.name=polynomial"),
+        ({"schedule.name": "one_cycle"}, "schedule.power=2.0", "schedule.name=one_cycle"),
+        ({**STEP, "schedule.end_lr": 0.1}, "schedule.end_lr=0.1", "schedule.name=step"),
+    ],
+)
+def test_a_key_that_the_choice_does_not_know(changes, key, decider):
+    assert refusal(changes) == f"{key} has no meaning with {decider}: set it to null"
+
+
+def test_loader_and_crop_go_together():
+    assert "data.crop=resized does not go with data.loader=resident" in refusal({"data.loader": "resident"})
+    padded = {"data.crop": "padded", "data.crop_area_min": None}
+    assert "data.crop=padded does not go with data.loader=torchvision" in refusal(padded)
+    message = refusal({**RESIDENT, "data.eval_crop_fraction": 0.875})
+    assert message.startswith("data.eval_crop_fraction=0.875 does not go with data.loader=resident")
+    assert message.endswith("set it to 1.0")
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_decoding_engine_may_take_none_or_all(share):
+    assert make_config({"data.hardware_share": share}).data.hardware_share == share
+
+
+SYNTHETIC = {"data.loader": "synthetic", "data.num_synthetic_samples": 64}
+SIZES = ((0, 16), (4, 32))
+
+
+@pytest.mark.parametrize("choice", [RESIDENT, SYNTHETIC], ids=["resident", "synthetic"])
+@pytest.mark.parametrize(("key", "value"), [("max_skipped", 3), ("max_skipped", 0), ("stage", "/tmp/x")])
+def test_loaders_that_read_nothing_in_training_skip_and_stage_nothing(choice, key, value):
+    message = refusal({**choice, f"data.{key}": value})
+    assert message == f"data.{key}={value} has no meaning with data.loader={choice['data.loader']}: set it to null"
+    make_config({**choice, f"data.{key}": None})
+    make_config({f"data.{key}": value})
+
+
+def test_resident_images_have_one_size_and_synthetic_ones_any():
+    message = refusal({**RESIDENT, "data.train_sizes": SIZES})
+    assert message.startswith("data.train_sizes=[[")
+    assert message.endswith("]] has no meaning with data.loader=resident: set it to null")
+    for choice in ({}, SYNTHETIC):
+        assert make_config({**choice, "data.train_sizes": SIZES}).data.train_sizes == SIZES
+
+
+@pytest.mark.parametrize("sizes", [(), ((1, 16),), ((0, 16), (0, 32)), ((0, 16), (4, 32), (2, 24)), ((-1, 16),)])
+def test_sizes_are_given_from_the_first_epoch_on_and_in_order(sizes):
+    pairs = [list(pair) for pair in sizes]
+    assert refusal({"data.train_sizes": sizes}) == f"data.train_sizes={pairs} must give epochs that rise from 0"
+
+
+@pytest.mark.parametrize("size", [0, -16])
+def test_sizes_are_pixels(size):
+    message = refusal({"data.train_sizes": ((0, 16), (1, size))})
+    assert message == f"data.train_sizes=[[0, 16], [1, {size}]] must give sizes of 1 pixel or more"
+
+
+def test_every_size_is_large_enough_for_the_model():
+    message = refusal({"data.train_sizes": ((0, 7), (1, 32))})
+    assert message == "data.train_sizes=7 is too small for model.name=resnet9: give at least 8"
+    make_config({"data.train_sizes": ((0, 8), (1, 32))})
+
+
+@pytest.mark.parametrize("timeout", [2.5, 10.0, 600.0])
+def test_patience_ends_before_the_other_ranks_lose_theirs(timeout):
+    """2 * (patience + 1): a read may fail for so long, and then not return."""
+    changes = {"comm.timeout_seconds": timeout, "data.patience_seconds": timeout}
+    message = refusal(changes)
+    assert message.startswith(f"data.patience_seconds={timeout:g} is too long: the other ranks give up after ")
+    assert f"comm.timeout_seconds={timeout:g}: " in message
+    least, longest = map(
+        float, re.search(r"to at least (.*), or data.patience_seconds to at most (.*)$", message).groups()
+    )
+    make_config({**changes, "comm.timeout_seconds": least})
+    assert 2 * (longest + 1) == timeout
+    make_config({**changes, "data.patience_seconds": longest})
+    assert "is too long" in refusal({**changes, "data.patience_seconds": longest + 0.01})
+    assert refusal({"comm.timeout_seconds": 2.0}).endswith("set that to at least 3")
+    make_config({**changes, **SYNTHETIC})  # which reads nothing that could be late
+
+
+@pytest.mark.parametrize(
+    ("ops", "magnitude", "remedy", "legal"), [(2, None, "give one, 9 is usual", 9), (0, 9, "set it to null", None)]
+)
+def test_randaugment_is_a_number_and_a_strength(ops, magnitude, remedy, legal):
+    changes = {"augment.randaugment_ops": ops, "augment.randaugment_magnitude": magnitude}
+    assert refusal(changes) == (
+        f"augment.randaugment_magnitude={magnitude} does not go with augment.randaugment_ops={ops}: {remedy}"
+    )
+    make_config({**changes, "augment.randaugment_magnitude": legal})
+
+
+@pytest.mark.parametrize("magnitude", [0, 30])
+def test_randaugment_has_31_strengths(magnitude):
+    legal = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": magnitude}
+    assert make_config(legal).augment.randaugment_magnitude == magnitude
+    too_strong = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": 31}
+    assert refusal(too_strong) == "augment.randaugment_magnitude=31 must be at most 30"
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_cutout_has_a_middle(size):
+    message = refusal({"augment.cutout_size": size})
+    assert message == f"augment.cutout_size={size} must be even: {size + 1} is"
+    make_config({"augment.cutout_size": size + 1})
+
+
+@pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
+def test_a_image_is_mixed_with_another(key):
+    message = refusal({key: 0.2, "batch.bn_span": 1})
+    assert "batch.bn_span=1" in message
+    make_config({key: 0.2, "batch.bn_span": 2})
+    make_config({"batch.bn_span": 1})
+
+
+@pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
+def test_images_of_several_ranks_are_not_mixed(key):
+    spread = {"batch.bn_span": 128}  # over 2 ranks of 64
+    assert refusal({**spread, key: 0.2}).endswith(
+        "mix within a ghost batch, whose pictures batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: "
+        "set both to 0"
+    )
+    make_config({**spread, key: 0.0})
+
+
+def test_schedule_fits_the_run():
+    assert refusal({"schedule.warmup_epochs": 10.5}) == (
+        "schedule.warmup_epochs=10.5 is longer than run.epochs=10: give at most that"
+    )
+    assert refusal({"schedule.end_lr": 1.5}) == ("schedule.end_lr=1.5 exceeds schedule.base_lr=1.0: give at most that")
+
+
+@pytest.mark.parametrize("milestones", [(8.0, 4.0), (4.0, 4.0), (1.0, 4.0)])
+def test_milestones_rise_and_the_ones_named_are_legal(milestones):
+    message = refusal({**STEP, "schedule.milestone_epochs": milestones})
+    assert message.startswith(f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs=2.0")
+    named = re.search(r"on: \[(.*)\] does", message)
+    make_config({**STEP, "schedule.milestone_epochs": tuple(float(m) for m in named.group(1).split(", "))})
+
+
+@pytest.mark.parametrize("name", ["polynomial", "cosine", "one_cycle"])
+def test_a_decay_ends_within_the_run(name):
+    form = {"schedule.name": name, "schedule.power": 2.0 if name == "polynomial" else None}
+    make_config({**form, "schedule.decay_epochs": 8.0})  # after the 2 of warm-up
+    make_config({**form, "schedule.decay_epochs": 0.5})
+    assert refusal({**form, "schedule.decay_epochs": 8.5}) == (
+        "schedule.warmup_epochs=2 and schedule.decay_epochs=8.5 are longer than run.epochs=10: set "
+        "schedule.decay_epochs to null, which means the rest of the run"
+    )
+
+
+def test_steps_have_no_length():
+    assert refusal({**STEP, "schedule.decay_epochs": 3.0}) == (
+        "schedule.decay_epochs=3 has no meaning with schedule.name=step: set it to null"
+    )
+
+
+def test_milestones_lie_within_the_run():
+    """The first step at a milestone has the lower rate: one at the last epoch's end comes too late."""
+    assert refusal({**STEP, "schedule.milestone_epochs": (4.0, 8.0, 10.0, 12.0)}) == (
+        "schedule.milestone_epochs=[4.0, 8.0, 10.0, 12.0] reaches past the end of run.epochs=10: [4.0, 8.0] does not"
+    )
+    make_config({**STEP, "schedule.milestone_epochs": (4.0, 9.9)})
+
+
+@pytest.mark.parametrize(("every", "offset"), [(1, 1), (4, 4), (4, 7)])
+def test_the_first_evaluation_comes_within_the_interval(every, offset):
+    changes = {"run.eval_every_epochs": every, "run.eval_offset_epochs": offset}
+    assert refusal(changes) == (
+        f"run.eval_offset_epochs={offset} must be below run.eval_every_epochs={every}: give at most {every - 1}"
+    )
+    make_config({**changes, "run.eval_offset_epochs": every - 1})
+
+
+def test_resnets_are_those_that_are_built_as_such():
+    built = [name for name, make in MODELS.items() if getattr(make, "func", None) is ResNet]
+    assert built == list(config_module.RESNETS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_smallest_image_is_the_smallest_that_the_model_takes(name):
+    changes = {} if name == "resnet9" else dict(NOT_RESNET9)
+    if name in config_module.RESNETS:
+        changes |= {"model.zero_gamma": True, "model.blurpool": False}
+    smallest = config_module.SMALLEST_IMAGE.get(name, 1)
+    make_config({"model.name": name, "data.image_size": smallest, **changes})
+    model = MODELS[name](num_classes=3).eval()
+    with torch.no_grad():
+        model(torch.zeros(1, 3, smallest, smallest))
+        if smallest == 1:
+            return
+        with pytest.raises(RuntimeError, match="too small"):
+            model(torch.zeros(1, 3, smallest - 1, smallest - 1))
+    too_small = refusal({"model.name": name, "data.image_size": smallest - 1, **changes})
+    assert too_small.endswith(f"is too small for model.name={name}: give at least {smallest}")
+
+
+def test_randaugment_needs_a_few_pixels():
+    ops = {
+        "model.name": "resnet18",
+        **NOT_RESNET9,
+        "model.zero_gamma": True,
+        "model.blurpool": False,
+        "augment.randaugment_ops": 2,
+        "augment.randaugment_magnitude": 9,
+    }
+    make_config({**ops, "data.train_sizes": ((0, 3),)})
+    assert refusal({**ops, "data.train_sizes": ((0, 2),)}) == (
+        "data.train_sizes=2 is too small for augment.randaugment_ops=2: give at least 3"
+    )
+
+
+def test_a_stage_has_a_name():
+    assert refusal({"data.stage": ""}) == "data.stage is empty: name a folder of each node, or set it to null"
+
+
+def test_means_are_shares():
+    assert refusal({"data.mean": (123.7, 116.3, 103.5)}).endswith("must be at least 0 and at most 1")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "known"),
+    [
+        ("model", "name", MODELS),
+        ("optimizer", "momentum_form", MOMENTUM_FORMS),
+        ("optimizer", "precision", COMPUTE_DTYPES),
+        ("schedule", "name", SCHEDULES),
+        ("comm", "backend", BACKENDS),
+        ("comm", "algorithm", ALGORITHMS),
+    ],
+)
+def test_choices_are_those_that_the_code_knows(section, key, known):
+    type_ = get_type_hints(SECTIONS[section])[key]
+    literal = next((t for t in get_args(type_) if get_args(t)), type_)
+    assert set(get_args(literal)) == set(known)
+
+
+def test_every_key_has_its_docstring():
+    tree = ast.parse(inspect.getsource(config_sections))
+    documented = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name != "Config":  # its fields are the sections
+            assert ast.get_docstring(node), node.name
+            for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(statement, ast.AnnAssign):
+                    is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                    assert is_text, f"{node.name}.{statement.target.id} has no docstring under it"
+                    documented.append(statement.target.id)
+    assert documented == [key.partition(".")[2] for key in BASE]
+
+
+def keys_read(tree: ast.AST) -> set[str]:
+    """section.key for each access x.section.key, and y.key where y is the section's name or stands for it."""
+    aliases = {name: name for name in SECTIONS}
+    types = {section.__name__: name for name, section in SECTIONS.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in types:
+            aliases[node.arg] = types[node.annotation.id]
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            for target, value in pairs:
+                if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and value.attr in SECTIONS:
+                    aliases[target.id] = value.attr
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            found.add(f"{aliases.get(name, name)}.{node.attr}")
+    return found
+
+
+def test_every_key_is_read_outside_of_the_config():
+    room = Path(bigbatch.trainer.__file__).parent
+    sources = [path for path in room.rglob("*.py") if not re.match(r"config(_\w+)?\.py", path.name)]
+    found = set().union(*(keys_read(ast.parse(path.read_text())) for path in sources))
+    assert set(all_keys()) - found == set()
+
+
+def test_configs_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_config().run.epochs = 3

@@ -1,0 +1,322 @@
+"""Tar archives: what is hostile is refused, what is cut off is noticed, what is whole is read as tarfile reads it."""
+
+import errno
+import gzip
+import hashlib
+import io
+import os
+import socket
+import tarfile
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from archive_writer import HOSTILE, files_below, sized, special, tar_of
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets import archives
+from bigbatch.trainer.datasets.archives import Archive, check_md5, download, find_archive, read_members
+
+FILES = {"a/one.JPEG": b"1" * 700, "a/two.JPEG": b"", "three.txt": b"3" * 512}
+
+
+def read_all(path):
+    return {str(member.path): member.read() for member in read_members(path)}
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_files_are_read_whatever_the_compression_and_folders_passed_over(tmp_path, mode):
+    path = tmp_path / "misnamed.tar.gz"
+    path.write_bytes(tar_of({"a": special("a", tarfile.DIRTYPE), **FILES}, mode=mode))
+    assert read_all(path) == FILES
+
+
+@pytest.mark.parametrize("mode", ["w:bz2", "w:xz"])
+def test_a_compression_that_no_data_set_uses_is_no_tar(tmp_path, mode):
+    path = tmp_path / "archive.tar"
+    for num_bytes in (None, -20):  # whole, and cut off
+        path.write_bytes(tar_of(FILES, mode=mode)[:num_bytes])
+        with pytest.raises(DataError, match=r"archive\.tar: is cut off or damaged .* download the archive again"):
+            read_all(path)
+
+
+def test_an_archive_within_an_archive_is_read_in_place(tmp_path):
+    path = tmp_path / "outer.tar"
+    path.write_bytes(tar_of({"x.tar": tar_of(FILES), "y.tar": tar_of({"b": b"2"})}))
+    found = {str(outer.path): {str(i.path): i.read() for i in read_members(outer)} for outer in read_members(path)}
+    assert found == {"x.tar": FILES, "y.tar": {"b": b"2"}}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_members_are_refused_in_one_line(tmp_path, case):
+    files, complaint = HOSTILE[case]
+    path = tmp_path / "archive.tar"
+    path.write_bytes(tar_of({"good": b"1", **files}))
+    with pytest.raises(DataError, match=complaint) as error:
+        read_all(path)
+    assert str(error.value).startswith(f"{path}: member ")
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_a_cut_never_passes_for_the_whole(tmp_path, mode):
+    path, whole = tmp_path / "archive.tar", tar_of(FILES, mode=mode)
+    path.write_bytes(whole)
+    assert read_all(path) == FILES
+    # three headers, three blocks of data, the block that ends them: beyond, only zeros are lost
+    end, step = (7 * 512, 64) if mode == "w" else (len(whole), 3)
+    for num_bytes in range(0, end, step):
+        path.write_bytes(whole[:num_bytes])
+        with pytest.raises(DataError, match=r"archive\.tar.*download the archive again$") as error:
+            read_all(path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", ["-1", "-1024", str(1 << 50)])
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_an_impossible_length_is_refused(tmp_path, size, mode):
+    path = tmp_path / "archive.tar"
+    path.write_bytes(tar_of({"good": b"1", "x": sized(size), "y": b"2"}, mode=mode))
+    # newer versions of tarfile refuse what is negative themselves, as a header that cannot be read
+    with pytest.raises(DataError, match=r"archive\.tar: (member 'x' has an impossible length|is cut off or damaged)"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("size", [1 << 70, -(1 << 70)])
+def test_an_impossible_length_of_a_name_is_refused(tmp_path, size):
+    data = bytearray(tar_of({"n" * 120: b"1"}, tar_format=tarfile.GNU_FORMAT))
+    data[124:136] = size.to_bytes(12, "big", signed=True) if size < 0 else b"\x80" + size.to_bytes(11, "big")
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
+    path = tmp_path / "archive.tar"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"archive\.tar: is cut off or damaged"):
+        read_all(path)
+
+
+def test_no_tar_is_named(tmp_path):
+    path = tmp_path / "archive.tar"
+    path.write_bytes(b"<html>404 not found</html>" * 100)
+    with pytest.raises(DataError, match=r"archive\.tar: is cut off or damaged .* download the archive again"):
+        read_all(path)
+
+
+def test_damage_within_compressed_data_is_named(tmp_path):
+    path = tmp_path / "archive.tgz"
+    data = bytearray(gzip.compress(tar_of({"x": bytes(range(256)) * 400})))
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"archive\.tgz"):
+        read_all(path)
+
+
+def test_a_damaged_header_in_an_inner_archive_is_not_taken_for_its_end(tmp_path):
+    inner = bytearray(tar_of({"one": b"1" * 512, "two": b"2" * 512, "three": b"3" * 512}))
+    inner[2 * 512 + 150] ^= 255  # the checksum in the header of "two"
+    with tarfile.open(fileobj=io.BytesIO(inner)) as peer:
+        assert peer.getnames() == ["one"]  # why this needs a check of our own
+    path = tmp_path / "outer.tar"
+    path.write_bytes(tar_of({"class.tar": bytes(inner)}))
+    with pytest.raises(
+        DataError, match=r"outer\.tar: 'class\.tar': is cut off or damaged .*no member and no end at byte 1,024"
+    ):
+        [list(read_members(member)) for member in read_members(path)]
+
+
+def test_a_member_that_claims_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "MAX_MEMBER_BYTES", 699)
+    path = tmp_path / "archive.tar"
+    path.write_bytes(tar_of(FILES))
+    with pytest.raises(DataError, match=r"archive\.tar: 'a/one\.JPEG': claims 700 bytes"):
+        read_all(path)
+
+
+def test_find_archive_takes_any_of_its_names_and_compares_the_length(tmp_path):
+    with pytest.raises(DataError, match=r"holds no x\.tar or y\.tar; download it there"):
+        find_archive(tmp_path, Archive(names=("x.tar", "y.tar")))
+    (tmp_path / "y.tar").write_bytes(b"12345")
+    assert find_archive(tmp_path, Archive(names=("x.tar", "y.tar"), num_bytes=5)) == tmp_path / "y.tar"
+    with pytest.raises(DataError, match=r"y\.tar: has 5 of 1,234 bytes; download the archive again"):
+        find_archive(tmp_path, Archive(names=("y.tar",), num_bytes=1234))
+
+
+def refuse(number):
+    def refusing(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refusing
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_what_the_system_refuses_is_no_damage(tmp_path, monkeypatch, number):
+    archive = Archive(names=("x.tar",), md5="0" * 32)
+    path = tmp_path / "x.tar"
+    path.write_bytes(tar_of(FILES))
+    complaint = rf"cannot be read \({os.strerror(number)}\); check its permissions and disk$"
+    with monkeypatch.context() as patch:
+        patch.setattr(archives, "open", refuse(number), raising=False)
+        with pytest.raises(DataError, match=rf"^{path}: {complaint}"):
+            read_all(path)
+        with pytest.raises(DataError, match=rf"^{path}: {complaint}"):
+            check_md5(path, archive, on_progress=lambda *_: None)
+    with monkeypatch.context() as patch:  # a folder that may not be entered
+        patch.setattr(Path, "is_file", refuse(number))
+        with pytest.raises(DataError, match=rf"^{tmp_path}: {complaint}"):
+            find_archive(tmp_path, archive)
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile.ExFileObject, "read", refuse(number))
+        with pytest.raises(DataError, match=rf"^{path}: 'a/one\.JPEG': {complaint}"):
+            read_all(path)
+
+
+def test_md5_is_compared(tmp_path):
+    path, data, seen = tmp_path / "x.tar", b"abc" * 3_000_000, []
+    path.write_bytes(data)
+    good = Archive(names=("x.tar",), md5=hashlib.md5(data).hexdigest())
+    check_md5(path, good, on_progress=lambda *state: seen.append(state))
+    assert seen == [("checking x.tar", done, 9_000_000) for done in (1 << 22, 2 << 22, 9_000_000)]
+    bad = Archive(names=("x.tar",), md5="0" * 32)
+    with pytest.raises(DataError, match=rf"x\.tar: has MD5 {good.md5}, not the published {bad.md5}; download"):
+        check_md5(path, bad, on_progress=lambda *_: None)
+    with pytest.raises(DataError, match="no MD5 sum was published; leave out --check-md5"):
+        check_md5(path, Archive(names=("x.tar",)), on_progress=lambda *_: None)
+    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+        check_md5(tmp_path, good, on_progress=lambda *_: None)
+
+
+WHOLE = b"whole archive"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server whose answer is set; gives (server, archive called x.tgz, which is WHOLE)."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(archives, "TIMEOUT_SECONDS", 0.2)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as http:
+        http.answer, http.asked, http.is_over = answer_with(WHOLE), [], threading.Event()
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        url = f"http://127.0.0.1:{http.server_port}/x.tgz"
+        yield http, Archive(names=("x.tgz",), md5=hashlib.md5(WHOLE).hexdigest(), url=url)
+        http.is_over.set()
+        http.shutdown()
+        thread.join()
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.asked.append(self.headers["User-Agent"])
+        self.server.answer(self)
+
+    def log_message(self, *_):
+        pass
+
+
+def answer_with(content, *, status=200, claims=None, then_stall=False):
+    """Send content, claiming its length or another; no claim at all where that is "nothing"."""
+
+    def answer(handler):
+        handler.send_response(status)
+        if claims != "nothing":
+            handler.send_header("Content-Length", str(len(content) if claims is None else claims))
+        handler.end_headers()
+        handler.wfile.write(content)
+        if then_stall:
+            handler.server.is_over.wait(20)
+
+    return answer
+
+
+def no_http(handler):
+    handler.wfile.write(b"220 ready\r\n")
+
+
+FAILURES = {
+    "connection cut": (answer_with(b"whole", claims=13), "the connection ended after 5 of 13 bytes"),
+    "connection cut at once": (answer_with(b"", claims=13), "the connection ended after 0 of 13 bytes"),
+    "cut without a length": (answer_with(b"whole", claims="nothing"), r"what came has MD5 \w+, not \w+"),
+    "another archive": (answer_with(b"other archive"), r"what came has MD5 \w+, not \w+"),
+    "not there": (answer_with(b"<html>", status=404), "HTTP Error 404: Not Found"),
+    "stalled": (answer_with(b"whole", claims=13, then_stall=True), "timed out"),
+    "no HTTP": (no_http, "220 ready"),
+}
+
+
+@pytest.mark.parametrize("claims", [None, "nothing"])
+def test_a_download_gets_its_name_when_it_is_whole(server, tmp_path, claims):
+    http, archive = server
+    http.answer = answer_with(WHOLE, claims=claims)
+    seen = []
+
+    def on_progress(*state):
+        seen.append(state)
+        assert not (tmp_path / "new/folder/x.tgz").exists()
+
+    download(tmp_path / "new/folder", archive, on_progress=on_progress)
+    assert files_below(tmp_path) == {"new/folder/x.tgz": WHOLE}
+    assert seen == [("downloading x.tgz", 13, 13)]
+    assert http.asked == ["bigbatch"]
+
+
+def test_progress_comes_by_the_megabyte(server, tmp_path):
+    http, archive = server
+    big, seen = b"0123456789abcdef" * 200_000, []
+    http.answer = answer_with(big)
+    archive = replace(archive, md5=hashlib.md5(big).hexdigest())
+    download(tmp_path, archive, on_progress=lambda *state: seen.append(state))
+    assert (tmp_path / "x.tgz").read_bytes() == big
+    assert seen == [("downloading x.tgz", done, 3_200_000) for done in (1 << 20, 2 << 20, 3 << 20, 3_200_000)]
+
+
+@pytest.mark.parametrize("left", [b"whole", b"other archive", b""])
+def test_a_download_replaces_what_an_earlier_try_left_and_leaves_what_is_whole(server, tmp_path, left):
+    http, archive = server
+    (tmp_path / "x.tgz").write_bytes(left)
+    (tmp_path / ".x.tgz.part").write_bytes(b"of a run that was killed, longer than the archive")
+    download(tmp_path, archive, on_progress=lambda *_: None)
+    assert files_below(tmp_path) == {"x.tgz": WHOLE}
+    download(tmp_path, archive, on_progress=lambda *_: None)
+    assert len(http.asked) == 1
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failed_download_is_one_line_with_a_way_out_and_leaves_nothing(server, tmp_path, case):
+    http, archive = server
+    http.answer, complaint = FAILURES[case]
+    match = rf"^{archive.url}: cannot be downloaded to {tmp_path}/x\.tgz \(.*{complaint}.*\); try again, .* --archives$"
+    with pytest.raises(DataError, match=match) as error:
+        download(tmp_path, archive, on_progress=lambda *_: None)
+    assert "\n" not in str(error.value)
+    assert files_below(tmp_path) == {}
+    http.answer = answer_with(WHOLE)
+    download(tmp_path, archive, on_progress=lambda *_: None)
+    assert files_below(tmp_path) == {"x.tgz": WHOLE}
+
+
+def test_a_server_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/x.tgz"
+    with pytest.raises(DataError, match=r"cannot be downloaded .*Connection refused.*; try again, "):
+        download(tmp_path, Archive(names=("x.tgz",), md5="0" * 32, url=url), on_progress=lambda *_: None)
+
+
+def test_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
+    _, archive = server
+
+    def full(path, mode):
+        return open("/dev/full", mode)
+
+    monkeypatch.setattr(archives, "open", full, raising=False)
+    with pytest.raises(DataError, match=r"cannot be downloaded to \S+/x\.tgz \(.*No space left on device\); "):
+        download(tmp_path, archive, on_progress=lambda *_: None)
+    assert files_below(tmp_path) == {}
+
+
+def test_a_folder_that_cannot_be_made_is_named(server, tmp_path):
+    _, archive = server
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot be downloaded to \S+/file/below/x\.tgz \(.*Not a directory"):
+        download(tmp_path / "file/below", archive, on_progress=lambda *_: None)

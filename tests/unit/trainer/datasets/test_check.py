@@ -1,0 +1,523 @@
+"""`bigbatch data check` sees what is wrong with a data set, and judges a picture as the loaders do."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import struct
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sample_images
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from sample_images import REAL_DATA, encoded, exif, write
+
+from bigbatch.cli import main
+from bigbatch.errors import DataError
+from bigbatch.trainer.augment.crops import center_crop
+from bigbatch.trainer.datasets import listing
+from bigbatch.trainer.datasets.check import CheckReport, Spread, check_dataset, equal_groups, imagenet_findings, spread
+from bigbatch.trainer.datasets.check_report import finding_lines, print_report, write_json
+from bigbatch.trainer.datasets.examine import TRAITS, examine, examine_all
+from bigbatch.trainer.datasets.listing import list_folder
+from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.order import eval_requests, read_index
+from bigbatch.trainer.input.shards import ENTRY, FORMAT_VERSION, Shard, SplitIndex
+
+
+def image(seed, width=60, height=40):
+    return sample_images.smooth_image(seed, width, height)
+
+
+def png(width, height, pixels, *, depth):
+    """An RGB PNG written by hand; Pillow writes none of 16 bits."""
+
+    def chunk(name, body):
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def deep_png():
+    values = np.random.default_rng(0).integers(0, 65536, (3, 4, 3), dtype=np.uint16)
+    return values, png(4, 3, b"".join(b"\0" + row.astype(">u2").tobytes() for row in values), depth=16)
+
+
+def with_bad_tables(data):
+    """Impossible Huffman code lengths: only decoding can tell."""
+    at = data.index(b"\xff\xc4") + 5
+    return data[:at] + b"\xff" * 16 + data[at + 16 :]
+
+
+def damaged_png(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes(50) + data[middle + 50 :]
+
+
+def good_files():
+    """Three classes; 2 + 3 + 4 pictures in train, one each in val; all different."""
+    names = [f"train/{'abc'[label]}/{number}.JPEG" for label in range(3) for number in range(label + 2)]
+    names += [f"val/{name}/0.JPEG" for name in "abc"]
+    return {name: encoded(image(seed)) for seed, name in enumerate(names)}
+
+
+def summary(findings):
+    return [(finding.where, finding.kind, len(finding.cases)) for finding in findings]
+
+
+def test_a_good_data_set(tmp_path, capsys):
+    files = good_files() | {
+        "train/a/0.JPEG": encoded(image(90, 300, 200)),
+        "val/a/0.JPEG": encoded(image(91, 9, 8)),
+    }
+    report = check_dataset(write(tmp_path, files))
+    train, val = report.splits["train"], report.splits["val"]
+    assert report.problems == report.remarks == ()
+    assert (train.num_images, val.num_images) == (9, 3)
+    assert (train.num_classes, val.num_classes) == (3, 3)
+    assert (train.per_class, val.per_class) == (Spread(2, 3.0, 4), Spread(1, 1.0, 1))
+    assert train.num_bytes == sum(len(data) for name, data in files.items() if name.startswith("train"))
+    assert (train.short_side_pixels, train.long_side_pixels) == (Spread(40, 40.0, 200), Spread(60, 60.0, 300))
+    assert (val.short_side_pixels, val.long_side_pixels) == (Spread(8, 40.0, 40), Spread(9, 60.0, 60))
+    assert train.forms == {"JPEG RGB": 9}
+    assert main(["data", "check", str(tmp_path), "--workers", "1"]) == 0
+    assert "fit for training; 12 pictures decoded in " in capsys.readouterr().out.splitlines()[-1]
+
+
+TRAITED = {  # (file name, content, its traits)
+    "plain": ("0.JPEG", encoded(image(0)), []),
+    "plain png": ("0.png", encoded(image(0), "PNG"), []),
+    "progressive": ("0.jpg", encoded(image(0), progressive=True), ["progressive JPEG"]),
+    "grey": ("0.jpg", encoded(image(0).convert("L")), ["grayscale"]),
+    "cmyk": ("0.jpg", encoded(image(0).convert("CMYK")), ["CMYK"]),
+    "png as jpeg": ("0.JPEG", encoded(image(0), "PNG"), ["PNG named as JPEG, or JPEG as PNG"]),
+    "jpeg as png": ("0.PNG", encoded(image(0)), ["PNG named as JPEG, or JPEG as PNG"]),
+    "rotated": ("0.jpg", encoded(image(0), exif=exif(6)), ["EXIF rotation"]),
+    "upright": ("0.jpg", encoded(image(0), exif=exif(1)), []),
+    "orientation 0": ("0.jpg", encoded(image(0), exif=exif(0)), []),
+    "bad exif": ("0.jpg", encoded(image(0), exif=b"Exif\0\0nonsense"), []),
+    "16 bit": ("0.png", deep_png()[1], ["16 bit"]),
+    "palette": ("0.png", encoded(image(0).convert("P"), "PNG"), ["palette"]),
+    "alpha": ("0.png", encoded(image(0).convert("RGBA"), "PNG"), ["transparency"]),
+    "grey alpha": ("0.png", encoded(image(0).convert("LA"), "PNG"), ["grayscale", "transparency"]),
+    "key colour": ("0.png", encoded(image(0), "PNG", transparency=(1, 2, 3)), ["transparency"]),
+    "several": (
+        "0.jpg",
+        encoded(image(0), "MPO", save_all=True, append_images=[image(1)]),
+        ["several pictures in one file"],
+    ),
+}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("kind", TRAITED)
+def test_traits_are_remarks(tmp_path, kind, decode):
+    name, data, traits = TRAITED[kind]
+    files = {f"train/a/{name}": data, "val/a/0.jpg": encoded(image(7))}
+    report = check_dataset(write(tmp_path, files), decode=decode)
+    assert report.problems == ()
+    assert [(finding.kind, finding.where) for finding in report.remarks] == [(trait, "train") for trait in traits]
+    for finding in report.remarks:
+        assert finding.cases == (f"{tmp_path}/train/a/{name}",)
+        assert finding.meaning == TRAITS[finding.kind]
+    assert sum(report.splits["train"].forms.values()) == 1
+
+
+def test_every_trait_has_a_case():
+    assert {trait for _, _, traits in TRAITED.values() for trait in traits} == set(TRAITS)
+
+
+def test_exif_that_pillow_cannot_parse_is_no_fault(monkeypatch):
+    def getexif(self):
+        raise SyntaxError("not a TIFF file")
+
+    monkeypatch.setattr(Image.Image, "getexif", getexif)
+    assert examine(encoded(image(0), exif=exif(6)), path="0.jpg", decode=True) == ((40, 60), "JPEG RGB", 0)
+
+
+def test_16_bits_become_the_upper_8():
+    values, data = deep_png()
+    np.testing.assert_array_equal(np.asarray(open_image(data, path="deep").convert("RGB")), values >> 8)
+
+
+BAD = {  # (content, kind, without decoding too)
+    "empty": (b"", "empty file", True),
+    "html": (b"\n <!doctype html><title>404</title>", "HTML or XML instead of a picture", True),
+    "text": (b"no picture", "neither JPEG nor PNG", True),
+    "gif": (encoded(image(0), "GIF"), "neither JPEG nor PNG", True),
+    "cut off": (encoded(image(0))[:-200], "cut off picture", True),
+    "cut off png": (encoded(image(0), "PNG")[:-100], "cut off picture", True),
+    "PNG without its end": (encoded(image(0), "PNG")[:-12], "cut off picture", True),
+    "PNG without its last sum": (encoded(image(0), "PNG")[:-16], "cut off picture", True),
+    "PNG with a bad IEND": (encoded(image(0), "PNG")[:-1] + b"?", "cut off picture", True),
+    "bad tables": (with_bad_tables(encoded(image(0))), "damaged picture", False),
+    "PNG damaged inside": (damaged_png(encoded(image(0), "PNG")), "damaged picture", False),
+    "16 bit grey": (encoded(Image.new("I;16", (5, 5)), "PNG"), "unsupported picture", True),
+    "only a header": (encoded(image(0))[:30], "cut off picture", True),
+    # Pillow refuses this size by an exception of its own
+    "far too large": (png(20_000, 20_000, b"", depth=8), "unsupported picture", True),
+}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_image_is_a_problem_and_does_not_end_the_check(tmp_path, kind, decode):
+    data, expected, is_seen_undecoded = BAD[kind]
+    report = check_dataset(write(tmp_path, good_files() | {"train/b/1.JPEG": data}), decode=decode)
+    if decode or is_seen_undecoded:
+        assert summary(report.problems) == [("train", expected, 1)]
+        assert report.problems[0].cases[0].startswith(f"{tmp_path}/train/b/1.JPEG: ")
+        assert "\n" not in report.problems[0].cases[0]
+    else:
+        assert report.problems == ()
+    assert report.splits["train"].num_images == 9
+    assert sum(report.splits["train"].forms.values()) == 9 - len(report.problems)
+
+
+@pytest.mark.parametrize("name", ["torchvision", "dali"])
+@pytest.mark.parametrize("kind", [*BAD, *TRAITED])
+def test_the_judgement_is_that_of_the_loaders(tmp_path, kind, name):
+    if name == "dali":
+        pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    data = BAD[kind][0] if kind in BAD else TRAITED[kind][1]
+    index = read_index(write(tmp_path, {"train/a/0.jpg": data, "val/a/0.jpg": encoded(image(7))}), "train")
+    sizes = {"image_size": 32, "microbatch_size": 1, "num_threads": 1, "prefetch_batches": 1}
+    loader = make_image_loader(name, index, crop=center_crop(), **sizes)
+    requests = eval_requests(num_samples=1, microbatch_size=1, rank=0, world_size=1)
+    reason = None
+    try:
+        list(loader.load(requests))
+    except DataError as error:
+        reason = str(error)
+    finally:
+        loader.close()
+    assert (check_dataset(tmp_path).problems == ()) is (reason is None) is (kind in TRAITED)
+    assert reason is None or reason.startswith(f"{tmp_path}/train/a/0.jpg: ")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    write(tmp_path, good_files())
+    (tmp_path / "train/a/folder.jpg").mkdir()
+    (tmp_path / "val/c/gone.jpg").symlink_to(tmp_path / "nowhere")
+    report = check_dataset(tmp_path)
+    assert summary(report.problems) == [("train", "unreadable file", 1), ("val", "unreadable file", 1)]
+    assert "train/a/folder.jpg: cannot be used (Is a directory); replace or remove it" in report.problems[0].cases[0]
+    assert "val/c/gone.jpg: cannot be used (No such file or directory)" in report.problems[1].cases[0]
+
+
+def test_the_same_image_twice(tmp_path):
+    files = good_files()
+    files["val/b/0.JPEG"] = files["train/c/3.JPEG"] = files["train/a/0.JPEG"]  # leakage
+    files["train/b/0.JPEG"] = files["train/c/0.JPEG"]  # two labels
+    files["train/b/1.JPEG"] = files["train/b/2.JPEG"]
+    report = check_dataset(write(tmp_path, files))
+    assert summary(report.problems) == [("train and val", "same picture in train and val", 1)]
+    assert report.problems[0].cases == (
+        f"{tmp_path}/train/a/0.JPEG = {tmp_path}/train/c/3.JPEG = {tmp_path}/val/b/0.JPEG",
+    )
+    assert {(finding.kind, finding.cases) for finding in report.remarks} == {
+        ("same picture in several classes", (f"{tmp_path}/train/b/0.JPEG = {tmp_path}/train/c/0.JPEG",)),
+        ("same picture twice", (f"{tmp_path}/train/b/1.JPEG = {tmp_path}/train/b/2.JPEG",)),
+    }
+
+
+def test_bad_files_are_no_duplicates(tmp_path):
+    report = check_dataset(write(tmp_path, good_files() | {"train/a/0.JPEG": b"", "val/a/0.JPEG": b""}))
+    assert {finding.kind for finding in report.problems} == {"empty file"}
+    assert report.remarks == ()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=30))
+def test_equal_groups_are_those_of_a_dictionary(digests):
+    groups = {}
+    for position, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(position)
+    expected = sorted(group for group in groups.values() if len(group) > 1)
+    assert equal_groups(np.array(digests, np.uint64).reshape(-1, 2)) == expected
+
+
+def test_spread_of_values_and_of_nothing():
+    assert spread(np.array([4, 1, 9, 2])) == Spread(1, 3.0, 9)
+    assert spread(np.array([])) == Spread(0, 0.0, 0)
+
+
+def test_classes_that_differ_or_are_empty(tmp_path):
+    write(tmp_path, good_files() | {"train/d/0.jpg": encoded(image(50)), "val/e/0.jpg": encoded(image(51))})
+    (tmp_path / "train/f").mkdir()
+    (tmp_path / "val/f").mkdir()
+    assert {(finding.where, finding.kind, finding.cases) for finding in check_dataset(tmp_path).problems} == {
+        ("train", "class that val lacks", (f"{tmp_path}/train/d",)),
+        ("val", "class that train lacks", (f"{tmp_path}/val/e",)),
+        ("train", "class without pictures", (f"{tmp_path}/train/f",)),
+        ("val", "class without pictures", (f"{tmp_path}/val/f",)),
+    }
+
+
+def test_splits_that_are_not_there(tmp_path, capsys):
+    with pytest.raises(DataError, match="holds neither train/ nor val/; name the folder that contains them"):
+        check_dataset(tmp_path)
+    (tmp_path / "val").mkdir()
+    report = check_dataset(tmp_path)
+    assert summary(report.problems) == [(str(tmp_path), "missing split", 1), ("val", "no class folders", 1)]
+    assert main(["data", "check", str(tmp_path)]) == 1
+    assert "NOT fit for training: 2 problem(s); 0 pictures" in capsys.readouterr().out
+
+
+def test_folders_that_cannot_be_listed(tmp_path, monkeypatch):
+    write(tmp_path, good_files())
+    real_scandir, locked = os.scandir, [f"{tmp_path}/train/b"]
+
+    def scandir(folder):  # a mode would not stop root
+        if str(folder) in locked:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return real_scandir(folder)
+
+    monkeypatch.setattr(listing.os, "scandir", scandir)
+    problems = check_dataset(tmp_path).problems
+    assert ("train", "folder that cannot be listed", 1) in summary(problems)
+    assert f"{tmp_path}/train/b: cannot be listed (Permission denied)" in str(problems)
+    locked.append(f"{tmp_path}/train")
+    with pytest.raises(DataError, match=r"/train: cannot be listed \(Permission denied\); check its permissions"):
+        check_dataset(tmp_path)
+
+
+def test_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
+    strays = {"train/readme.txt", "train/.hidden/a.jpg", "train/a/list.csv", "train/a/inner/b.jpg", "val/b/x.webp"}
+    odd = {"train/a/B.JPG": encoded(image(60)), "train/b/ü.png": encoded(image(61), "PNG")}
+    write(tmp_path, good_files() | odd | dict.fromkeys(strays, b"stray"))
+    images = list_folder(tmp_path / "train").images
+    index = read_index(tmp_path, "train")
+    assert [sample_images.name(position) for position in range(len(images))] == [
+        index.full_path(position) for position in range(len(index.paths))
+    ]
+    assert sample_images.labels_N.tolist() == index.labels_N.tolist()
+    assert sample_images.classes == index.classes
+    assert sample_images.read(2) == Path(index.full_path(2)).read_bytes()
+    report = check_dataset(tmp_path)
+    found = {case for finding in report.remarks if finding.kind == "other files" for case in finding.cases}
+    expected = {"train/readme.txt", "train/.hidden", "train/a/list.csv", "train/a/inner", "val/b/x.webp"}
+    assert found == {f"{tmp_path}/{name}" for name in expected}
+    assert report.problems == ()
+
+
+def pack(folder, images, *, classes):
+    """A packed split written by tarfile and numpy; pictures are (label, bytes)."""
+    folder.mkdir(parents=True)
+    entries_N = np.zeros(len(images), ENTRY)
+    with tarfile.open(folder / "shard-000000.tar", "w") as tar:
+        for position, (_, data) in enumerate(images):
+            member = tarfile.TarInfo(f"{position:08d}.jpg")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    with tarfile.open(folder / "shard-000000.tar") as tar:
+        for position, (member, (label, data)) in enumerate(zip(tar, images, strict=True)):
+            width, height = Image.open(io.BytesIO(data)).size
+            entries_N[position] = (0, member.offset_data, len(data), height, width, label)
+    np.save(folder / "index.npy", entries_N)
+    shard = Shard("shard-000000.tar", (folder / "shard-000000.tar").stat().st_size, "")
+    digest = hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()
+    facts = SplitIndex(FORMAT_VERSION, tuple(classes), len(images), digest, (shard,), {})
+    (folder / "index.json").write_text(facts.to_json())
+
+
+def test_packed_images(tmp_path):
+    train = [(label, encoded(image(number))) for number, label in enumerate([0, 0, 1] * 40)]
+    train[5] = (1, with_bad_tables(train[5][1]))
+    train[7] = (0, encoded(image(7), "PNG"))
+    pack(tmp_path / "train", train, classes="ab")
+    pack(tmp_path / "val", [(0, train[0][1])], classes="ab")
+    (tmp_path / "val/notes.txt").write_text("stray")
+    reports = [check_dataset(tmp_path, num_workers=num_workers) for num_workers in (1, 2)]
+    report = reports[0]
+    for name in ("problems", "remarks", "splits"):
+        assert getattr(report, name) == getattr(reports[1], name)
+    assert summary(report.problems) == [
+        ("val", "class without pictures", 1),
+        ("train", "damaged picture", 1),
+        ("train and val", "same picture in train and val", 1),
+    ]
+    assert report.problems[1].cases[0].startswith(f"{tmp_path}/train/shard-000000.tar: picture 00000005: cannot be")
+    assert [finding.cases for finding in report.remarks] == [(f"{tmp_path}/val/notes.txt",)]
+    facts = report.splits["train"]
+    assert (facts.num_images, facts.per_class) == (120, Spread(40, 60.0, 80))
+    assert facts.forms == {"JPEG RGB": 118, "PNG RGB": 1}
+
+
+def test_a_packed_image_that_was_overwritten(tmp_path):
+    pack(tmp_path / "train", [(0, encoded(image(0)))], classes="a")
+    pack(tmp_path / "val", [(0, encoded(image(1)))], classes="a")
+    path = tmp_path / "val/shard-000000.tar"
+    path.write_bytes(b"x" * path.stat().st_size)
+    problems = check_dataset(tmp_path).problems
+    assert summary(problems) == [("val", "unreadable file", 1)]
+    assert "shard-000000.tar: picture 00000000: is not the picture" in problems[0].cases[0]
+
+
+def test_a_packed_split_without_its_shard(tmp_path):
+    pack(tmp_path / "train", [(0, encoded(image(0)))], classes="a")
+    (tmp_path / "train/shard-000000.tar").unlink()
+    with pytest.raises(DataError, match=r"shard-000000.tar: cannot be found"):
+        check_dataset(tmp_path)
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Pictures that never lay on a disk."""
+
+    classes: tuple[str, ...]
+    labels_N: np.ndarray
+
+    def __len__(self):
+        return len(self.labels_N)
+
+    def name(self, position):
+        return f"{position}.jpg"
+
+    def read(self, position):
+        if position == 300:
+            os._exit(3)
+        return encoded(image(position))
+
+
+WNIDS = tuple(f"n{number:08d}" for number in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("split", "classes", "counts", "cases"),
+    [
+        ("val", WNIDS, [50] * 1000, ()),
+        ("train", WNIDS, [1281] * 999 + [1448], ()),  # 1,281,167
+        ("val", WNIDS, [10] * 1000, ()),  # ImageNet-V2
+        ("train", WNIDS, [1281] * 1000, ("1,281,000 pictures instead of 1,281,167",)),
+        ("val", WNIDS, [11] * 1000, ("11,000 pictures instead of 50,000 or 10,000",)),
+        (
+            "val",
+            WNIDS,
+            [50] * 998 + [49, 51],
+            tuple(f"n00000{n}: {count} pictures instead of 50" for n, count in ((998, 49), (999, 51))),
+        ),
+        (
+            "val",
+            WNIDS,
+            [10] * 998 + [9, 11],
+            ("n00000998: 9 pictures instead of 10", "n00000999: 11 pictures instead of 10"),
+        ),
+        ("val", WNIDS[:999], [5] * 999, ()),
+        ("val", ("dog", *WNIDS[:999]), [5] * 1000, ()),
+    ],
+)
+def test_the_counts_of_imagenet(split, classes, counts, cases):
+    findings = imagenet_findings(split, Fake(classes, np.repeat(np.arange(len(classes)), counts)))
+    assert [finding.cases for finding in findings] == ([cases] if cases else [])
+    assert all("50,000 in val" in finding.meaning and not finding.is_problem for finding in findings)
+
+
+def test_processes_find_the_same_in_the_same_order(tmp_path):
+    files = good_files() | {f"train/a/{n}.jpg": encoded(image(n, 20, 20)) for n in range(100, 260)}
+    write(tmp_path, files | {"train/a/130.jpg": b"", "val/a/0.JPEG": files["train/a/120.jpg"]})
+    reports, seen = [], []
+    for num_workers in (1, 2):
+        report = check_dataset(tmp_path, num_workers=num_workers, on_progress=lambda *done: seen.append(done))
+        reports.append((report.splits, report.problems, report.remarks))
+    assert reports[0] == reports[1]
+    assert len(reports[0][1]) == 2
+    assert seen == [(64, 172), (128, 172), (169, 172), (172, 172)] * 2
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_in_one_line():
+    images = Fake(("a",), np.zeros(400, np.int64))
+    with pytest.raises(DataError, match=r"a worker process died: .* give fewer --workers"):
+        list(examine_all({"train": images}, decode=True, num_workers=2))
+
+
+def bad_set(root):
+    return write(root, good_files() | {f"train/c/{number}.JPEG": b"" for number in range(3)})
+
+
+def test_the_command_names_the_first_and_writes_all(tmp_path, capsys):
+    bad_set(tmp_path / "set")
+    out = tmp_path / "report.json"
+    assert main(["data", "check", str(tmp_path / "set"), "--workers", "1", "--no-decode", "--json", str(out)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["train", "val"]
+    assert re.match(r"pictures +9 +3$", lines[1])
+    at = lines.index("problem  train: empty file (3)")
+    assert lines[at + 1].startswith(f"         {tmp_path}/set/train/c/0.JPEG: is not a picture")
+    assert lines[at + 1].endswith("   and 2 more")
+    assert "NOT fit for training: 3 problem(s); 12 pictures read, not decoded, in" in lines[-1]
+    written = json.loads(out.read_text())
+    assert [case.split(":")[0][-len("c/0.JPEG") :] for case in written["problems"][0]["cases"]] == [
+        f"c/{number}.JPEG" for number in range(3)
+    ]
+    assert written["splits"]["train"]["forms"] == {"JPEG RGB": 6}
+    assert written["decoded"] is False
+
+
+def shown(report: CheckReport, **options):
+    stream = io.StringIO()
+    print_report(report, console=Console(file=stream, width=100, **options))
+    return stream.getvalue()
+
+
+def test_a_terminal_gets_a_table_and_a_pipe_gets_none(tmp_path):
+    report = check_dataset(bad_set(tmp_path))
+    plain, fancy = shown(report), shown(report, force_terminal=True)
+    assert plain.isascii()
+    assert "\x1b[" not in plain
+    assert "│" in fancy
+    assert "\x1b[31mproblem  train: empty file (3)" in fancy
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file names are text here")
+def test_a_file_name_that_is_no_text(tmp_path):
+    path = os.fsencode(tmp_path) + b"/train/a/\xff.jpg"
+    write(tmp_path, good_files())
+    try:
+        Path(os.fsdecode(path)).write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    report = check_dataset(tmp_path)
+    assert "\\udcff.jpg: is not a picture" in "".join(finding_lines(report))
+    write_json(report, tmp_path / "report.json")
+    assert "\udcff.jpg" in json.loads((tmp_path / "report.json").read_text())["problems"][0]["cases"][0]
+
+
+def test_a_report_that_cannot_be_written(tmp_path):
+    report = check_dataset(write(tmp_path, good_files()))
+    with pytest.raises(DataError, match=r"nowhere/report.json: cannot be written \(No such file or directory\)"):
+        write_json(report, tmp_path / "nowhere/report.json")
+
+
+def test_real_images_are_what_their_list_says():
+    manifest = REAL_DATA / "manifest.csv"
+    if not manifest.is_file():
+        pytest.skip(f"no {manifest}; name a folder with manifest.csv and train/ in BIGBATCH_REAL_DATA")
+    rows = {row["file"]: row for row in csv.DictReader(manifest.read_text().splitlines())}
+    report = check_dataset(REAL_DATA, decode=False)
+    assert report.problems == ()
+    found = {finding.kind: set() for finding in report.remarks}
+    for finding in report.remarks:
+        found[finding.kind] |= {Path(case).name for case in finding.cases}
+    assert found == {
+        "progressive JPEG": {name for name, row in rows.items() if row["progressive"] == "1"},
+        "grayscale": {name for name, row in rows.items() if row["mode"] == "L"},
+        "EXIF rotation": {name for name, row in rows.items() if int(row["exif_orientation"]) > 1},
+    }
+    for name, row in list(rows.items())[::10]:
+        data = (REAL_DATA / row["split"] / row["wnid"] / name).read_bytes()
+        size, form, _ = examine(data, path=name, decode=True)
+        assert (size, form) == ((int(row["height"]), int(row["width"])), f"JPEG {row['mode']}")
+    for split, facts in report.splits.items():
+        assert facts.num_bytes == sum(int(row["bytes"]) for row in rows.values() if row["split"] == split)

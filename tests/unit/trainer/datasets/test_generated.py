@@ -1,0 +1,248 @@
+"""The embedded data set: a pure function of its parameters, whole or absent, beyond a linear classifier."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.datasets import generated
+from bigbatch.trainer.datasets.generated import CLASSES, MANIFEST, render, write_dataset
+
+SMALL = {"seed": 3, "train_per_class": 4, "val_per_class": 2, "side_pixels": (40, 56)}
+
+
+@pytest.fixture(scope="module")
+def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("generated") / "nested" / "set"
+    assert write_dataset(root, **SMALL)
+    return root
+
+
+def _bytes_by_name(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def test_number_of_workers_and_chunking_do_not_change_a_byte(small_set, tmp_path, monkeypatch):
+    monkeypatch.setattr(generated, "CHUNK_PICTURES", 3)
+    assert write_dataset(tmp_path / "set", **SMALL, num_workers=2)
+    assert _bytes_by_name(tmp_path / "set") == _bytes_by_name(small_set)
+
+
+def test_layout_is_imagenets_with_sorted_class_folders(small_set):
+    assert len(CLASSES) == 10
+    for split, per_class in (("train", 4), ("val", 2)):
+        assert sorted(os.listdir(small_set / split)) == list(CLASSES)
+        assert {len(list((small_set / split / name).glob("*.JPEG"))) for name in CLASSES} == {per_class}
+    assert sorted(os.listdir(small_set)) == [MANIFEST, "train", "val"]
+    assert os.listdir(small_set.parent) == ["set"], "an unfinished folder was left behind"
+
+
+def test_images_decode_to_about_what_render_drew(small_set):
+    for path in small_set.rglob("*.JPEG"):
+        split, name, number = path.parts[-3], path.parts[-2], int(path.stem.split("_")[-1])
+        drawn_HW3 = render(seed=3, split=split, label=CLASSES.index(name), number=number, side_pixels=(40, 56))
+        with Image.open(path) as image:
+            decoded_HW3 = np.asarray(image.convert("RGB"))
+        assert decoded_HW3.shape == drawn_HW3.shape
+        assert np.abs(decoded_HW3.astype(int) - drawn_HW3).mean() < 12  # JPEG blurs hue and noise
+
+
+def test_sizes_vary_within_their_bounds_and_reach_both():
+    sides = [render(seed=0, split="train", label=0, number=n, side_pixels=(40, 43)).shape[:2] for n in range(40)]
+    assert {side for shape in sides for side in shape} == {40, 41, 42, 43}
+    assert len(set(sides)) > 8
+
+
+def test_no_two_images_are_equal_across_splits_labels_numbers_and_seeds():
+    drawn = {
+        render(seed=seed, split=split, label=label, number=number, side_pixels=(40, 40)).tobytes()
+        for seed in (0, 1)
+        for split in ("train", "val")
+        for label in range(10)
+        for number in range(5)
+    }
+    assert len(drawn) == 200
+
+
+def test_areas_of_the_shapes_have_their_closed_forms():
+    u, v = np.meshgrid(np.linspace(-1.5, 1.5, 301), np.linspace(-1.5, 1.5, 301))
+    rng = np.random.default_rng(0)
+    area = {name: (generated.SHAPES[name](u, v, rng) < 0).mean() * 9 for name in CLASSES}
+    assert area["disk"] == pytest.approx(np.pi, rel=0.01)
+    assert area["square"] == pytest.approx(1.7**2, rel=0.02)
+    assert area["triangle"] == pytest.approx(3 * np.sqrt(3) * 0.62**2, rel=0.02)  # from the inradius
+    for name in ("stripes", "checkerboard", "spiral"):
+        assert area[name] == pytest.approx(np.pi * 1.1**2 / 2, rel=0.15), "a texture covers half its patch"
+
+
+def test_second_call_changes_nothing(small_set):
+    times = {path: path.stat().st_mtime_ns for path in small_set.rglob("*")}
+    calls: list[tuple[int, int]] = []
+    assert not write_dataset(small_set, **SMALL, on_progress=lambda *call: calls.append(call))
+    assert {path: path.stat().st_mtime_ns for path in small_set.rglob("*")} == times
+    assert calls == []
+
+
+def test_progress_rises_to_the_total(tmp_path):
+    (tmp_path / "set").mkdir()  # an empty folder is as good as none
+    calls: list[tuple[int, int]] = []
+    assert write_dataset(tmp_path / "set", **SMALL, on_progress=lambda *call: calls.append(call))
+    assert [done for done, _ in calls] == [*range(4, 41, 4), *range(42, 61, 2)]
+    assert {total for _, total in calls} == {60}
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"train_per_class": 5}, {"side_pixels": (40, 57)}])
+def test_other_parameters_in_the_same_folder_are_refused(small_set, change):
+    with pytest.raises(DataError, match=r"manifest\.json: states another data set .*delete the folder"):
+        write_dataset(small_set, **{**SMALL, **change})
+
+
+def test_another_version_is_refused(small_set, monkeypatch):
+    monkeypatch.setattr(generated, "DATASET_VERSION", generated.DATASET_VERSION + 1)
+    with pytest.raises(DataError, match="states another data set"):
+        write_dataset(small_set, **SMALL)
+
+
+def test_missing_image_is_noticed(tmp_path):
+    write_dataset(tmp_path / "set", **SMALL)
+    next((tmp_path / "set" / "val").rglob("*.JPEG")).unlink()
+    with pytest.raises(DataError, match="val: holds 19 of 20 pictures"):
+        write_dataset(tmp_path / "set", **SMALL)
+
+
+@pytest.mark.parametrize("text", ["{", "\xff"])
+def test_unreadable_manifest_is_refused(tmp_path, text):
+    (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"manifest\.json: cannot be read"):
+        write_dataset(tmp_path, **SMALL)
+
+
+def test_foreign_folder_and_plain_file_stay_untouched(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    for root in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(DataError, match="holds something else than a generated data set"):
+            write_dataset(root, **SMALL)
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    root = tmp_path / "file" / "sub" / "set"
+    with pytest.raises(DataError, match=r"file/sub/set: cannot write the generated data set: Not a directory"):
+        write_dataset(root, **SMALL)
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def save(self, path, *args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(DataError, match="set: cannot write the generated data set: No space left on device"):
+        write_dataset(tmp_path / "set", **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_process_that_was_faster_wins(tmp_path, monkeypatch):
+    root, whole = tmp_path / "set", generated._write_all
+
+    def overtaken(folder, **kwargs):
+        whole(folder, **kwargs)
+        whole(root, **kwargs)
+
+    monkeypatch.setattr(generated, "_write_all", overtaken)
+    assert not write_dataset(root, **SMALL)
+    assert list(tmp_path.iterdir()) == [root]
+
+
+def test_script_without_main_guard_gets_the_advice(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from bigbatch.trainer.datasets.generated import write_dataset\n"
+        f"write_dataset(Path({str(tmp_path / 'set')!r}), train_per_class=1, val_per_class=1, num_workers=2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "DataError" in result.stderr
+    assert "guard it by if __name__" in result.stderr
+    assert not (tmp_path / "set").exists(), "nothing half-written stands under the name that was asked for"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", -1),
+        ("train_per_class", 0),
+        ("val_per_class", 0),
+        ("side_pixels", (31, 40)),
+        ("side_pixels", (50, 49)),
+        ("num_workers", 0),
+    ],
+)
+def test_impossible_setting_is_named(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=rf"^{key}={value}".replace("(", r"\(").replace(")", r"\)")):
+        write_dataset(tmp_path / "set", **{**SMALL, key: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_brings_no_torch():
+    code = "import sys, bigbatch.trainer.datasets.generated; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_manifest_states_the_parameters(small_set):
+    stated = json.loads((small_set / MANIFEST).read_text())
+    assert {key: stated[key] for key in SMALL} == {**SMALL, "side_pixels": [40, 56]}
+    assert stated["classes"] == sorted(os.listdir(small_set / "train"))
+
+
+def _linear_accuracy(
+    train_NP: np.ndarray, train_labels_N: np.ndarray, val_NP: np.ndarray, val_labels_N: np.ndarray
+) -> float:
+    """Best validation accuracy of multinomial logistic regression over weight decays and epochs."""
+    mean_P, std_P = train_NP.mean(0), train_NP.std(0) + 1e-3
+    train_NP, val_NP = (train_NP - mean_P) / std_P, (val_NP - mean_P) / std_P
+    target_NK, best = np.eye(10, dtype=np.float32)[train_labels_N], 0.0
+    for decay in (1e-3, 1e-1):
+        weight_PK, order = np.zeros((train_NP.shape[1], 10), np.float32), np.random.default_rng(0)
+        for epoch in range(10):
+            for rows in np.array_split(order.permutation(len(train_NP)), len(train_NP) // 100):
+                logits_NK = train_NP[rows] @ weight_PK
+                odds_NK = np.exp(logits_NK - logits_NK.max(1, keepdims=True))
+                error_NK = odds_NK / odds_NK.sum(1, keepdims=True) - target_NK[rows]
+                gradient_PK = train_NP[rows].T @ error_NK / len(rows) + decay * weight_PK
+                weight_PK -= 1e-3 * (1 - epoch / 10) * gradient_PK
+            best = max(best, float(((val_NP @ weight_PK).argmax(1) == val_labels_N).mean()))
+    return best
+
+
+def _flat_pixels(split: str, numbers: range) -> tuple[np.ndarray, np.ndarray]:
+    labels_N = np.repeat(np.arange(10), len(numbers))
+    images = [
+        Image.fromarray(render(seed=0, split=split, label=label, number=number)).resize((32, 32))
+        for label in range(10)
+        for number in numbers
+    ]
+    return np.stack([np.asarray(p, dtype=np.float32).ravel() for p in images]), labels_N
+
+
+def test_linear_classifier_on_pixels_fails_here_and_succeeds_on_an_easy_set():
+    train_NP, train_labels_N = _flat_pixels("train", range(100))
+    val_NP, val_labels_N = _flat_pixels("val", range(50))
+    accuracy = _linear_accuracy(train_NP, train_labels_N, val_NP, val_labels_N)
+    assert 0.12 < accuracy < 0.5  # 0.1 is chance
+
+    # the control: the same pictures, each class tinted at one place of its own
+    for pixels_NP, labels_N in ((train_NP, train_labels_N), (val_NP, val_labels_N)):
+        for label in range(10):
+            pixels_NP[labels_N == label, label * 300 : label * 300 + 150] += 120
+    assert _linear_accuracy(train_NP, train_labels_N, val_NP, val_labels_N) > 0.9

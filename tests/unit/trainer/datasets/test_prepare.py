@@ -1,0 +1,498 @@
+"""`bigbatch data prepare`: archives of the official structure become folders, whole or not at all."""
+
+import csv
+import errno
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from archive_writer import (
+    HOSTILE,
+    KIT,
+    KIT_IDS,
+    NUM_TRAIN,
+    TINY,
+    TRAIN,
+    VAL,
+    WHOLE,
+    WNIDS,
+    class_tars,
+    content,
+    devkit,
+    images_below,
+    tar_of,
+    val_files,
+    write_official,
+)
+from sample_images import REAL_DATA
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets import class_folders
+from bigbatch.trainer.datasets.archives import Archive
+from bigbatch.trainer.datasets.prepare import IMAGENET, prepare_imagenet, read_devkit
+from bigbatch.trainer.input.order import read_index
+
+EXPECTED = {
+    **{
+        f"train/{wnid}/{wnid}_{7 * n + 1}.JPEG": content(f"{wnid}_{7 * n + 1}.JPEG")
+        for wnid, count in NUM_TRAIN.items()
+        for n in range(count)
+    },
+    "val/n01440764/ILSVRC2012_val_00000001.JPEG": content("ILSVRC2012_val_00000001.JPEG"),
+    "val/n03000684/ILSVRC2012_val_00000002.JPEG": content("ILSVRC2012_val_00000002.JPEG"),
+    "val/n02102040/ILSVRC2012_val_00000003.JPEG": content("ILSVRC2012_val_00000003.JPEG"),
+    "val/n02102040/ILSVRC2012_val_00000004.JPEG": content("ILSVRC2012_val_00000004.JPEG"),
+    "val/n01440764/ILSVRC2012_val_00000005.JPEG": content("ILSVRC2012_val_00000005.JPEG"),
+}
+
+
+@pytest.fixture
+def official(tmp_path):
+    """A folder with the three archives, three classes small."""
+    folder = tmp_path / "official"
+    write_official(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch):
+    """What other programs have yet to write is not waited for, hundreds of times."""
+    monkeypatch.setattr(os, "sync", lambda: None)
+
+
+def run(root, official, *, on_progress=lambda *_: None, data_set=TINY, **options):
+    return prepare_imagenet(root, archives=official, data_set=data_set, on_progress=on_progress, **options)
+
+
+def assert_heals(root, official):
+    """With whole archives the next run gives exactly the data set, whatever the last one left."""
+    write_official(official)
+    run(root, official)
+    assert images_below(root) == EXPECTED
+    assert {path.name for path in root.iterdir()} == {"train", "val", class_folders.SOURCES}
+
+
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_imagenet_lies_as_a_run_reads_it(tmp_path, official, num_threads):
+    seen = []
+    root = tmp_path / "new/folder"
+    assert run(root, official, num_threads=num_threads, on_progress=lambda *s: seen.append(s)) == ["train", "val"]
+    assert images_below(root) == EXPECTED
+    assert seen == [
+        *(("writing train", done, 9) for done in range(1, 10)),
+        *(("writing val", done, 5) for done in range(1, 6)),
+    ]
+    assert read_index(root, "train").classes == tuple(WNIDS)
+    labels_by_number = [0, 2, 1, 1, 0]  # the ground truth as positions in the sorted names
+    val = read_index(root, "val", classes=WNIDS)
+    assert {p.split("_")[-1][:8]: n for p, n in zip(val.paths, val.labels_N, strict=True)} == {
+        f"{number:08d}": label for number, label in enumerate(labels_by_number, 1)
+    }
+
+
+def test_what_is_complete_stays_untouched_and_needs_no_archives(tmp_path, official):
+    run(tmp_path / "root", official)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "root").rglob("*")}
+    assert run(tmp_path / "root", tmp_path / "nowhere") == []
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "root").rglob("*")} == before
+
+
+def test_a_split_that_is_missing_is_added(tmp_path, official):
+    root = tmp_path / "root"
+    run(root, official)
+    for path in sorted((root / "val").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    inode = (root / "train").stat().st_ino
+    assert run(root, official) == ["val"]  # the folder itself is still there, empty
+    assert images_below(root) == EXPECTED
+    assert (root / "train").stat().st_ino == inode
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 6, 7, 8, 9, 10, 12, 14])
+def test_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at):
+    root, calls = tmp_path / "root", []
+
+    def interrupt(*state):
+        calls.append(state)
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(root, official, on_progress=interrupt, num_threads=1)
+    assert (root / "train").exists() == (stop_at > 9)
+    assert not (root / "val").exists()
+    done = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.JPEG")}
+    assert len(done) >= stop_at
+    assert run(root, official) == ["train", "val"][stop_at > 9 :]
+    assert images_below(root) == EXPECTED
+    now = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.JPEG")}
+    assert all(now[path.name] == state for path, state in done.items()), "a picture was written twice"
+
+
+def test_a_class_that_is_complete_is_not_read_again(tmp_path, official):
+    root = tmp_path / "root"
+    with pytest.raises(KeyboardInterrupt):
+        run(root, official, on_progress=raising_at(7, KeyboardInterrupt), num_threads=1)
+    tars = class_tars()  # classes come in this order: the first is done by now
+    modified = (official / TRAIN).stat().st_mtime_ns
+    (official / TRAIN).write_bytes(tar_of({**tars, "n01440764.tar": b"\xff" * len(tars["n01440764.tar"])}))
+    os.utime(official / TRAIN, ns=(modified, modified))
+    run(root, official)
+    assert images_below(root) == EXPECTED
+
+
+def with_holes(data):
+    """A download of the full length of which the picture of the first class never came."""
+    return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
+
+
+@pytest.mark.parametrize("stop_at", [3, 7, 9])
+def test_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, official, stop_at):
+    root = tmp_path / "root"
+    (official / TRAIN).write_bytes(with_holes((official / TRAIN).read_bytes()))
+    os.utime(official / TRAIN, ns=(0, 0))
+    with pytest.raises(KeyboardInterrupt):
+        run(root, official, on_progress=raising_at(stop_at, KeyboardInterrupt), num_threads=1)
+    write_official(official)
+    assert run(root, official) == ["train", "val"]
+    assert images_below(root) == EXPECTED
+
+
+@pytest.mark.parametrize("name", [VAL, KIT])
+def test_each_archive_of_a_split_counts(tmp_path, official, name):
+    root = tmp_path / "root"
+    with pytest.raises(KeyboardInterrupt):
+        run(root, official, on_progress=raising_at(12, KeyboardInterrupt), num_threads=1)
+    left = next((root / ".imagenet.unfinished/val").rglob("*.JPEG"))
+    left.with_name("left.JPEG").write_bytes(b"of another archive")
+    os.utime(official / name, ns=(0, 0))
+    assert run(root, official) == ["val"]
+    assert images_below(root) == EXPECTED
+
+
+def test_an_archive_that_went_away_since_is_named(tmp_path, official):
+    def take_away(what, done, total):
+        (official / VAL).unlink(missing_ok=True)
+
+    with pytest.raises(DataError, match=rf"{VAL}: cannot be read \(No such file or directory\); bring it back"):
+        run(tmp_path / "root", official, on_progress=take_away)
+    assert (tmp_path / "root/train").is_dir()
+    assert_heals(tmp_path / "root", official)
+
+
+def test_what_cannot_be_thrown_away_is_named(tmp_path, official, monkeypatch):
+    (tmp_path / "root/.imagenet.unfinished/train").mkdir(parents=True)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(class_folders.shutil, "rmtree", refuse)
+    with pytest.raises(DataError, match=r"unfinished/train: cannot be written \(Permission denied\)"):
+        run(tmp_path / "root", official)
+
+
+def test_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
+    done, replace_file = [], os.replace
+
+    def rename(old, new):
+        done.append(Path(new).name)
+        replace_file(old, new)
+
+    monkeypatch.setattr(class_folders.os, "sync", lambda: done.append("sync"))
+    monkeypatch.setattr(class_folders.os, "replace", rename)
+    run(tmp_path / "root", official)
+    named = [name for name in done if name in {*WNIDS, "train", "val"}]
+    assert named == ["n01440764", "n02102040", "n03000684", "train", "val"]
+    assert [done[position - 1] for position, name in enumerate(done) if name in named] == ["sync"] * 5
+
+
+def test_a_second_run_is_refused(tmp_path, official):
+    root = tmp_path / "root"
+    with (
+        class_folders.only_run(root, TINY),
+        pytest.raises(DataError, match=r"root/\.imagenet\.unfinished: another run writes here; wait"),
+    ):
+        run(root, official)
+    assert_heals(root, official)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(class_folders.fcntl, "flock", refuse)
+    if number == errno.EIO:
+        with pytest.raises(DataError, match=r"unfinished: cannot be written \(Input/output error\)"):
+            run(tmp_path / "root", official)
+        return
+    assert_heals(tmp_path / "root", official)
+
+
+@pytest.mark.parametrize(("missing", "needed", "done"), [("val", VAL, TRAIN), ("train", TRAIN, VAL)])
+def test_only_the_archives_of_missing_splits_are_needed(tmp_path, official, missing, needed, done):
+    sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
+    checked = replace(TINY, archives=tuple(Archive((n,), md5=m) for n, m in zip(WHOLE, sums, strict=True)))
+    root, seen = tmp_path / "root", []
+    run(root, official)
+    shutil.rmtree(root / missing)
+    (official / done).unlink()
+    found = run(root, official, data_set=checked, with_md5=True, on_progress=lambda *s: seen.append(s[0]))
+    assert found == [missing]
+    assert list(dict.fromkeys(seen)) == [f"checking {needed}", f"checking {KIT}", f"writing {missing}"]
+    assert images_below(root) == EXPECTED
+
+
+def raising_at(count, error):
+    calls = []
+
+    def on_progress(*state):
+        calls.append(state)
+        if len(calls) == count:
+            raise error
+
+    return on_progress
+
+
+def test_what_a_killed_run_left_is_replaced(tmp_path, official):
+    root = tmp_path / "root"
+    for split, tar in (("train", TRAIN), ("val", VAL)):
+        class_folders.go_on_or_start_anew(root, TINY, split=split, archives=[official / tar, official / KIT])
+    hidden = root / ".imagenet.unfinished/train/.n01440764"
+    hidden.mkdir(parents=True)
+    (hidden / ".n01440764_1.JPEG.part").write_bytes(b"half")
+    (hidden / "n01440764_8.JPEG").write_bytes(b"of an older file system, too short")
+    (hidden / "n01440764_15.JPEG").write_bytes(bytes(len(content("n01440764_15.JPEG"))))  # the machine crashed
+    (root / ".imagenet.unfinished/val/n03000684").mkdir(parents=True)
+    (root / ".imagenet.unfinished/val/n03000684/.ILSVRC2012_val_00000002.JPEG.part").write_bytes(b"")
+    run(root, official)
+    assert images_below(root) == EXPECTED
+
+
+@pytest.mark.parametrize("fails_at", range(1, 19, 3))
+def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
+    root, calls, write_bytes = tmp_path / "root", [], Path.write_bytes
+
+    def full(path, data):
+        if path.suffix == ".part":
+            calls.append(path)
+            if len(calls) >= fails_at:
+                write_bytes(path, data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    complaint = r"root/\S+: cannot be written \(No space left on device\); .*it goes on where it stopped$"
+    with pytest.raises(DataError, match=complaint) as error:
+        run(root, official)
+    assert "\n" not in str(error.value)
+    assert not list(root.rglob("*.part"))
+    assert {path.name for path in root.iterdir()} <= {".imagenet.unfinished", class_folders.SOURCES, "train"}
+    monkeypatch.undo()
+    assert_heals(root, official)
+
+
+def test_a_name_that_cannot_be_given_is_named(tmp_path, official, monkeypatch):
+    def refuse(old, new):
+        if Path(new) == tmp_path / "root/train":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        os.rename(old, new)
+
+    monkeypatch.setattr(class_folders.os, "replace", refuse)
+    with pytest.raises(DataError, match=r"root/train: cannot be written \(Permission denied\)"):
+        run(tmp_path / "root", official)
+    monkeypatch.undo()
+    assert_heals(tmp_path / "root", official)
+
+
+@pytest.mark.parametrize("name", [TRAIN, VAL, KIT])
+def test_a_cut_archive_never_makes_a_split(tmp_path, official, name):
+    whole = (official / name).read_bytes()
+    step = 1600 if name != KIT else 150
+    for num_bytes in range(0, len(whole) - 10_240 if name != KIT else len(whole), step):
+        root = tmp_path / f"cut-{num_bytes}"
+        (official / name).write_bytes(whole[:num_bytes])
+        with pytest.raises(DataError, match=r"again$") as error:
+            run(root, official)
+        assert name in str(error.value)
+        assert "\n" not in str(error.value)
+        assert not (root / ("val" if name == VAL else "train")).exists()
+        assert_heals(root, official)
+
+
+def damaged_class():
+    """tarfile alone takes the second header for the end of the archive."""
+    tars = class_tars()
+    data = bytearray(tars["n01440764.tar"])
+    data[3 * 512 + 150] ^= 255
+    return tar_of({**tars, "n01440764.tar": bytes(data)})
+
+
+def without(files, name):
+    return {key: data for key, data in files.items() if key != name}
+
+
+WRONG = {
+    "damaged class": (TRAIN, damaged_class, r"n01440764\.tar': is cut off or damaged"),
+    "class missing": (
+        TRAIN,
+        lambda: tar_of(without(class_tars(), "n02102040.tar")),
+        r"8 of 9 pictures in 2 of 3 classes",
+    ),
+    "empty class": (TRAIN, lambda: tar_of({**class_tars(), "n02102040.tar": tar_of({})}), "n02102040: .* no picture"),
+    "unknown class": (
+        TRAIN,
+        lambda: tar_of({"n99999999.tar": tar_of({})}),
+        r"'n99999999\.tar': is no archive of a class",
+    ),
+    "no class": (TRAIN, lambda: tar_of({"readme.txt": b"hello"}), r"'readme\.txt': is no archive of a class"),
+    "class in a folder": (TRAIN, lambda: tar_of({"a/n01440764.tar": b""}), "is no archive of a class"),
+    "picture in a folder": (
+        TRAIN,
+        lambda: tar_of({"n01440764.tar": tar_of({"a/b.JPEG": b"1"})}),
+        r"'a/b\.JPEG': is no",
+    ),
+    "no picture": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({"b.txt": b"1"})}), r"'b\.txt': is no picture at"),
+    "hidden file": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({".b.JPEG": b"1"})}), "is no picture at"),
+    "val missing": (VAL, lambda: tar_of(without(val_files(), "ILSVRC2012_val_00000005.JPEG")), "4 of 5 pictures"),
+    "val number": (VAL, lambda: tar_of({"ILSVRC2012_val_00000006.JPEG": b"1"}), "has no number from 1 to 5"),
+    "val number 0": (VAL, lambda: tar_of({"ILSVRC2012_val_00000000.JPEG": b"1"}), "has no number from 1 to 5"),
+    "val name": (VAL, lambda: tar_of({"picture.JPEG": b"1"}), "has no number from 1 to 5"),
+    "kit without classes": (KIT, lambda: devkit(**{"meta.mat": None}), r"devkit_t12\.tar\.gz: holds no meta\.mat"),
+    "kit without truth": (
+        KIT,
+        lambda: devkit(**{"ILSVRC2012_validation_ground_truth.txt": None}),
+        "holds no ILSVRC2012_v",
+    ),
+    "kit of another year": (
+        KIT,
+        lambda: devkit(ids=without(KIT_IDS, "n02102040"), truth=(1, 2)),
+        "knows 2 classes and 2",
+    ),
+    "short truth": (KIT, lambda: devkit(truth=(1, 2, 3)), "knows 3 classes and 3 validation pictures"),
+    "truth is a group": (KIT, lambda: devkit(truth=(1, 2, 3, 4, 1)), "the ground truth names no class with 4"),
+    "truth is no number": (KIT, lambda: devkit(truth=("tench",)), "the ground truth names no class with .*tench"),
+    "class called otherwise": (
+        KIT,
+        lambda: devkit(ids={**KIT_IDS, "../../evil": 1}),
+        r"class 1 is called '\.\./\.\./evil'",
+    ),
+    "class with half a number": (KIT, lambda: devkit(ids={**KIT_IDS, "n00000001": 1.5}), "class 1.5 is called"),
+    "meta.mat is none": (KIT, lambda: devkit(**{"meta.mat": b"hello"}), "meta.mat: is no MATLAB 5 file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_as_published_makes_no_split(tmp_path, official, case):
+    name, make, complaint = WRONG[case]
+    (official / name).write_bytes(make())
+    root = tmp_path / "root"
+    with pytest.raises(DataError, match=complaint) as error:
+        run(root, official)
+    assert "\n" not in str(error.value)
+    assert not (root / ("val" if name == VAL else "train")).exists()
+    assert_heals(root, official)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("place", ["train", "class", "val", "devkit"])
+def test_hostile_archives_write_nothing_outside(tmp_path, official, case, place):
+    files, complaint = HOSTILE[case]
+    hostile = {
+        "train": lambda: (TRAIN, tar_of(files)),
+        "class": lambda: (TRAIN, tar_of({"n01440764.tar": tar_of(files)})),
+        "val": lambda: (VAL, tar_of(files)),
+        "devkit": lambda: (KIT, tar_of(files, mode="w:gz")),
+    }
+    name, data = hostile[place]()
+    (official / name).write_bytes(data)
+    with pytest.raises(DataError) as error:
+        run(tmp_path / "root", official)
+    if "twice" not in complaint or place == "devkit":  # else the first of the two is none of the official names
+        assert re.search(complaint, str(error.value))
+    assert name in str(error.value)
+    assert not (tmp_path / "root/val").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"official", "root"}
+    assert {path.name for path in official.iterdir()} == {TRAIN, VAL, KIT}
+
+
+def test_a_split_of_something_else_is_left_alone(tmp_path, official):
+    root = tmp_path / "root"
+    run(root, official)
+    (root / "train/n01440764/n01440764_1.JPEG").unlink()
+    with pytest.raises(DataError, match=r"root/train: holds 8 of 9 pictures in 3 of 3 classes; name a new folder"):
+        run(root, official)
+    with pytest.raises(DataError, match=r"root/train: holds imagenet, not imagenet-2; name a new folder"):
+        run(root, official, data_set=replace(TINY, name="imagenet-2"))
+    (root / class_folders.SOURCES).write_text("{")
+    with pytest.raises(DataError, match=r"prepared\.json: cannot be read .*delete it$"):
+        run(root, official)
+
+
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypatch):
+    stat = os.stat
+
+    def refuse(path, *arguments, **options):
+        if str(path).startswith(f"{tmp_path}/root/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(Path, "mkdir", lambda path, **_: refuse(path))
+    with pytest.raises(DataError, match=r"root/\.imagenet\.unfinished: cannot be written \(Permission denied\)"):
+        run(tmp_path / "root", official)
+    assert class_folders.class_names(tmp_path / "root/train") == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, official):
+    (tmp_path / "root/train").mkdir(parents=True, mode=0)
+    with pytest.raises(DataError, match=r"root/train: cannot be listed \(Permission denied\)"):
+        run(tmp_path / "root", official)
+
+
+def test_a_file_in_the_way_is_named(tmp_path, official):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/train").write_bytes(b"")
+    with pytest.raises(DataError, match=r"root/train: cannot be listed \(Not a directory\)"):
+        run(tmp_path / "root", official)
+    with pytest.raises(DataError, match=r"cannot be written \(Not a directory\)"):
+        run(tmp_path / "root/train/deeper", official)
+
+
+def test_archives_are_checked_before_any_is_read(tmp_path, official):
+    sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
+    sizes = [(official / name).stat().st_size for name in WHOLE]
+    facts = [Archive((name,), size, md5) for name, size, md5 in zip(WHOLE, sizes, sums, strict=True)]
+    checked = replace(TINY, archives=tuple(facts))
+    (official / VAL).write_bytes((official / VAL).read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match=rf"{VAL}: has MD5 \w+, not the published {sums[1]}; download"):
+        run(tmp_path / "root", official, data_set=checked, with_md5=True)
+    (official / VAL).write_bytes(b"short")
+    with pytest.raises(DataError, match=rf"{VAL}: has 5 of {sizes[1]:,} bytes"):
+        run(tmp_path / "root", official, data_set=checked)
+    (official / VAL).unlink()
+    with pytest.raises(DataError, match=f"holds no {VAL}; download it there, or correct --archives"):
+        run(tmp_path / "root", official, data_set=checked)
+    assert not (tmp_path / "root").exists()
+    (official / VAL).write_bytes(WHOLE[VAL]())
+    seen = []
+    run(tmp_path / "root", official, data_set=checked, with_md5=True, on_progress=lambda *s: seen.append(s))
+    assert seen[:3] == [(f"checking {name}", size, size) for name, size in zip(WHOLE, sizes, strict=True)]
+
+
+def test_the_real_kit_numbers_lead_to_the_real_labels(tmp_path):
+    meta = REAL_DATA.parent / "imagenet-meta"
+    if not meta.is_dir():
+        pytest.skip("the real class list is not here; name the folder beside it in BIGBATCH_REAL_DATA")
+    with open(meta / "classes.csv", newline="") as classes, open(meta / "val_map.csv", newline="") as val:
+        ids = {row["wnid"]: int(row["ilsvrc2012_id"]) for row in csv.DictReader(classes)}
+        expected = [row["wnid"] for row in csv.DictReader(val)]
+    (tmp_path / KIT).write_bytes(devkit(ids=ids, truth=[ids[wnid] for wnid in expected]))
+    labels = read_devkit(tmp_path / KIT, data_set=IMAGENET)
+    assert list(labels.val_wnids) == expected
+    assert sorted(labels.wnids) == (meta / "wnids.txt").read_text().split()

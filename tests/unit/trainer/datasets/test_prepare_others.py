@@ -1,0 +1,238 @@
+"""CIFAR, Imagenette and ImageNet-V2: one archive each, checked against torchvision and closed forms."""
+
+import hashlib
+import os
+import pickle
+import shutil
+import tarfile
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from archive_writer import (
+    TINY_IMAGENETTE,
+    TINY_V2,
+    WNIDS,
+    batch,
+    cifar_files,
+    content,
+    files_below,
+    imagenette_files,
+    images_below,
+    tar_of,
+    v2_files,
+    write_cifar,
+    write_imagenette,
+)
+from PIL import Image
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets import prepare
+from bigbatch.trainer.datasets.cifar import read_cifar
+from bigbatch.trainer.datasets.prepare import prepare_from_one, read_imagenet_v2, read_imagenette, read_wnids
+
+# CIFAR
+
+
+def run_cifar(root, official, data_set):
+    return prepare_from_one(root, archives=official, data_set=data_set, read=read_cifar, on_progress=lambda *_: None)
+
+
+@pytest.mark.parametrize("number", [10, 100])
+def test_cifar_is_what_torchvision_reads(tmp_path, number, monkeypatch):
+    from torchvision import datasets
+
+    data_set = write_cifar(tmp_path / "official", number)
+    archive = tmp_path / "official" / data_set.archives[0].names[0]
+    assert run_cifar(tmp_path / "root", tmp_path / "official", data_set) == ["train", "val"]
+
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "peer", filter="data")
+    peer_class = {10: datasets.CIFAR10, 100: datasets.CIFAR100}[number]
+    md5 = {
+        path.name: hashlib.md5(path.read_bytes()).hexdigest()
+        for path in (tmp_path / "peer").rglob("*")
+        if path.is_file()
+    }
+    for part in ("train_list", "test_list"):
+        monkeypatch.setattr(peer_class, part, [[n, md5[n]] for n, _ in getattr(peer_class, part) if n in md5])
+    meta = peer_class.meta
+    monkeypatch.setattr(peer_class, "meta", {**meta, "md5": md5[meta["filename"]]})
+    for split in ("train", "val"):
+        peer = peer_class(tmp_path / "peer", train=split == "train")
+        assert list((tmp_path / "root" / split).iterdir())
+        paths = {int(path.stem): path for path in (tmp_path / "root" / split).rglob("*") if path.is_file()}
+        assert sorted(paths) == list(range(len(peer)))
+        for position, path in paths.items():
+            with Image.open(path) as image:
+                assert image.format == "PNG"
+                np.testing.assert_array_equal(np.asarray(image), peer.data[position])
+            assert path.parent.name == peer.classes[peer.targets[position]]
+            assert path.name == f"{position:05d}.png"
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+BAD_CIFAR = {
+    "code": (
+        {"data_batch_1": pickle.dumps(Evil(), protocol=2)},
+        r"is no CIFAR batch \(it wants to call posix\.system\)",
+    ),
+    "no pickle": ({"data_batch_1": b"<html>"}, "'cifar-10-batches-py/data_batch_1': is no CIFAR batch"),
+    "no dict": ({"data_batch_1": pickle.dumps(3, protocol=2)}, "is no CIFAR batch"),
+    "no names": (
+        {"batches.meta": {"num_vis": 3072}},
+        "holds no label_names or fine_label_names in batches.meta or meta",
+    ),
+    "no labels": (
+        {"data_batch_1": {"data": np.zeros((1, 3072), np.uint8)}},
+        "holds no labels or fine_labels in data_b",
+    ),
+    "labels are no list": (
+        {"data_batch_1": {**batch(1, [0]), "labels": 3}},
+        "holds no labels or fine_labels in data_b",
+    ),
+    "names are no list": ({"batches.meta": {"label_names": 5}}, "holds no label_names or fine_label_names in batches"),
+    "pixels are no array": ({"data_batch_1": {**batch(1, [0]), "data": [0] * 3072}}, "holds no data in data_batch_1"),
+    "no pixels": ({"data_batch_1": {"labels": [1]}}, "holds no data in data_batch_1"),
+    "pixels missing": ({"data_batch_1": {**batch(1, [0]), "labels": [0, 1]}}, "does not hold 2 x 3072 bytes"),
+    "no such label": ({"data_batch_1": batch(1, [3])}, "label 3 names no class"),
+    "negative label": ({"data_batch_1": batch(1, [-1])}, "label -1 names no class"),
+    "evil class": ({"batches.meta": {"label_names": ["..", "../x", "a/b"]}}, "names no class"),
+    "batch missing": ({"data_batch_1": None}, "holds 2 of 5 pictures in 2 of 3 classes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CIFAR)
+def test_cifar_that_is_not_as_published_makes_no_split(tmp_path, case, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed, complaint = BAD_CIFAR[case]
+    files = {name: data for name, data in {**cifar_files(10), **changed}.items() if data is not None}
+    data_set = write_cifar(tmp_path / "official", 10, files)
+    with pytest.raises(DataError, match=complaint) as error:
+        run_cifar(tmp_path / "root", tmp_path / "official", data_set)
+    assert "\n" not in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"official", "root"}
+    assert not (tmp_path / "root/train").exists()
+
+
+# Imagenette and ImageNet-V2
+
+
+def imagenette(folder, files):
+    """Writes the archive; gives what prepares it."""
+    write_imagenette(folder, files)
+    return partial(
+        prepare_from_one, archives=folder, data_set=TINY_IMAGENETTE, read=read_imagenette, on_progress=lambda *_: None
+    )
+
+
+def test_imagenettes_files_are_kept_as_they_are(tmp_path):
+    go = imagenette(tmp_path / "official", imagenette_files())
+    assert go(tmp_path / "root") == ["train", "val"]
+    expected = {k.partition("/")[2]: v for k, v in imagenette_files().items() if k.count("/") == 3}
+    assert images_below(tmp_path / "root") == expected
+    assert go(tmp_path / "root") == []
+    with pytest.raises(DataError, match="holds imagenette2-160, not imagenette2-320; name a new folder"):
+        go(tmp_path / "root", data_set=replace(TINY_IMAGENETTE, name="imagenette2-320"))
+
+
+def test_one_split_that_is_missing_is_added(tmp_path):
+    go = imagenette(tmp_path / "official", imagenette_files())
+    go(tmp_path / "root")
+    whole = files_below(tmp_path / "root")
+    (tmp_path / "root/val").rename(tmp_path / "elsewhere")
+    seen = []
+    assert go(tmp_path / "root", on_progress=lambda *s: seen.append(s)) == ["val"]
+    assert files_below(tmp_path / "root") == whole
+    assert seen == [("writing val", done, 3) for done in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("path", ["imagenette2-160/train/x.JPEG", "x/test/n01440764/x.JPEG", "x/train/tench/x.JPEG"])
+def test_imagenettes_images_lie_where_they_should(tmp_path, path):
+    go = imagenette(tmp_path / "official", {**imagenette_files(), path: b"1"})
+    with pytest.raises(DataError, match=f"{path}': lies not in train/<class> or val/<class>"):
+        go(tmp_path / "root")
+    assert not (tmp_path / "root/train").exists()
+
+
+def test_without_archives_it_is_downloaded(tmp_path, monkeypatch):
+    go = imagenette(tmp_path / "server", imagenette_files())
+    asked = []
+
+    def fetch(folder, archive, *, on_progress):
+        asked.append(archive)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(tmp_path / "server" / archive.names[0], folder)
+        on_progress(f"downloading {archive.names[0]}", 1, 1)
+        with pytest.raises(DataError, match="another run writes here"):
+            go(tmp_path / "root", archives=None)
+
+    monkeypatch.setattr(prepare, "download", fetch)
+    seen = []
+    assert go(tmp_path / "root", archives=None, on_progress=lambda *s: seen.append(s)) == ["train", "val"]
+    assert asked == list(TINY_IMAGENETTE.archives)
+    assert seen[0] == ("downloading imagenette2-160.tgz", 1, 1)
+    assert (tmp_path / "root/archives/imagenette2-160.tgz").is_file()
+    assert go(tmp_path / "root", archives=None) == []
+    assert len(asked) == 1
+
+
+def test_a_replaced_archive_starts_anew(tmp_path):
+    go = imagenette(tmp_path / "official", {**imagenette_files(), "x/val/n01440764/too_many.JPEG": b"1"})
+    with pytest.raises(DataError, match="holds 4 of 3 pictures"):
+        go(tmp_path / "root")
+    (tmp_path / "root/train").rename(tmp_path / "elsewhere")
+    imagenette(tmp_path / "official", imagenette_files())
+    assert go(tmp_path / "root") == ["train", "val"]
+    expected = {k.partition("/")[2]: v for k, v in imagenette_files().items() if k.count("/") == 3}
+    assert images_below(tmp_path / "root") == expected
+    assert {path.name for path in (tmp_path / "root").iterdir()} == {"train", "val", "prepared.json"}
+
+
+def run_v2(tmp_path, files, wnids=WNIDS, **options):
+    official = tmp_path / "official"
+    official.mkdir(exist_ok=True)
+    (official / "imagenetv2-matched-frequency.tar.gz").write_bytes(tar_of(files))  # in fact not compressed
+    return prepare_from_one(
+        tmp_path / "root",
+        archives=official,
+        data_set=TINY_V2,
+        read=partial(read_imagenet_v2, wnids=wnids),
+        on_progress=lambda *_: None,
+        **options,
+    )
+
+
+def test_imagenet_v2_numbers_are_positions_in_the_sorted_classes(tmp_path):
+    (tmp_path / "imagenet/train").mkdir(parents=True)
+    for wnid in reversed(WNIDS):
+        (tmp_path / "imagenet/train" / wnid).mkdir()
+    assert run_v2(tmp_path, v2_files(), read_wnids(tmp_path / "imagenet", num_classes=3)) == ["val"]
+    assert images_below(tmp_path / "root") == {
+        f"val/{wnid}/{n}.jpeg": content(f"{label}{n}") for label, wnid in enumerate(WNIDS) for n in range(2)
+    }
+
+
+@pytest.mark.parametrize("path", ["x/3/0.jpeg", "x/-1/0.jpeg", "x/one/0.jpeg", "0/0.jpeg", "x/y/0/0.jpeg"])
+def test_imagenet_v2_images_lie_where_they_should(tmp_path, path):
+    with pytest.raises(DataError, match=f"'{path}': lies not in a folder from 0 to 2"):
+        run_v2(tmp_path, {path: b"1"})
+    assert not (tmp_path / "root/val").exists()
+
+
+def test_imagenet_v2_has_no_md5(tmp_path):
+    with pytest.raises(DataError, match="no MD5 sum was published"):
+        run_v2(tmp_path, v2_files(), with_md5=True)
+
+
+@pytest.mark.parametrize("names", [[], WNIDS[:2], [*WNIDS[:2], "tench"]])
+def test_classes_come_from_a_whole_imagenet(tmp_path, names):
+    for name in names:
+        (tmp_path / "val" / name).mkdir(parents=True)
+    with pytest.raises(DataError, match="has no train or val with 3 class folders as n01440764; correct --classes-f"):
+        read_wnids(tmp_path, num_classes=3)

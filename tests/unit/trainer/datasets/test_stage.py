@@ -1,0 +1,485 @@
+"""Staging: the same bytes or nothing, gone on with where it was, by one process at a time, and every refusal."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import sample_images
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.datasets import stage as stage_module
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.stage import stage
+from bigbatch.trainer.datasets.verify_shards import verify
+from bigbatch.trainer.input.shards import open_split
+
+FILES = {
+    f"{split}/{name}/{n}.jpg": sample_images.encoded(sample_images.smooth_image(n))
+    for split, numbers in (("train", range(8)), ("val", range(8, 12)))
+    for name in ("a", "b")
+    for n in numbers
+}
+Usage = namedtuple("Usage", ("total", "used", "free"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Packed once."""
+    root = tmp_path_factory.mktemp("made")
+    pack(sample_images.write(root / "folders", FILES), root / "packed", recipe=PackRecipe(shard_bytes=25_000))
+    return root
+
+
+@pytest.fixture
+def source(made, tmp_path):
+    shutil.copytree(made / "packed", tmp_path / "source")
+    assert len(list((tmp_path / "source/train").glob("*.tar"))) > 2
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "node" / "staged"
+
+
+@pytest.fixture
+def boot(tmp_path, monkeypatch):
+    """A machine that a test can start anew."""
+    monkeypatch.setattr(stage_module, "BOOT", sample_images.write(tmp_path, {"boot_id": b"first\n"}) / "boot_id")
+    return tmp_path / "boot_id"
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The files that are copied from the source, as train/index.npy."""
+    names, chunks = [], stage_module._chunks
+
+    def noted(path):
+        names.append(f"{path.parent.name}/{path.name}")
+        return chunks(path)
+
+    monkeypatch.setattr(stage_module, "_chunks", noted)
+    return names
+
+
+def staged(root):
+    """What training looks at, and whatever else should not be there."""
+    ours = ("pack.json", ".stage.lock", ".staged")
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name not in ours}
+
+
+def looks_whole(folder):
+    try:
+        open_split(folder.parent, folder.name)
+    except DataError:
+        return False
+    return True
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_a_copy_holds_the_images(source, target, num_workers):
+    calls = []
+    summary = stage(source, target, num_workers=num_workers, on_progress=lambda *call: calls.append(call))
+    assert staged(target) == staged(source)
+    for split in ("train", "val"):
+        index = open_split(target, split)
+        names = sorted(name for name in FILES if name.startswith(split))
+        assert [index.read(position) for position in range(len(index))] == [FILES[name] for name in names]
+    assert verify(target) == len(FILES)
+    total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
+    assert (summary.num_images, summary.bytes_copied, summary.bytes_kept) == (len(FILES), total, 0)
+    assert summary.num_shards == len(list(source.rglob("*.tar")))
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert (calls[0], calls[-1]) == ((0, total), (total, total)), "the size is known before the first file is there"
+
+
+def test_index_json_comes_last(source, target, monkeypatch):
+    """Whatever is there when it is written is whole."""
+    replace, order = os.replace, []
+    monkeypatch.setattr(stage_module.os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
+    stage(source, target, splits=["val"], num_workers=3)
+    shards = {p.name for p in (source / "val").glob("*.tar")}
+    assert set(order[:-2]) == {*shards, "index.npy"}
+    assert order[-2:] == ["index.json", ".staged"]
+
+
+def test_a_complete_copy_is_left_at_once(source, target, boot, read, monkeypatch):
+    stage(source, target)
+    read.clear()
+    before = {p: p.stat().st_mtime_ns for p in target.rglob("*") if p.name != ".stage.lock"}
+    monkeypatch.setattr(stage_module, "sha256_of", lambda path: pytest.fail("reads a shard"))
+    for path in source.rglob("*.tar"):
+        path.unlink()  # nor does it look at those of the source
+    calls = []
+    summary = stage(source, target, on_progress=lambda *call: calls.append(call))
+    assert (summary.bytes_copied, summary.bytes_kept, read, calls) == (0, 0, [], [])
+    assert re.fullmatch(r"24 pictures in \d+ shards, complete already", str(summary))
+    assert {p: p.stat().st_mtime_ns for p in target.rglob("*") if p.name != ".stage.lock"} == before
+
+
+def flip_byte(path, position=2000):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_a_power_cut_spoilt_is_copied_again(source, target, boot, read):
+    """The right size, other bytes: within one start of the machine nobody looks, after a new one every byte is read."""
+    stage(source, target)
+    flip_byte(target / "train/shard-000001.tar")
+    (target / "val/index.npy").write_bytes(bytes((target / "val/index.npy").stat().st_size))
+    boot.write_bytes(b"second\n")
+    read.clear()
+    summary = stage(source, target)
+    assert sorted(read) == ["train/shard-000001.tar", "val/index.npy"]
+    assert staged(target) == staged(source)
+    assert summary.bytes_copied + summary.bytes_kept == sum(
+        p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy")
+    )
+    assert stage(source, target).bytes_kept == 0
+
+
+def test_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target, boot):
+    """Its index.json is there already."""
+    stage(source, target)
+    for root in (source, target):
+        flip_byte(root / "train/shard-000001.tar")
+    boot.write_bytes(b"second\n")
+    with pytest.raises(DataError, match=r"source/train/shard-000001.tar: its bytes are not those that were packed"):
+        stage(source, target)
+    assert not looks_whole(target / "train")
+
+
+def test_where_the_system_tells_no_start_every_call_reads_the_copy(source, target, boot, read):
+    boot.unlink()
+    stage(source, target)
+    flip_byte(target / "train/shard-000000.tar")
+    read.clear()
+    assert stage(source, target).bytes_kept > 0
+    assert read == ["train/shard-000000.tar"]
+    assert "complete already, " in str(stage(source, target))
+    assert staged(target) == staged(source)
+
+
+def test_a_copy_by_other_means_is_read_once_and_kept(source, target, boot, read):
+    shutil.copytree(source, target)  # pack.json, too
+    assert stage(source, target).bytes_kept > 0
+    assert stage(source, target).bytes_kept == 0
+    assert read == []
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 600)])
+def test_missing_and_cut_files_are_copied_anew(source, target, boot, read, damage):
+    stage(source, target)
+    for name in ("train/shard-000000.tar", "train/index.npy"):
+        damage(target / name)
+    read.clear()
+    stage(source, target)
+    assert sorted(read) == ["train/index.npy", "train/shard-000000.tar"]
+    assert staged(target) == staged(source)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from bigbatch.trainer.data import stage as module
+chunks = module._chunks
+def kill_at(path):
+    for chunk in chunks(path):
+        yield chunk[:100]
+        if str(path).endswith(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield chunk[100:]
+module._chunks = kill_at
+module.stage(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_copy_goes_on_where_it_was(source, target, read):
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, source, target, "train/shard-000002.tar"], env=environment(), timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(target.rglob(".*.unfinished"))) == 1, "it was killed in the middle of a shard"
+    assert not looks_whole(target / "train")
+    kept = sorted(path.name for path in target.rglob("*.tar"))
+    assert kept == ["shard-000000.tar", "shard-000001.tar"]
+    summary = stage(source, target)
+    wanted = {str(p.relative_to(source)) for p in source.rglob("*") if p.suffix in (".tar", ".npy")}
+    assert sorted(read) == sorted(wanted - {f"train/{name}" for name in kept})
+    assert summary.bytes_kept == sum((source / "train" / name).stat().st_size for name in kept)
+    assert " GB by an earlier call) in " in str(summary)
+    assert staged(target) == staged(source)
+
+
+def test_an_interrupt_leaves_no_half_file_and_frees_the_folder(source, target):
+    def interrupt(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage(source, target, num_workers=2, on_progress=interrupt)
+    assert not list(target.rglob("*.unfinished"))
+    assert not looks_whole(target / "train")
+    stage(source, target, on_wait=lambda: pytest.fail("the lock is still held"))
+    assert staged(target) == staged(source)
+
+
+def test_an_error_stops_the_copies_under_way(source, target, monkeypatch):
+    deadline = time.monotonic() + 20
+
+    def chunks(path):
+        if path.name == "shard-000000.tar":
+            raise DataError("gone")
+        while time.monotonic() < deadline:
+            yield b"endless"
+        pytest.fail("was not stopped")
+
+    monkeypatch.setattr(stage_module, "_chunks", chunks)
+    with pytest.raises(DataError, match="gone"):
+        stage(source, target, num_workers=3)
+    assert time.monotonic() < deadline
+    assert not list(target.rglob("*.unfinished"))
+
+
+def take_away(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize(
+    ("damage", "name", "message"),
+    [
+        (flip_byte, "shard-000001.tar", r"train/shard-000001.tar: its bytes are not those that were packed; delete"),
+        (lambda path: os.truncate(path, 999), "shard-000001.tar", r"train/shard-000001.tar: has 999 bytes, index.json"),
+        (take_away, "shard-000001.tar", r"source/train/shard-000001.tar: cannot be found"),
+        (take_away, "index.npy", r"source/train/index.npy: cannot be read \(No such file or directory\)"),
+        (lambda path: flip_byte(path, 200), "index.npy", r"index.npy: has another SHA-256 than index.json states"),
+        (take_away, "index.json", r"source/train/index.json: cannot be read .*run `bigbatch data pack` again"),
+        (lambda path: path.write_text("{"), "index.json", r"train/index.json: is no index of packed shards"),
+    ],
+)
+def test_a_damaged_source_is_named(source, target, damage, name, message, num_workers):
+    damage(source / "train" / name)
+    with pytest.raises(DataError, match=message) as raised:
+        stage(source, target, num_workers=num_workers)
+    assert "\n" not in str(raised.value)
+    assert not looks_whole(target / "train")
+    assert not list(target.rglob("*.unfinished"))
+
+
+@pytest.mark.parametrize("where", ["start", "middle"])
+def test_a_source_that_vanishes_while_it_is_copied_is_named(source, target, monkeypatch, where):
+    chunks = stage_module._chunks
+
+    def vanish(path):
+        if path.name == "shard-000001.tar":
+            if where == "start":
+                path.unlink()
+            else:
+                os.truncate(path, 700)
+        yield from chunks(path)
+
+    monkeypatch.setattr(stage_module, "_chunks", vanish)
+    message = {
+        "start": r"shard-000001.tar: cannot be read \(No such file .*\); bring it back and stage again",
+        "middle": r"shard-000001.tar: its bytes are not those that were packed",
+    }[where]
+    with pytest.raises(DataError, match=message):
+        stage(source, target)
+    assert not looks_whole(target / "train")
+    assert (target / "train/shard-000000.tar").exists(), "what was copied is kept"
+
+
+class Full:
+    """A file on a disk that has no room for it."""
+
+    def __init__(self, path, mode):
+        self.file = open(path, mode)  # noqa: SIM115
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, data):
+        self.file.write(data[:500])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypatch):
+    def open_there(path, mode="r", **options):
+        return Full(path, mode) if "shard-000001" in path.name and mode == "wb" else open(path, mode, **options)
+
+    monkeypatch.setattr(stage_module, "open", open_there, raising=False)
+    with pytest.raises(
+        DataError, match=r"staged/train/shard-000001.tar: cannot be written \(No space left on device\)"
+    ):
+        stage(source, target)
+    assert not looks_whole(target / "train")
+    assert not list(target.rglob("*.unfinished"))
+    monkeypatch.undo()
+    kept = list(target.rglob("*.tar"))
+    assert kept
+    assert stage(source, target).bytes_kept >= sum(path.stat().st_size for path in kept)
+    assert staged(target) == staged(source)
+
+
+def test_a_disk_that_fills_up_at_the_end_is_named(source, target, monkeypatch):
+    def refuse(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(DataError, match=r"train/index.json: cannot be written \(No space left on device\); mend that"):
+        stage(source, target)
+    assert not looks_whole(target / "train")
+
+
+def test_room_is_looked_for_first_and_counts_what_is_there(source, target, monkeypatch, read):
+    total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
+    free = [total - 1]
+    left = {"shard-000000.tar": b"cut", ".shard-000000.tar.unfinished": b"cut", ".shard-000099.tar.unfinished": b"cut"}
+    sample_images.write(target / "train", left)
+    monkeypatch.setattr(stage_module.shutil, "disk_usage", lambda path: Usage(10**12, 0, free[0]))
+    with pytest.raises(DataError) as raised:
+        stage(source, target)
+    numbers = f"{total / 1e9:.4g} GB are to be copied, {free[0] / 1e9:.4g} GB are free"
+    assert str(raised.value) == f"{target}: {numbers}; make room, or name another DST"
+    assert read == []
+    assert list((target / "train").iterdir()) == [], "what is of no use makes room first"
+    first = source / "train/shard-000000.tar"
+    shutil.copy(first, target / "train")
+    free[0] -= first.stat().st_size - 1
+    stage(source, target)
+    assert staged(target) == staged(source)
+
+
+def test_another_data_set_is_refused_and_stays(source, target, tmp_path):
+    pack(sample_images.write(tmp_path / "other", FILES), tmp_path / "packed", recipe=PackRecipe(shard_bytes=60_000))
+    stage(tmp_path / "packed", target)
+    before = staged(target)
+    with pytest.raises(DataError, match=r"staged/train/index.json: is not that of .*source/train; delete its folder"):
+        stage(source, target)
+    assert staged(target) == before
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "shard-000099.tar", "pack.json", "a/0.jpg"])
+def test_a_folder_with_something_else_is_refused_and_stays(source, target, name):
+    sample_images.write(target / "val", {name: b"mine", "shard-000000.tar": b"mine, too"})
+    with pytest.raises(DataError, match=rf"val: holds {name.split('/')[0]}, which does not come from .*source/val"):
+        stage(source, target)
+    assert staged(target / "val").get("shard-000000.tar") == b"mine, too"
+    assert not looks_whole(target / "train")
+
+
+def test_class_folders_are_to_be_packed_first(made, source, target):
+    with pytest.raises(DataError, match=r"folders/train: is not packed; run `bigbatch data pack SRC DST` first"):
+        stage(made / "folders", target)
+    with pytest.raises(DataError, match=r"nothing: holds none of train, val; name the DST of `bigbatch data pack`"):
+        stage(source / "nothing", target)
+    with pytest.raises(DataError, match=r"train: is the folder to copy from; name another DST"):
+        stage(source, source)
+    with pytest.raises(ConfigError, match="num_workers=0 is not possible; give 1 or more"):
+        stage(source, target, num_workers=0)
+    assert not target.exists()
+
+
+def test_one_split_will_do(source, target):
+    """As of ImageNet-V2."""
+    shutil.rmtree(source / "train")
+    assert stage(source, target).num_images == 8
+    assert sorted(p.name for p in target.iterdir()) == [".stage.lock", "val"]
+    assert looks_whole(target / "val")
+
+
+@pytest.mark.parametrize("in_the_way", ["node", "node/staged", "node/staged/val"])
+def test_a_target_that_cannot_be_made_is_named(source, target, tmp_path, in_the_way):
+    sample_images.write(tmp_path, {in_the_way: b"a file"})
+    with pytest.raises(DataError, match=r"staged(/val)?: cannot be written \((Not a directory|File exists)\)"):
+        stage(source, target)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_refused(source, target, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(stage_module.fcntl, "flock", refuse)
+    with pytest.raises(
+        DataError, match=rf"staged: cannot be locked \({os.strerror(number)}\); name a folder on a disk"
+    ):
+        stage(source, target)
+
+
+def test_of_two_processes_one_copies_and_both_find_it_whole(source, target):
+    """This process holds the folder until both wait for it."""
+    command = [sys.executable, "-m", "bigbatch", "data", "stage", source, target, "--workers", "2", "--json"]
+    target.mkdir(parents=True)
+    with open(target / ".stage.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen(command, env=environment(), **pipes) for _ in range(2)]
+        for process in processes:
+            assert process.stderr.readline() == f"waiting for another process, which stages into {target}\n"
+        assert [p.name for p in target.iterdir()] == [".stage.lock"]
+    found = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
+    assert sorted(summary["bytes_copied"] for summary in found) == [0, total]
+    assert staged(target) == staged(source)
+
+
+def test_the_command(source, target, made, capsys):
+    assert main(["data", "stage", str(source), str(target), "--workers", "2"]) == 0
+    out, err = capsys.readouterr()
+    first, second = out.splitlines()
+    speed = r"[\d.e-]+ GB copied in [\d.]+ s, [\d.e-]+ GB/s"
+    assert re.fullmatch(rf"{target}: 24 pictures in \d+ shards, {speed}", first)
+    assert second == f"in the config: data.root: {target}"
+    assert err.splitlines()[-1] == f"staging {target}: 1 of 1 MB"
+    assert main(["data", "stage", str(source), str(target), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["root"], found["num_pictures"], found["bytes_copied"]) == (str(target), 24, 0)
+    assert main(["data", "stage", str(made / "folders"), str(target)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is not packed" in line
+
+
+def test_the_help_teaches(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["data", "stage", "--help"])
+    out = capsys.readouterr().out
+    for words in ("srun --ntasks-per-node=1 bigbatch data stage", "/dev/shm/", "data.root", "SHA-256"):
+        assert words in out
+
+
+@pytest.mark.skipif(
+    not (sample_images.REAL_DATA / "train").is_dir(), reason=f"no real pictures in {sample_images.REAL_DATA}"
+)
+def test_real_images(tmp_path):
+    pack(sample_images.REAL_DATA, tmp_path / "packed", recipe=PackRecipe(shard_bytes=1_000_000), splits=["train"])
+    stage(tmp_path / "packed", tmp_path / "staged", num_workers=2)
+    sums = [sorted(hashlib.sha256(p.read_bytes()).hexdigest() for p in tmp_path.glob(f"{root}/train/*.tar"))
+            for root in ("packed", "staged")]  # fmt: skip
+    assert sums[0] == sums[1]
+    index = open_split(tmp_path / "staged", "train")
+    originals = {p.read_bytes() for p in (sample_images.REAL_DATA / "train").rglob("*.*") if p.is_file()}
+    assert {index.read(position) for position in range(len(index))} <= originals

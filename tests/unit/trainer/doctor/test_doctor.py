@@ -1,0 +1,434 @@
+"""What the doctor concludes: closed-form rates, contestants of known speed, and configs; nothing is measured."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bigbatch.errors import ConfigError, DoctorError, RunFolderError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config, all_keys
+from bigbatch.trainer.doctor import speedups, verdict
+from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_step
+from bigbatch.trainer.doctor.consult import main
+from bigbatch.trainer.doctor.examine import Findings, describe
+from bigbatch.trainer.doctor.probes import Probes
+from bigbatch.trainer.doctor.profile import covered
+from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, Turn, advice, compare, measure_noise, noise_of
+from bigbatch.trainer.doctor.report import print_report
+from bigbatch.trainer.doctor.speedups import find_candidates
+
+CPU = Machine(device="cpu", device_type="cpu", capability=None, num_cores=4, world_size=1)
+GPU = Machine(device="a GPU", device_type="cuda", capability=(9, 0), num_cores=16, world_size=1)
+QUICKSTART = load_config(["--config", "quickstart"])
+RESNET = load_config(["--config", "imagenet/resnet50_8k"])
+RATES = verdict.DoctorRates(
+    together=900.0,
+    input_alone=4000.0,
+    model_alone=1000.0,
+    wait_share=0.01,
+    exposed_share=0.02,
+    busy_share=None,
+    flops_per_image=2e9,
+    peak_flops=8e12,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, "compute"),
+        ({"wait_share": 0.3, "exposed_share": 0.2}, "input"),
+        ({"wait_share": 0.2, "exposed_share": 0.3}, "network"),
+        ({"busy_share": 0.5}, "launch"),
+        ({"busy_share": 0.95}, "compute"),
+        ({"busy_share": 0.5, "wait_share": 0.3}, "input"),  # an idle GPU has its reason
+        ({"wait_share": 0.049, "exposed_share": 0.0}, "compute"),
+        ({"wait_share": 0.06, "exposed_share": None}, "input"),
+    ],
+)
+def test_the_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> None:
+    assert verdict.find_limit(replace(RATES, **changes)) == limit
+
+
+def test_the_verdict_in_words() -> None:
+    assert RATES.roofline_share == pytest.approx(0.25)  # 1,000 x 2e9 of 8e12
+    text = "\n".join(verdict.explain(RATES))
+    assert "limited by the model's own work: 1.0% of a step waits for pictures, 2.0% for sums" in text
+    assert "the input alone 4,000, the model alone (on generated tensors) 1,000, together 900" in text
+    assert "25.0% of the 8.0 TFLOP/s" in text
+    assert "compete" not in text
+    assert "they reach 80% of the slower one" in verdict.explain(replace(RATES, together=800.0))[-1]
+    assert "compete" not in verdict.explain(replace(RATES, together=800.0, input_alone=None))[-1]
+    assert "50.0 GFLOP/s" in verdict.explain(replace(RATES, peak_flops=5e10))[2]
+    untold = verdict.explain(replace(RATES, exposed_share=None))[0]
+    assert "waits for pictures; how long for sums over ranks, a captured step does not tell" in untold
+    assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
+
+
+def test_what_intervals_cover_counts_overlaps_once() -> None:
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 5.0
+    assert covered([]) == 0.0
+
+
+@dataclass(eq=False)
+class Fake:
+    """A contestant whose rates are known."""
+
+    rates: Any
+    is_closed: bool = False
+
+    def run(self) -> Turn:
+        if isinstance(self.rates, str):
+            raise DoctorError(self.rates)
+        return Turn(next(self.rates), 10**9)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Lab:
+    """Starts contestants: each value multiplies the rate; what is unknown cannot be started."""
+
+    factors: Mapping[str, float]
+    wobble: tuple[float, ...] = (1.0,)
+    started: list[Fake] = field(default_factory=list)
+
+    def start(self, values: Mapping[str, Any]) -> Fake:
+        rate = 100.0
+        for key in values:
+            if key not in self.factors:
+                raise DoctorError(f"{key} does not fit")
+            rate *= self.factors[key]
+        self.started.append(Fake(cycle([rate * each for each in self.wobble])))
+        return self.started[-1]
+
+    def greedy(self, *names: str, noise: float = 0.02) -> tuple[Greedy, list[Row]]:
+        greedy = Greedy(self.start({}), self.start, turns=3, noise=noise)
+        return greedy, [greedy.consider(Candidate(name, {name: 1})) for name in names]
+
+
+def test_a_comparison_is_the_median_gain_and_half_of_the_range() -> None:
+    base, other = Fake(iter([100.0, 100.0, 200.0])), Fake(iter([110.0, 130.0, 240.0]))
+    found = compare(base, other, turns=3)
+    assert found.gain == pytest.approx(0.2)  # of 10%, 30% and 20%
+    assert found.spread == pytest.approx(0.1)
+    assert (found.base_images_per_second, found.images_per_second) == (100.0, 130.0)
+    assert found.is_worth(noise=0.19)
+    assert not found.is_worth(noise=0.21)
+    assert not replace(found, spread=0.21).is_worth(noise=0.0)
+
+
+def test_each_begins_as_often() -> None:
+    order: list[str] = []
+
+    @dataclass
+    class Named:
+        name: str
+
+        def run(self) -> Turn:
+            order.append(self.name)
+            return Turn(1.0, 0)
+
+        def close(self) -> None: ...
+
+    compare(Named("a"), Named("b"), turns=4)
+    assert "".join(order) == "abbaabba"
+
+
+def test_what_is_faster_than_the_noise_is_taken_on_top_of_the_others() -> None:
+    lab = Lab({"a": 1.5, "b": 1.01, "c": 0.8, "d": 1.2})
+    greedy, rows = lab.greedy("a", "b", "oom", "c", "d")
+    assert [row.is_taken for row in rows] == [True, False, False, False, True]
+    assert rows[2].failure == "oom does not fit"
+    assert [row.measured and round(row.measured.gain, 6) for row in rows] == [0.5, 0.01, None, -0.2, 0.2]
+    assert greedy.taken == {"a": 1, "d": 1}
+    assert [dict(row.before) for row in rows] == [{}, *[{"a": 1}] * 4]
+    verified = greedy.verify()
+    assert verified is not None
+    assert verified.gain == pytest.approx(0.8)
+    assert advice(greedy.taken, verified, noise=0.02) == {"a": 1, "d": 1}
+    assert [each.is_closed for each in lab.started] == [False, True, True, True, False]  # base and the best stay
+
+
+def test_a_gain_within_the_spread_is_not_taken() -> None:
+    lab = Lab({"a": 1.1}, wobble=(1.0, 1.3, 0.8))  # of the same turn, so that the gain itself is steady
+    assert lab.greedy("a")[1][0].is_taken
+    restless = Lab({"a": 1.1})
+    base = restless.start({})
+    other = Fake(iter([90.0, 110.0, 140.0]))
+    greedy = Greedy(base, lambda values: other, turns=3, noise=0.0)
+    row = greedy.consider(Candidate("a", {"a": 1}))
+    assert row.measured is not None
+    assert (row.measured.gain, row.measured.spread) == (pytest.approx(0.1), pytest.approx(0.25))
+    assert not row.is_taken
+    assert other.is_closed
+
+
+def test_what_was_tried_is_not_tried_again_under_another_name() -> None:
+    greedy, _ = Lab({"a": 1.5, "b": 0.9}).greedy("a", "b")  # a is taken, b is not
+    assert not greedy.is_new(Candidate("both", {"a": 1, "b": 1}))
+    assert not greedy.is_new(Candidate("none", {"a": 1}))
+    assert greedy.is_new(Candidate("further", {"a": 2}))
+
+
+def test_what_is_worse_together_is_not_recommended() -> None:
+    slower_later = Fake(iter([120.0] * 3 + [90.0] * 3))
+    greedy = Greedy(Fake(cycle([100.0])), lambda values: slower_later, turns=3, noise=0.0)
+    assert greedy.consider(Candidate("a", {"a": 1})).is_taken
+    verified = greedy.verify()
+    assert verified is not None
+    assert verified.gain == pytest.approx(-0.1)
+    assert advice(greedy.taken, verified, noise=0.0) == {}
+
+
+def test_failures_while_measuring_are_rows_and_verify_survives_them() -> None:
+    failing = Fake("out of memory")
+    greedy = Greedy(Fake(cycle([100.0])), lambda values: failing, turns=3, noise=0.0)
+    row = greedy.consider(Candidate("a", {"a": 1}))
+    assert (row.measured, row.failure, failing.is_closed) == (None, "out of memory", True)
+    assert greedy.verify() is None  # nothing was taken
+    fades = Fake(iter([200.0] * 3))
+    greedy = Greedy(Fake(cycle([100.0])), lambda values: fades, turns=3, noise=0.0)
+    assert greedy.consider(Candidate("a", {"a": 1})).is_taken
+    fades.rates = "lost"
+    assert greedy.verify() is None
+    assert advice(greedy.taken, None, noise=0.0) == {}
+
+
+def test_the_noise_is_how_a_config_differs_from_itself() -> None:
+    again = Fake(iter([97.0, 96.0, 95.0]))
+    found = measure_noise(Fake(cycle([100.0])), lambda values: again, turns=3)
+    assert noise_of(found) == pytest.approx(0.04)
+    assert again.is_closed
+
+
+class Process:
+    """A probe's process on a GPU with room for so many."""
+
+    running = 0
+
+    def __init__(self, room: int) -> None:
+        if Process.running >= room:
+            raise DoctorError("OutOfMemoryError: CUDA out of memory")
+        Process.running += 1
+        self.facts: dict[str, Any] = {}
+
+    def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
+        return {"images": 10, "seconds": 2.0, "peak_bytes": 7}
+
+    def close(self) -> None:
+        Process.running -= 1
+
+    kill = close
+
+
+def test_configs_that_do_not_fit_beside_each_other_run_alone() -> None:
+    Process.running = 0
+    probes = Probes(lambda values: Process(room=1), limit_seconds=1.0)
+    one = probes.open({}, batches="pictures", seconds=1.0)
+    two = probes.open({"a": 1}, batches="pictures", seconds=1.0)
+    assert probes.is_alone
+    assert [each.run() for each in (one, two, one)] == [Turn(5.0, 7)] * 3
+    assert Process.running == 1
+    probes.kill_all()
+    assert Process.running == 0
+
+
+def test_what_does_not_fit_alone_either_fails_and_the_others_go_on_together() -> None:
+    Process.running = 0
+    rooms = {"small": 9, "large": 0}
+    probes = Probes(lambda values: Process(room=rooms[values["size"]]), limit_seconds=1.0)
+    small = probes.open({"size": "small"}, batches="pictures", seconds=1.0)
+    with pytest.raises(DoctorError, match="OutOfMemory"):
+        probes.open({"size": "large"}, batches="pictures", seconds=1.0)
+    assert not probes.is_alone
+    assert small.run() == Turn(5.0, 7)
+    probes.kill_all()
+
+
+def names(found: list[Candidate] | list[Unmeasured]) -> set[str]:
+    return {each.name for each in found}
+
+
+def find(config: Config, machine: Machine, limit: str = "compute") -> tuple[list[Candidate], list[Unmeasured]]:
+    measured = part_of_step(config, world_size=machine.world_size)
+    return find_candidates(measured, machine, whole=config, limit=limit)
+
+
+@pytest.mark.parametrize("config", [QUICKSTART, RESNET])
+@pytest.mark.parametrize("machine", [CPU, GPU, replace(CPU, world_size=2), replace(GPU, capability=(7, 0))])
+def test_candidates_are_legal_and_leave_the_update_as_it_is(config: Config, machine: Machine) -> None:
+    found, _ = find(config, machine)
+    assert found
+    for candidate in found:
+        assert set(candidate.values) <= set(all_keys())
+        changed = change(config, candidate.values, world_size=machine.world_size)
+        assert isinstance(changed, Config)
+        assert changed != config
+        batch = changed.batch
+        assert (batch.global_batch_size, batch.bn_span) == (config.batch.global_batch_size, config.batch.bn_span)
+        assert batch.microbatch_size % batch.bn_span == 0
+        assert replace(changed.optimizer, precision="fp32", loss_scale=None, loss_scale_growth_steps=None) == replace(
+            config.optimizer, precision="fp32", loss_scale=None, loss_scale_growth_steps=None
+        )
+
+
+def test_every_speedup_is_tried_or_has_a_reason() -> None:
+    for machine in (CPU, GPU, replace(CPU, world_size=2)):
+        tried, reasons = find(QUICKSTART, machine)
+        expected = {"workers", "prefetch", "pinning", "precision", "microbatch", "buckets", "algorithm"}
+        assert expected <= names(tried) | names(reasons)
+    tried, reasons = find(QUICKSTART, CPU)
+    assert {"precision", "cudnn", "graph", "buckets", "algorithm", "pinning"} <= names(reasons)
+    assert [dict(each.values) for each in tried if each.name == "workers"] == [
+        {"data.num_threads": 2},
+        {"data.num_threads": 4},
+    ]
+    assert [dict(each.values) for each in tried if each.name == "microbatch"] == [
+        {"batch.microbatch_size": 256},
+        {"batch.microbatch_size": 512},
+    ]
+
+
+def test_what_helps_against_the_limit_is_tried_first() -> None:
+    two = replace(CPU, world_size=2)
+    assert find(QUICKSTART, two, "input")[0][0].name == "workers"
+    assert find(QUICKSTART, two, "network")[0][0].name == "buckets"
+    assert find(QUICKSTART, two, "compute")[0][0].name in speedups.COMPUTE
+
+
+def test_a_gpu_without_bf16_is_offered_fp16() -> None:
+    old = [each for each in find(QUICKSTART, replace(GPU, capability=(7, 0)))[0] if each.name == "precision"]
+    assert old[-1].values["optimizer.precision"] == "fp16"
+    assert all(each.values["optimizer.loss_scale"] == 1024.0 for each in old)
+    new = [each for each in find(QUICKSTART, GPU)[0] if each.name == "precision"]
+    assert new[-1].values == {"optimizer.precision": "bf16"}
+    assert new[-1].note == speedups.ROUNDS
+
+
+def of(config: Config, values: Mapping[str, Any]) -> Config:
+    changed = change(config, values, world_size=1)
+    assert isinstance(changed, Config), changed
+    return changed
+
+
+def graphs(config: Config) -> list[dict[str, Any]]:
+    return [dict(each.values) for each in find(config, GPU)[0] if each.name == "graph"]
+
+
+def test_a_graph_is_tried_on_steps_of_one_microbatch() -> None:
+    size = QUICKSTART.batch.global_batch_size
+    alone = {"compute.cuda_graph": True}
+    assert graphs(QUICKSTART) == [{**alone, "batch.microbatch_size": size}]
+    assert graphs(of(QUICKSTART, {"batch.microbatch_size": size})) == [alone]
+    assert graphs(of(QUICKSTART, {"batch.microbatch_size": size, **alone})) == []
+
+
+def test_a_graph_that_the_whole_batch_cannot_have_is_not_tried() -> None:
+    span = RESNET.batch.bn_span
+    odd = of(RESNET, {"batch.global_batch_size": 31 * span, "batch.microbatch_size": span})
+    assert part_of_step(odd, world_size=1).batch.global_batch_size == span
+    tried, reasons = find(odd, GPU)
+    assert "graph" not in names(tried)
+    (why,) = (each.why for each in reasons if each.name == "graph")
+    assert "steps of one microbatch, and these have 31" in why
+
+
+ALEXNET = of(RESNET, {"model.name": "alexnet_bn", "model.zero_gamma": None, "model.blurpool": None})
+
+
+@pytest.mark.parametrize(("config", "num_blocks"), [(QUICKSTART, {2}), (RESNET, {4}), (ALEXNET, set())])
+def test_no_more_blocks_are_recomputed_than_there_are(config: Config, num_blocks: set[int]) -> None:
+    tried = [each.values["compute.recomputed_blocks"] for each in find(config, CPU)[0] if each.name == "recompute"]
+    assert set(tried) == num_blocks
+
+
+def test_a_step_of_many_microbatches_is_measured_in_part() -> None:
+    size = RESNET.batch.microbatch_size
+    assert RESNET.batch.global_batch_size > 8 * size
+    assert part_of_step(RESNET, world_size=1).batch.global_batch_size == 8 * size
+    assert part_of_step(QUICKSTART, world_size=1) is QUICKSTART
+
+
+def test_an_illegal_change_is_told() -> None:
+    assert "is neither a divisor" in str(change(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
+
+
+def test_a_change_begins_where_the_last_one_ended() -> None:
+    more = Candidate("workers", {"data.num_threads": 4, "data.flip": False})
+    assert describe(more, QUICKSTART, before={"data.num_threads": 2}) == (
+        "data.num_threads 2 -> 4, data.flip true -> false"
+    )
+
+
+def comparison(gain: float) -> Comparison:
+    return Comparison(100.0, 100.0 * (1 + gain), gain, 0.01, 3, 10**9)
+
+
+def report(findings: Findings) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_report(findings, console, config=QUICKSTART, command=["bigbatch", "train", "--config", "quickstart"])
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    return text
+
+
+def test_the_report_recommends_a_command_line() -> None:
+    row = Row(Candidate("workers", {"data.num_threads": 2}, "note"), comparison(0.25), is_taken=True)
+    failed = Row(Candidate("prefetch", {"data.prefetch_batches": 4}), None, "OutOfMemoryError: no room")
+    findings = Findings(
+        noise=comparison(0.01),
+        rows=[row, failed],
+        unmeasured=[Unmeasured("graph", "CUDA graphs need a GPU")],
+        verified=comparison(0.24),
+        taken={"data.num_threads": 2},
+        advice={"data.num_threads": 2},
+        is_complete=True,
+    )
+    text = report(findings)
+    assert "bigbatch train --config quickstart --data.num_threads 2" in text
+    assert "+24.0% ± 1.0 together" in text
+    assert "data.num_threads 1 -> 2" in text
+    assert "+25.0% ± 1.0" in text
+    assert "failed: data.prefetch_batches 2 -> 4: OutOfMemoryError: no room" in text
+    assert "graph: CUDA graphs need a GPU" in text
+    assert "workers note" in text
+    kept = replace(findings, advice={}, verified=comparison(-0.1))
+    assert "keep the config as it is: what helped one by one does not together (-10.0%" in report(kept)
+    assert "no known speedup" in report(replace(kept, taken={}))
+    assert "nothing is recommended" in report(replace(findings, is_complete=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        (["--seconds", "0"], ConfigError, "--seconds 0 is no length of time"),
+        (["--limit", "nan"], ConfigError, "--limit nan"),
+        (["--ranks", "0"], ConfigError, "--ranks 0"),
+        (["--ranks", "3"], ConfigError, "batch.global_batch_size=512 is not a multiple"),
+        (["--only", "speed"], ConfigError, "--only speed is no known speedup; choose from workers"),
+        (["--run.epoch", "2"], ConfigError, "unknown key run.epoch"),
+        (["--json", "/proc/no/where.json"], RunFolderError, "cannot write /proc/no/where.json"),
+        (["--out", "/proc"], RunFolderError, "cannot write /proc"),
+        (["--compute.cuda_graph=true"], ConfigError, "captures steps of one microbatch, and these have 4"),
+    ],
+)
+def test_refusals(options: list[str], error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error) as caught:
+        main(["--config", "quickstart", *options])
+    assert complaint in str(caught.value)
+
+
+def test_a_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="run it once"):
+        main(["--config", "quickstart"])

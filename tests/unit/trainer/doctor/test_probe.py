@@ -1,0 +1,287 @@
+"""What the doctor measures: syncs, arithmetic, a real probe of generated pictures, and the whole command."""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_run import CPU
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import lookup
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.doctor.exchange import Exchange, is_running
+from bigbatch.trainer.doctor.probe import _Probe, with_generated
+from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
+from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
+from bigbatch.trainer.doctor.syncs import FindSyncs
+from bigbatch.trainer.input.prepare_batch import Prepared
+from bigbatch.trainer.step.execution import EagerExecution, Work
+
+SMALL = {
+    "data.loader": "torchvision",
+    "data.image_size": 16,
+    "data.bind_numa": False,
+    "model.width": 2,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 4,
+    "batch.bn_span": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of a config with 40 generated pictures, of which a step takes 16."""
+    root = tmp_path_factory.mktemp("shapes") / "set"
+    write_dataset(root, train_per_class=4, val_per_class=1, side_pixels=(32, 40))
+    return ["--config", "quickstart", f"--data.root={root}", *(f"--{key}={value}" for key, value in SMALL.items())]
+
+
+def slow_step(images_BF: Tensor, weight_FK: Tensor) -> float:
+    logits_BK = images_BF @ weight_FK
+    logits_BK.sum().backward()
+    return logits_BK.max().item()
+
+
+def test_an_item_in_a_step_is_found_with_its_line() -> None:
+    with FindSyncs(CPU) as syncs:
+        for _ in range(2):
+            slow_step(torch.ones(2, 3), torch.ones(3, 4, requires_grad=True))
+    lines, first = inspect.getsourcelines(slow_step)
+    number = first + next(index for index, line in enumerate(lines) if ".item()" in line)
+    assert list(syncs.found.values()) == [2]
+    found = next(iter(syncs.found))
+    assert found.startswith(f"tests/unit/trainer/doctor/test_probe.py:{number} (slow_step): reads a number")
+
+
+def in_backward(gradient: Tensor) -> Tensor:
+    return gradient * (2.0 if gradient.sum() > 0 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda x_N: x_N[x_N > 0], "indexing with a mask"),
+        (lambda x_N: x_N.nonzero(), "nonzero()"),
+        (lambda x_N: x_N.unique(), "unique()"),
+        (lambda x_N: x_N.masked_select(x_N > 0), "masked_select()"),
+        (lambda x_N: float(x_N[0]), "reads a number"),
+    ],
+)
+def test_what_else_waits_is_found(work: Any, words: str) -> None:
+    with FindSyncs(CPU) as syncs:
+        work(torch.ones(3))
+    assert len(syncs.found) == 1
+    assert words in next(iter(syncs.found))
+
+
+def test_a_sync_in_a_hook_of_backward_is_found_and_plain_work_is_not() -> None:
+    weight_N = torch.ones(3, requires_grad=True)
+    with FindSyncs(CPU) as syncs:
+        (weight_N * 2).sum().backward()
+    assert not syncs.found
+    weight_N.register_hook(in_backward)
+    with FindSyncs(CPU) as syncs:
+        (weight_N * 2).sum().backward()
+    assert "(in_backward): reads a number" in next(iter(syncs.found))
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda there, here: there.cpu(), "copies to the host, as .cpu()"),
+        (lambda there, here: here.copy_(there), "copies to the host, as .cpu()"),
+        (lambda there, here: there.__setitem__(0, 1.0), "copies from the host, as x[0] = 1.0"),
+        (lambda there, here: there.copy_(here), "copies from the host, as x[0] = 1.0"),
+        (lambda there, here: here.to("cuda"), "copies from the host, as x[0] = 1.0"),
+        (lambda there, here: there.copy_(here, non_blocking=True), None),
+        (lambda there, here: here.to("cuda", non_blocking=True), None),
+        (lambda there, here: there[0].fill_(1.0), None),
+        (lambda there, here: there.to(torch.float64), None),
+    ],
+)
+def test_copies_that_a_gpu_makes_the_host_wait_for(work: Callable[[Tensor, Tensor], object], words: str | None) -> None:
+    """By tensors that have a device and no values, so that no GPU is needed."""
+    with FakeTensorMode():
+        there, here = torch.zeros(3, device="cuda"), torch.zeros(3)
+        with FindSyncs(torch.device("cuda")) as syncs:
+            work(there, here)
+    assert len(syncs.found) == (0 if words is None else 1)
+    assert all(words in place for place in syncs.found)
+
+
+def test_on_a_gpu_only_its_own_tensors_wait() -> None:
+    with FindSyncs(torch.device("cuda")) as syncs:
+        slow_step(torch.ones(2, 3), torch.ones(3, 4, requires_grad=True))
+        torch.ones(3)[torch.ones(3) > 0].cpu()
+    assert not syncs.found
+
+
+def test_arithmetic_of_a_image_is_that_of_the_formula() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
+    reducer = SimpleNamespace(is_active=True, zero_grad=model.zero_grad)
+    prepared = SimpleNamespace(
+        images_BCHW=torch.ones(2, 3, 6, 6), targets=torch.tensor([1, 2]), labels_B=torch.tensor([1, 2])
+    )
+    convolution, matrix = 2 * 4 * 3 * 9 * 6 * 6, 2 * 4 * 6 * 6 * 5
+    # forward and the weights' gradients of both; the picture needs no gradient, what enters the matrix does
+    parts: Any = SimpleNamespace(model=model, reducer=reducer, precision=SimpleNamespace(forward=nullcontext))
+    assert flops_per_image(parts, prepared) == 2 * convolution + 3 * matrix  # type: ignore[arg-type]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_peak_is_that_of_a_processor() -> None:
+    assert 1e8 < peak_flops(CPU, precision="fp32", seconds=0.01) < 1e14
+
+
+def test_half_written_lines_wait_and_orders_end_with_the_doctor(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path)
+    assert exchange.find_answer(0) is None
+    exchange.order("steps", seconds=1.0)
+    with (tmp_path / "orders").open("a") as file:
+        file.write('{"what": "en')
+    assert list(exchange.orders(goes_on=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
+    exchange.answer({"steps": 1})
+    assert (exchange.find_answer(0), exchange.find_answer(1)) == ({"steps": 1}, None)
+
+
+def test_a_process_that_has_ended_is_not_running() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert is_running(os.getpid())
+    assert not is_running(process.pid)
+
+
+def test_generated_tensors_take_the_place_of_any_loader() -> None:
+    for name in ("quickstart", "cifar10", "imagenette"):
+        config = load_config(["--config", name])
+        generated = with_generated(config)
+        assert generated.data.loader == "synthetic"
+        assert (generated.batch, generated.model) == (config.batch, config.model)
+
+
+@pytest.fixture
+def probe(options: list[str]) -> Iterator[_Probe]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    config = load_config(options)
+    communicator, tuned = build.join_job(config, ALONE)
+    torch.set_num_threads(1)
+    probe = _Probe(config, communicator, tuned)
+    yield probe
+    probe.close()
+    communicator.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
+    before = {name: tensor.clone() for name, tensor in probe.parts.model.named_parameters()}
+    for batches in ("pictures", "tensors", "pictures"):
+        found = probe.steps(batches=batches, seconds=0.02)
+        assert found["images"] == 16
+        assert found["steps"] >= 1
+        assert 0 <= found["wait_seconds"] < found["seconds"]
+        assert found["peak_bytes"] > 50e6  # torch alone takes more
+        assert found["exposed_seconds"] == pytest.approx(0.0, abs=1e-3), "one rank waits for no other"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in probe.parts.model.named_parameters())
+    profile = probe.profile(batches="pictures", seconds=0.02)
+    assert sum(profile["phases"].values()) == pytest.approx(profile["seconds"], rel=0.01)
+    assert {"wait for pictures", PREPARE, "forward", "backward", "update", REST} <= profile["phases"].keys()
+    assert profile["operators"][0][1] > 0
+    assert profile["busy_share"] is None
+    assert profile["syncs"] == {}  # the hot path has none
+    assert probe.input(seconds=0.1)["loader_images_per_second"] > 0
+    assert probe.steps(batches="pictures", seconds=0.02)["images"] == 16  # goes on after the input alone
+    roof = probe.roofline(seconds=0.01)
+    assert 0 < roof["flops_per_image"] < roof["peak_flops"]
+    json.dumps([profile, roof, probe.facts])
+
+
+def test_a_captured_step_tells_no_parts(probe: _Probe) -> None:
+    class Captured(EagerExecution):
+        measures_waits = False
+
+        def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+            timeline = probe.communicator.timeline
+            batches, was_active, timeline.is_active = list(microbatches), timeline.is_active, False
+            result = work(batches)
+            timeline.is_active = was_active
+            return result
+
+    probe.parts = replace(probe.parts, execution=Captured())
+    assert probe.steps(batches="pictures", seconds=0.02)["exposed_seconds"] is None
+    assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for pictures", REPLAYED}
+
+
+def doctor(*words: str) -> list[str]:
+    return [sys.executable, "-m", "bigbatch", "doctor", *words]
+
+
+QUICK = ("--quick", "--seconds", "0.05", "--only", "prefetch")
+
+
+@pytest.mark.slow
+def test_a_whole_examination(options: list[str], tmp_path: Path) -> None:
+    """On two ranks; the tests that follow have one."""
+    files = ["--json", str(tmp_path / "found.json"), "--out", str(tmp_path / "out.yaml")]
+    words = doctor(*options, *QUICK, "--ranks", "2", *files, f"--run.directory={tmp_path / 'run'}")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("limited by", "Where the step's time goes", "the same again: noise", "syncs: no operator"):
+        assert text in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["is_complete"]
+    assert found["machine"]["world_size"] == 2
+    assert {row["candidate"]["name"] for row in found["rows"]} == {"prefetch"}
+    assert all(row["measured"]["turns"] == 3 for row in found["rows"])
+    recommended = load_config(["--config", str(tmp_path / "out.yaml")])
+    config = load_config(options)
+    assert recommended.batch.global_batch_size == config.batch.global_batch_size
+    assert all(lookup(recommended, key) == value for key, value in found["advice"].items())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_config_that_cannot_be_measured_is_an_error_as_in_training(options: list[str], tmp_path: Path) -> None:
+    words = doctor(*options, *QUICK, f"--data.root={tmp_path / 'nowhere'}", "--json", str(tmp_path / "found.json"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert f"bigbatch: {tmp_path}/nowhere/train: no such folder" in done.stderr
+    assert not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_prints_what_was_found_and_leaves_no_process(options: list[str]) -> None:
+    process = subprocess.Popen(
+        doctor(*options, *QUICK),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell runs behind
+    )
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert any("measuring the noise" in line for line in lines)
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 130
+    assert "limited by" in rest
+    assert "stopped before the end" in rest
+    time.sleep(0.5)
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in running.splitlines() if "doctor probe" in line and line.endswith(f" {process.pid}")]

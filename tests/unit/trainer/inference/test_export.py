@@ -1,0 +1,279 @@
+"""Exported files, read by those who will use them, compute what the trained model computes; else nothing is written."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from bigbatch.cli import main
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.inference import formats as export_formats
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+
+SIZE = 32
+SMALL = ["--data.root=none", "--data.image_size=32"]
+NOT_RESNET9 = ["--model.width=null", "--model.pool_first=null", "--model.logit_scale=null"]
+MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "resnet9": ({"width": 2}, ["--model.width=2"]),
+    "resnet18": (
+        {},
+        ["--model.name=resnet18", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=false"],
+    ),
+    "resnet50": (
+        {},
+        ["--model.name=resnet50", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=false"],
+    ),
+    "bag of tricks": (
+        {"width": 2, "celu_alpha": 0.3, "norm_scale": 1.0, "is_whitened": True},
+        ["--model.width=2", "--model.celu_alpha=0.3", "--model.norm_scale=1", "--model.whitening_eps=0.01"],
+    ),
+    "blurred": (
+        {"blurpool": True},
+        ["--model.name=resnet18", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=true"],
+    ),
+}
+
+
+def trained(name: str) -> nn.Module:
+    """With ghost batch norm, statistics away from 0 and 1, in evaluation mode: as it is after a run."""
+    torch.manual_seed(0)
+    options, _ = MODELS[name]
+    norm = partial(GhostBatchNorm2d, bn_span=4, ghosts_per_step=1)
+    built = {"blurred": "resnet18", "bag of tricks": "resnet9"}.get(name, name)
+    model = build_model(built, num_classes=10, norm=norm, **options)
+    for key, tensor in model.state_dict().items():
+        if "running_var" in key:
+            tensor.uniform_(0.5, 1.5)
+        elif "running_mean" in key:
+            tensor.uniform_(-0.1, 0.1)
+    return model.eval()
+
+
+def export(model: str, form: str, out: Path) -> tuple[nn.Module, int]:
+    """Through the command, from a file with the model's weights."""
+    source = trained(model)
+    torch.save(source.state_dict(), out.parent / "weights.pt")
+    command = ["--config", "quickstart", *MODELS[model][1], *SMALL, "--weights", str(out.parent / "weights.pt")]
+    return source, main(["export", *command, "--format", form, "--out", str(out)])
+
+
+def assert_same(model: nn.Module, images_BCHW: Tensor, logits_BK: Tensor) -> None:
+    with torch.no_grad():
+        want_BK = model(images_BCHW)
+    assert float(want_BK.std()) > 1e-3
+    torch.testing.assert_close(logits_BK, want_BK, rtol=1e-5, atol=1e-5 * float(want_BK.abs().max()))
+
+
+def facts(out: Path) -> dict[str, Any]:
+    return dict(json.loads(Path(f"{out}.json").read_text()))
+
+
+@pytest.mark.parametrize("form", ["torchvision", "timm"])
+def test_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "resnet18.pth"
+    out.parent.mkdir()
+    source, code = export("resnet18", form, out)
+    assert code == 0
+    make = {"torchvision": torchvision.models.get_model, "timm": timm.create_model}[form]
+    peer = make("resnet18", num_classes=10)
+    peer.load_state_dict(torch.load(out, weights_only=True), strict=True)
+    images_BCHW = torch.randn(5, 3, 64, 64)
+    with torch.no_grad():
+        assert_same(source, images_BCHW, peer.eval()(images_BCHW))
+    assert "its logits differ from our model's by at most " in capsys.readouterr().out
+    assert sorted(path.name for path in out.parent.iterdir()) == ["resnet18.pth", "resnet18.pth.json", "weights.pt"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "resnet9",
+        "bag of tricks",
+        "blurred",
+        pytest.param("resnet18", marks=pytest.mark.slow),
+        pytest.param("resnet50", marks=pytest.mark.slow),
+    ],
+)
+def test_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "model.onnx"
+    source, code = export(model, "onnx", out)
+    assert code == 0
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    (given,), (returned,) = session.get_inputs(), session.get_outputs()
+    assert (given.name, given.shape, given.type) == ("images", ["batch", 3, SIZE, SIZE], "tensor(float)")
+    assert (returned.name, returned.shape) == ("logits", ["batch", 10])
+    for batch in (1, 7):
+        images_BCHW = torch.randn(batch, 3, SIZE, SIZE)
+        assert_same(source, images_BCHW, torch.from_numpy(session.run(None, {"images": images_BCHW.numpy()})[0]))
+
+
+@pytest.mark.parametrize("model", ["resnet9", pytest.param("resnet50", marks=pytest.mark.slow)])
+def test_exported_program_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "model.pt2"
+    source, code = export(model, "torch_export", out)
+    assert code == 0
+    program = torch.export.load(out).module()
+    for batch in (1, 7):
+        images_BCHW = torch.randn(batch, 3, SIZE, SIZE)
+        assert_same(source, images_BCHW, program(images_BCHW))
+
+
+def write_run(folder: Path) -> nn.Module:
+    """A run folder with a good checkpoint and a newer, worse one."""
+    config = load_config(["--config", "quickstart", *MODELS["resnet9"][1], f"--data.root={folder / 'data'}"])
+    model, best = trained("resnet9"), None
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(config))
+    for step, top1 in ((1, 0.75), (2, 0.5)):
+        model = trained("resnet9")
+        model.linear.weight.data.mul_(step)
+        best = best or model
+        state = {"step": step, "config": dump_config(config), "model": model.state_dict()}
+        save_checkpoint(folder / "checkpoints", state, step=step, top1=top1, keep=2)
+    assert best is not None
+    return best
+
+
+def test_a_run_is_exported_with_what_serving_needs_to_know(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "below" / "a.pt2"
+    best = write_run(run)
+    for name in "abcdefghij":
+        (run / "data/train" / name).mkdir(parents=True)
+    assert main(["export", str(run), "--format", "torch_export", "--out", str(out)]) == 0
+    found = facts(out)
+    assert found["weights"] == str(run / "checkpoints/step-00000001"), "the best, not the newest"
+    assert found["format"] == "torch_export"
+    assert found["model"] == "resnet9"
+    assert found["input"] == {
+        "name": "images",
+        "shape": ["batch", 3, 48, 48],
+        "dtype": "float32",
+        "values": "(RGB / 255 - mean) / std",
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.25, 0.25, 0.25],
+        "eval_crop_fraction": 1.0,
+    }
+    assert found["output"] == {"name": "logits", "shape": ["batch", 10], "classes": list("abcdefghij")}
+    assert found["largest_difference"] < 1e-5
+    images_BCHW = torch.randn(2, 3, 48, 48)
+    assert_same(best, images_BCHW, torch.export.load(out).module()(images_BCHW))
+    newest = run / "checkpoints/step-00000002"
+    assert main(["export", str(run), "--checkpoint", str(newest), "--format", "torch_export", "--out", str(out)]) == 0
+    assert_same(best, images_BCHW, torch.export.load(out).module()(images_BCHW) / 2)
+
+
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.strip()
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "name", "message"),
+    [
+        ("resnet9", "torchvision", "a.pth", "torchvision has no resnet9: choose --format onnx or torch_export"),
+        ("resnet9", "timm", "a.pth", "timm has no resnet9: choose --format onnx or torch_export"),
+        ("blurred", "timm", "a.pth", "timm's resnet18 does not blur and this one does (model.blurpool): choose "),
+        ("resnet9", "onnx", "a.pth", "onnx writes .onnx; name it "),
+        ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
+    ],
+)
+def test_what_does_not_go_together(
+    model: str, form: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(model, form, tmp_path / name)[1] == 1
+    assert message in refusal(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_other_logits_are_an_error_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong in (lambda images_BCHW: torch.zeros(3, 10), lambda images_BCHW: torch.full((3, 10), torch.nan)):
+        form = export_formats.Format(None, export_formats._write_state, lambda path, config: wrong)  # noqa: B023
+        monkeypatch.setitem(export_formats.FORMATS, "torchvision", form)
+        assert export("resnet9", "torchvision", tmp_path / "a.pth")[1] == 1
+        assert "more than rounding, and nothing was written; please report it" in refusal(capsys)
+        assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+
+
+@pytest.mark.parametrize(("form", "name", "library"), [("timm", "a.pth", "timm"), ("onnx", "a.onnx", "onnxruntime")])
+def test_without_their_library_it_is_written_and_said(
+    form: str,
+    name: str,
+    library: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    assert export("resnet18" if form == "timm" else "resnet9", form, tmp_path / name)[1] == 0
+    assert f"not compared with our model: import of {library} halted" in capsys.readouterr().out
+    assert facts(tmp_path / name)["largest_difference"] is None
+
+
+@pytest.mark.parametrize("library", ["onnx", "onnxscript"])
+def test_missing_extra_is_named(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    assert export("resnet9", "onnx", tmp_path / "a.onnx")[1] == 1
+    assert refusal(capsys).endswith("pip install 'bigbatch[export]'")
+
+
+def test_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.pth").mkdir()
+    assert export("resnet18", "torchvision", tmp_path / "a.pth")[1] == 1
+    assert f"--out {tmp_path / 'a.pth'} is a folder: name a file in it, such as " in refusal(capsys)
+    out = tmp_path / "weights.pt" / "a.pth"
+    command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
+    assert main(["export", *command, "--format", "timm", "--out", str(out)]) == 1
+    assert f"cannot write {out}: " in refusal(capsys)
+
+
+@pytest.mark.parametrize(("out", "form"), [(".", "torchvision"), ("", "timm"), ("..", "onnx"), ("/", "torch_export")])
+def test_a_folder_is_no_file(out: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(trained("resnet18").state_dict(), tmp_path / "weights.pt")
+    command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
+    assert main(["export", *command, "--format", form, "--out", out]) == 1
+    assert f"--out {Path(out)} is a folder: name a file in it, such as " in refusal(capsys)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_only_a_full_disk_is_called_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = [lambda: torch.save(torch.zeros(10**6), "/dev/full"), lambda: fail(OSError(28, "No space left on device"))]
+    for write in (*full, lambda: fail(RuntimeError("no such operator\nand more")), lambda: fail(RuntimeError())):
+        form = export_formats.Format(None, lambda model, images, path: write(), lambda path, config: None)  # noqa: B023
+        monkeypatch.setitem(export_formats.FORMATS, "torchvision", form)
+        assert export("resnet9", "torchvision", tmp_path / "a.pth")[1] == 1
+    *of_disk, of_operator, without_words = refusal(capsys).splitlines()
+    assert len(of_disk) == 2
+    for line in of_disk:
+        assert f"cannot write {tmp_path / 'a.pth'}: " in line
+        assert line.endswith("; free some disk or name another --out")
+    assert of_operator == (
+        "bigbatch: this model cannot be written as torchvision: no such operator; choose another --format, and please "
+        "report it"
+    )
+    assert "torchvision: RuntimeError; choose" in without_words
+
+
+def test_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_run(run)
+    (run / "data/train/a").mkdir(parents=True)
+    assert main(["export", str(run), "--format", "torch_export", "--out", str(tmp_path / "a.pt2")]) == 1
+    assert "holds 1 classes and data.num_classes is 10: name the data of these weights" in refusal(capsys)

@@ -1,0 +1,250 @@
+"""A folded model is the same function, in half precision and compiled as well; the rate of a forward; the commands."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+
+from bigbatch.cli import main
+from bigbatch.errors import ComputeError
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.inference.folding import compile_, fold_norms, for_inference, forward_rate, num_norms
+from bigbatch.trainer.models import MODELS
+
+CPU = torch.device("cpu")
+PAGE = {"celu_alpha": 0.3, "norm_scale": 0.25, "is_whitened": True}
+FORMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    # name: (model, options, norms, norms that a max-pool parts from their convolution)
+    "resnet18": ("resnet18", {}, 20, 0),
+    "resnet50": ("resnet50", {}, 53, 0),
+    "blurred": ("resnet18", {"blurpool": True}, 20, 0),
+    "blurred bottlenecks": ("resnet50", {"blurpool": True}, 53, 0),
+    "alexnet_bn": ("alexnet_bn", {}, 6, 1),
+    "resnet9": ("resnet9", {"width": 4}, 8, 3),
+    "pool last": ("resnet9", {"width": 4, "pool_first": False}, 8, 0),
+    "bag of tricks": ("resnet9", {"width": 4, **PAGE}, 8, 3),
+    "bag of tricks, pool last": ("resnet9", {"width": 4, "pool_first": False, **PAGE}, 8, 0),
+}
+SLOW = {
+    "resnet34": ("resnet34", {}, 36, 0),
+    "resnet101": ("resnet101", {}, 104, 0),
+    "resnet152": ("resnet152", {}, 155, 0),
+}
+ALL = [*FORMS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+def trained(name: str) -> nn.Module:
+    """With norms that are no identity, some of their scales negative."""
+    torch.manual_seed(0)
+    model, options, _, _ = (FORMS | SLOW)[name]
+    built = MODELS[model](num_classes=10, **options).eval()
+    for module in built.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.1, 0.1)
+            if isinstance(module.weight, nn.Parameter):
+                nn.init.uniform_(module.weight, -0.3, 1.0)
+    return built
+
+
+@torch.no_grad()
+def logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    return model(images_BCHW)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_folding_leaves_the_function_as_it_is(name: str) -> None:
+    model, images_BCHW = trained(name), torch.randn(2, 3, 64, 64)
+    _, _, norms, kept = (FORMS | SLOW)[name]
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    folded = fold_norms(model)
+    assert (num_norms(model), num_norms(folded)) == (norms, kept)
+    want_BK, got_BK = logits(model, images_BCHW), logits(folded, images_BCHW)
+    largest = float(want_BK.abs().max())
+    assert float(want_BK.std()) > 1e-3
+    # each convolution's weights and sums are rounded anew
+    assert float((got_BK - want_BK).abs().max()) <= (norms + 1) * torch.finfo(torch.float32).eps * largest
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items()), "the model was changed"
+
+    double, images = model.double(), images_BCHW.double()
+    want_BK = logits(double, images)
+    torch.testing.assert_close(logits(fold_norms(double), images), want_BK, rtol=0, atol=1e-12 * largest)
+
+
+def test_a_folded_convolution_is_the_closed_form() -> None:
+    """Weight w s, bias b - m s, where s = g / sqrt(v + eps)."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1, eps=0.25)).double().eval()
+    nn.init.constant_(model[0].weight, 3.0)
+    for tensor, value in zip(model[1].state_dict().values(), (4.0, 5.0, 6.0, 2.0), strict=False):
+        tensor.fill_(value)  # g, b, m, v: s = 4 / sqrt(2.25)
+    folded = fold_norms(model)
+    scale = 4 / 1.5
+    assert folded[0].weight.item() == pytest.approx(3 * scale, rel=1e-15)
+    assert folded[0].bias.item() == pytest.approx(5 - 6 * scale, rel=1e-15)
+
+
+class Shared(nn.Module):
+    """A convolution that others read, too, or that works twice: neither may be changed."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.conv, self.bn, self.twice = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), twice
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        features = self.conv(images_BCHW)
+        return self.conv(self.bn(features)) if self.twice else self.bn(features) + features
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_convolution_with_other_readers_keeps_its_norm(twice: bool) -> None:
+    assert num_norms(fold_norms(Shared(twice=twice).eval())) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["resnet18", "resnet9", "bag of tricks"])
+def test_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtype) -> None:
+    model, images_BCHW = trained(name), torch.randn(8, 3, 64, 64)
+    half = for_inference(model, device=CPU, dtype=dtype, fold=True)
+    norms = [module for module in half.modules() if isinstance(module, nn.BatchNorm2d)]
+    in_norms = {id(p) for norm in norms for p in norm.parameters()}
+    assert all(p.dtype == (torch.float32 if id(p) in in_norms else dtype) for p in half.parameters())
+    want_BK, got_BK = logits(model, images_BCHW), logits(half, images_BCHW.to(dtype)).float()
+    # a rounding of eps / 2 in each of at most 21 layers, adding up as random signs do, with a margin of 4
+    bound = 4 * torch.finfo(dtype).eps / 2 * 21**0.5
+    assert float((got_BK - want_BK).norm() / want_BK.norm()) < bound
+
+
+def test_what_compiles_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dynamo alone, whole: a graph that breaks would be an error."""
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda *a, **k: compile_module(*a, **k, backend="eager"))
+    for name in ("resnet18", "resnet9", "bag of tricks", "blurred"):
+        torch.compiler.reset()
+        model, images_BCHW = trained(name), torch.randn(2, 3, 64, 64)
+        want_BK = logits(model, images_BCHW)
+        compile_(model, images_BCHW)
+        assert torch.equal(logits(model, images_BCHW), want_BK), name
+
+
+class Breaking(nn.Module):
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return images_BCHW
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch._inductor.config.patch({"cpp.cxx": ("nowhere-g++",)}):
+        yield
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_compile_that_fails_is_one_line() -> None:
+    with pytest.raises(ComputeError, match=r"does not compile: .+; mend that, or leave out --compile") as caught:
+        compile_(Breaking().eval(), torch.zeros(1))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ComputeError, match=r"No working C\+\+ compiler found.*nowhere-g\+\+.*or leave out --compile"):
+        compile_(nn.Tanh().eval(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("pause_seconds", [0.002, 0.3])
+def test_the_rate_is_that_of_the_forward(pause_seconds: float) -> None:
+    calls: list[None] = []
+
+    def forward() -> None:
+        calls.append(None)
+        time.sleep(pause_seconds)
+
+    rate = forward_rate(forward, num_images=7, device=CPU)
+    assert 0.3 * 7 / pause_seconds < rate <= 7 / pause_seconds, "no faster than it can be, a busy machine may be slower"
+    assert 6 <= len(calls) <= 103
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "shapes"
+    write_dataset(root, train_per_class=1, val_per_class=2, side_pixels=(50, 60))
+    return root
+
+
+@pytest.fixture
+def start(data: Path, tmp_path: Path) -> list[str]:
+    """The words that name a model's weights, and the data."""
+    torch.save(trained("resnet9").state_dict(), tmp_path / "weights.pt")
+    keys = ["--model.width=4", f"--data.root={data}", "--data.loader=torchvision", "--data.image_size=32"]
+    sizes = ["--batch.microbatch_size=8", "--batch.bn_span=8"]
+    return ["--config", "quickstart", "--weights", str(tmp_path / "weights.pt"), *keys, *sizes]
+
+
+def test_evaluate_states_the_speed_and_scores_the_same(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    records, lines = [], []
+    for options in ([], ["--fold"], ["--fold", "--optimizer.precision=bf16"]):
+        assert main(["evaluate", *start, *options, "--json"]) == 0
+        *_, line, record = capsys.readouterr().out.splitlines()
+        records.append(json.loads(record))
+        lines.append(line)
+    plain, folded, half = records
+    assert folded["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert half["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+    assert [(each["num_folded"], each["num_norms"]) for each in records] == [(0, 8), (5, 8), (5, 8)]
+    for record in records:
+        assert record["images_per_second"] == pytest.approx(record["count"] / record["seconds"])
+        assert record["model_images_per_second"] > 0
+    assert lines[0].startswith("speed: ")
+    assert lines[0].endswith(" (fp32)")
+    assert lines[2].endswith(" (bf16, 5 of 8 norms folded)")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", *start, "--compile"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith("bigbatch: the model does not compile: InvalidCxxCompiler: No working C++")
+
+
+@pytest.mark.slow
+def test_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    torch.compiler.reset()
+    found = []
+    for options in ([], ["--compile"]):
+        assert main(["evaluate", *start, *options, "--json"]) == 0
+        *_, line, record = capsys.readouterr().out.splitlines()
+        found.append(json.loads(record))
+    assert line.endswith(" (fp32, compiled)")
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-5)
+    assert [each["compiled"] for each in found] == [False, True]
+
+
+@pytest.mark.parametrize(("form", "suffix"), [("onnx", "onnx"), ("torch_export", "pt2")])
+def test_export_folds(form: str, suffix: str, start: list[str], tmp_path: Path) -> None:
+    out = tmp_path / f"a.{suffix}"
+    assert main(["export", *start, "--fold", "--format", form, "--out", str(out)]) == 0
+    facts = json.loads(Path(f"{out}.json").read_text())
+    assert (facts["num_folded"], facts["num_norms"]) == (5, 8)
+    assert facts["largest_difference"] < 1e-5
+    count: Callable[[], int] = {
+        "onnx": lambda: sum(node.op_type == "BatchNormalization" for node in onnx.load(out).graph.node),
+        "torch_export": lambda: sum("batch_norm" in str(n.target) for n in torch.export.load(out).graph.nodes),
+    }[form]
+    assert count() == 3
+
+
+@pytest.mark.parametrize("form", ["torchvision", "timm"])
+def test_libraries_models_are_not_folded(
+    form: str, start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--model.name=resnet18", "--model.zero_gamma=true", "--model.blurpool=false"]
+    keys += [f"--model.{key}=null" for key in ("width", "pool_first", "logit_scale")]
+    assert main(["export", *start, *keys, "--fold", "--format", form, "--out", str(tmp_path / "a.pth")]) == 1
+    message = f"{form}'s resnet18 has batch norms: leave out --fold, or choose --format onnx"
+    assert message in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""`bigbatch predict` answers as evaluation does, for pictures anywhere."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.inference.predict import load_classifier
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+
+KEYS = ["--model.width=4", "--data.image_size=32", "--data.loader=torchvision"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a checkpoint; its data lies in it."""
+    folder = tmp_path_factory.mktemp("run")
+    write_dataset(folder / "shapes", train_per_class=1, val_per_class=2, side_pixels=(50, 60))
+    config = load_config(["--config", "quickstart", *KEYS, f"--data.root={folder / 'shapes'}"])
+    torch.manual_seed(1)
+    model = build_model("resnet9", num_classes=10, norm=torch.nn.BatchNorm2d, width=4)
+    model.linear.weight.data.mul_(100)  # spreads the probabilities
+    (folder / "config.yaml").write_text(dump_config(config))
+    state = {"step": 1, "config": dump_config(config), "model": model.state_dict()}
+    save_checkpoint(folder / "checkpoints", state, step=1, top1=0.5, keep=1)
+    return folder
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *argv: object) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["predict", *map(str, argv), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def images_of(run: Path) -> list[Path]:
+    return sorted((run / "shapes/val").rglob("*.JPEG"))
+
+
+@pytest.mark.parametrize("options", [[], ["--data.eval_flip=true", "--data.eval_crop_fraction=0.8"]])
+def test_it_scores_what_evaluate_counts(options: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, run, *options, *images_of(run))
+    assert main(["evaluate", str(run), *options, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = [Path(each["picture"]).parent.name for each in found]
+    ranked = [[answer["class"] for answer in each["classes"]] for each in found]
+    assert [Path(each["picture"]) for each in found] == images_of(run)
+    assert record["count"] == len(found) == 20
+    assert 0 < record["top1"] < record["top5"] < 1
+    assert sum(answers[0] == name for answers, name in zip(ranked, names, strict=True)) == record["top1"] * 20
+    assert sum(name in answers for answers, name in zip(ranked, names, strict=True)) == record["top5"] * 20
+
+
+def test_order_and_company_change_nothing(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    *some, last = images_of(run)[:5]
+    copy = shutil.copy(last, tmp_path / "a name.png")  # what it is tells its content
+    together = predicted(capsys, run, "--batch.microbatch_size", 2, copy, *some, "--top", 10)
+    alone = predicted(capsys, run, "--top=10", last)
+    assert len(together) == 5
+    assert together[0]["picture"] == str(copy)
+    for ours, theirs in zip(together[0]["classes"], alone[0]["classes"], strict=True):
+        assert ours["class"] == theirs["class"]
+        assert ours["probability"] == pytest.approx(theirs["probability"], rel=1e-4)
+    assert sum(answer["probability"] for answer in alone[0]["classes"]) == pytest.approx(1, rel=1e-5)
+
+
+def test_lines_for_people_and_weights_without_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image, other = images_of(run)[:2]
+    (best, *_), _ = (each["classes"] for each in predicted(capsys, run, image, other))
+    weights = next((run / "checkpoints").iterdir())
+    argv = ["--config", "quickstart", "--weights", weights, *KEYS, "--data.root=nowhere", image, other]
+    assert main(["predict", *map(str, argv), "--top=1"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    number = sorted(path.name for path in (run / "shapes/train").iterdir()).index(best["class"])
+    assert first == f"{image}: {number} {100 * best['probability']:.1f}%"
+    assert second.startswith(f"{other}: ")
+
+
+def test_in_python(run: Path) -> None:
+    classify = load_classifier(str(run), "--optimizer.precision=bf16")
+    assert list(classify([])) == []
+    first, second = classify([str(path) for path in images_of(run)[:2]], top=3)
+    assert (first.image, second.image) == tuple(images_of(run)[:2])
+    assert len(set(first.classes)) == len(first.probabilities) == 3
+    assert list(first.probabilities) == sorted(first.probabilities, reverse=True)
+    classify.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.jpg"], "bigbatch: nowhere.jpg: no such picture"),
+        (["."], "bigbatch: .: is a folder: name its pictures"),
+        (["cut.jpg"], "cut.jpg: cannot be"),
+        (["text.jpg"], "text.jpg: is not a picture"),
+        (["text.jpg", "--data.max_skipped=5"], "text.jpg: is not a picture"),
+        (["text.jpg", "--data.num_classes=11"], "holds 10 classes and data.num_classes is 11"),
+    ],
+)
+def test_one_line_for_what_cannot_be_classified(
+    words: list[str],
+    message: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = images_of(run)[0].read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
+    (tmp_path / "text.jpg").write_text("no picture")
+    assert main(["predict", str(run), *words]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("words", [["--top=0", "a.jpg"], []])
+def test_impossible_command_lines(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["predict", str(run), *words])
+    assert ("name one or more pictures", "--top 0 is not possible")[bool(words)] in capsys.readouterr().err
+
+
+def test_what_it_does_not_work_with(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["--data.loader=synthetic", "--data.num_synthetic_samples=10", "--data.eval_crop_fraction=1"]
+    with pytest.raises(ConfigError, match=r"data\.loader=synthetic reads no pictures"):
+        load_classifier(str(run), *keys)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match=r"one process, this job has 2: start it without a launcher"):
+        load_classifier(str(run))

@@ -1,0 +1,368 @@
+"""Where others may stand in for bad pictures: which, where, how many; the oracle is torchvision's resized_crop."""
+
+import struct
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from image_loaders import COMMON_SETTINGS, made_loaders
+from PIL import Image
+from sample_images import encoded, smooth_image, write
+from torchvision.transforms.v2 import functional as vision
+
+from bigbatch.errors import DataError, StorageError
+from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.dali import DaliDecoder
+from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
+from bigbatch.trainer.input.shards import open_split
+from tests.unit.trainer.input.loaders.test_loaders import BAD, with_bad_tables
+
+SIZE = 48
+CROP = random_resized_crop(seed=3)
+SETTINGS = COMMON_SETTINGS | {"crop": CROP, "image_size": SIZE}
+UNDECODABLE = with_bad_tables(encoded(smooth_image(50)))
+KINDS = {name: data for name, (data, _) in BAD.items()} | {"bad tables": UNDECODABLE}
+
+
+def whole(number):
+    """Pictures of different sizes, so that a box shows whose size it was drawn for."""
+    return encoded(smooth_image(number, 90 + 13 * (number % 9), 140 - 7 * (number % 11)))
+
+
+def split(root, bad, *, num_images=8):
+    """Two classes; bad gives what lies at some positions instead of a picture."""
+    names = [f"train/{'a' if n < num_images // 2 else 'b'}/{n:02d}.jpg" for n in range(num_images)]
+    return read_index(write(root, {name: bad.get(n, whole(n)) for n, name in enumerate(names)}), "train")
+
+
+@pytest.fixture(params=["torchvision", "dali"])
+def make(request):
+    with made_loaders(request.param, SETTINGS) as make:
+        yield make
+
+
+def ask(*positions, epoch=0):
+    return Request(epoch, np.array(positions), np.ones(len(positions), bool))
+
+
+def stand_in(position, bad, num_images):
+    while position in bad:
+        position = (position + 1) % num_images
+    return position
+
+
+def expected_images(index, request, bad):
+    """The box that is drawn for each position asked for, in the size of the picture that stands in: (B, 3, S, S)."""
+    used = [stand_in(position, bad, len(index)) for position in request.indices_B.tolist()]
+    stored = [Image.open(index.full_path(position)).convert("RGB") for position in used]
+    boxes_B4, flips_B = CROP(request.epoch, request.indices_B, np.array([(i.height, i.width) for i in stored]))
+    resized = [
+        vision.resized_crop(vision.pil_to_tensor(image), *box, [SIZE, SIZE], antialias=True)
+        for image, box in zip(stored, boxes_B4.tolist(), strict=True)
+    ]
+    flipped = [vision.hflip(image) if flip else image for image, flip in zip(resized, flips_B, strict=True)]
+    return torch.stack(flipped), index.labels_N[used], used
+
+
+def check(loader, index, batch, bad):
+    """A batch against the oracle; which exact bits is known for Pillow and torch alone."""
+    request = batch.request
+    expected_BCHW, labels, used = expected_images(index, request, bad)
+    apart_B = (batch.images_BCHW.int() - expected_BCHW.int()).abs().double().mean((1, 2, 3))
+    assert apart_B.max() <= (1.0 if isinstance(loader.decoder, DaliDecoder) else 0.0)
+    assert batch.labels_B.tolist() == labels.tolist()
+    is_own = [position == other for position, other in zip(request.indices_B.tolist(), used, strict=True)]
+    assert batch.valid_B.tolist() == [own and valid for own, valid in zip(is_own, request.valid_B, strict=True)]
+    positions = [position for position, own in zip(request.indices_B.tolist(), is_own, strict=True) if not own]
+    assert [image.position for image in batch.replaced] == positions
+    for replaced in batch.replaced:
+        assert replaced.reason.startswith(f"{index.full_path(replaced.position)}: ")
+        assert "\n" not in replaced.reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_image_stands_in(make, tmp_path, kind):
+    """3 is the last of its class: label, size and pixels come from the next class."""
+    index = split(tmp_path, {3: KINDS[kind]})
+    loader = make(index, max_skipped=1)
+    asked = [ask(0, 3, 4, 1), ask(3, 5, 3, 7), ask(2, 6, 3, 0, epoch=2)]
+    batches = list(loader.load(asked))
+    assert [batch.request for batch in batches] == asked
+    for batch in batches:
+        check(loader, index, batch, {3})
+        assert all(BAD.get(kind, ("", "cannot be decoded"))[1] in bad.reason for bad in batch.replaced)
+
+
+def test_padding_stays_invalid(make, tmp_path):
+    index = split(tmp_path, {6: b"", 7: UNDECODABLE})
+    loader = make(index, max_skipped=2, microbatch_size=3)
+    batches = list(loader.load(eval_requests(num_samples=8, microbatch_size=3, rank=0, world_size=1)))
+    for batch in batches:
+        check(loader, index, batch, {6, 7})
+    assert sum(int(batch.valid_B.sum()) for batch in batches) == 6
+
+
+def test_several_in_a_row_and_around_the_end(make, tmp_path):
+    bad = {0: b"", 3: UNDECODABLE, 4: b"no", 5: UNDECODABLE, 6: whole(6)[:-50], 11: UNDECODABLE}
+    index = split(tmp_path, bad, num_images=12)
+    loader = make(index, max_skipped=len(bad), microbatch_size=6)
+    for epoch in range(2):
+        for batch in loader.load([ask(11, 3, 0, 5, 1, 7, epoch=epoch), ask(4, 6, 2, 10, 9, 11, epoch=epoch)]):
+            check(loader, index, batch, bad)
+
+
+def samples(loader, requests):
+    """Picture, label, validity and what was replaced of each request's samples, in order."""
+    return [
+        (batch.request.indices_B.tolist(), batch.images_BCHW.clone(), batch.labels_B.tolist(), batch.replaced)
+        for batch in loader.load(requests)
+    ]
+
+
+def by_position(found):
+    return {
+        position: (pixels_CHW, label)
+        for positions, pixels_BCHW, labels, _ in found
+        for position, pixels_CHW, label in zip(positions, pixels_BCHW, labels, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("microbatch_size", "world_size", "prefetch_batches"), [(12, 1, 1), (1, 1, 4), (3, 2, 2), (2, 3, 3), (2, 1, 4)]
+)
+def test_any_split_of_the_batch_gives_the_same(make, tmp_path, microbatch_size, world_size, prefetch_batches):
+    bad = {2: UNDECODABLE, 3: b"", 9: UNDECODABLE, 10: whole(2)[:-9]}
+    index = split(tmp_path, bad, num_images=12)
+    one = make(index, max_skipped=4, microbatch_size=4)
+    asked = {"seed": 5, "num_samples": 12, "global_batch_size": 12, "start_step": 1, "end_step": 2}
+    expected = by_position(samples(one, train_requests(**asked, microbatch_size=4, rank=0, world_size=1)))
+    found = {}
+    for rank in range(world_size):  # each has its own loader, which knows of nothing that the others met
+        loader = make(index, max_skipped=4, microbatch_size=microbatch_size, prefetch_batches=prefetch_batches)
+        mine = train_requests(**asked, microbatch_size=microbatch_size, rank=rank, world_size=world_size)
+        found |= by_position(samples(loader, mine))
+    assert found.keys() == expected.keys() == set(range(12))
+    for position, (pixels_CHW, label) in expected.items():
+        assert torch.equal(found[position][0], pixels_CHW)
+        assert found[position][1] == label
+
+
+class Slow:
+    """A source that takes its time and counts."""
+
+    def __init__(self, index, seconds=0.0):
+        self.index, self.seconds, self.num_reads = index, seconds, [0] * len(index)
+        self.classes, self.labels_N = index.classes, index.labels_N
+        self.name, self.sizes, self.close = index.name, index.sizes, index.close
+
+    def __len__(self):
+        return len(self.index)
+
+    def read(self, position):
+        self.num_reads[position] += 1
+        time.sleep(self.seconds)
+        return self.index.read(position)
+
+
+@pytest.mark.parametrize("prefetch_batches", [1, 2, 4])
+def test_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
+    """Several in one batch and in batches read ahead: each stops the decoder with another lead of the reader."""
+    bad = {9: UNDECODABLE, 10: UNDECODABLE, 13: UNDECODABLE, 19: UNDECODABLE}
+    index = split(tmp_path, bad, num_images=24)
+    asked = [ask(*range(n, n + 4)) for n in range(0, 24, 4)] * 2
+    runs = []
+    for lag in (0.0, 0.03):  # of the consumer: time for the reader to get ahead
+        loader = make(Slow(index, 0.004), max_skipped=4, prefetch_batches=prefetch_batches)
+        found = []
+        for batch in loader.load(iter(asked)):
+            time.sleep(lag)
+            check(loader, index, batch, bad)
+            found.append((batch.request, batch.images_BCHW.clone(), batch.replaced))
+        runs.append(found)
+        assert [request for request, _, _ in found] == asked
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one[1], other[1])
+        assert one[2] == other[2]
+
+
+def test_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
+    bad = {1: b"", 6: UNDECODABLE}
+    source = Slow(split(tmp_path, bad))
+    loader = make(source, max_skipped=2)
+    first = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    assert len(list(loader.load(first))) == 2
+    assert source.num_reads[1] == 1
+    assert source.num_reads[6] == 1
+    later = [ask(3, 1, 6, 0, epoch=1), ask(6, 1, 5, 4, epoch=2)]
+    for batch in loader.load(later):
+        check(loader, source.index, batch, bad)
+    loader.close()
+    assert len(list(loader.load(later))) == 2
+    assert (source.num_reads[1], source.num_reads[6]) == (1, 1)
+
+
+@pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
+def test_more_than_may_be_skipped_end_the_load_every_time(make, tmp_path, content):
+    index = split(tmp_path, {1: content, 3: content, 6: content})
+    loader = make(index, max_skipped=2, num_threads=1)
+    asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    for _ in range(2):
+        batches = loader.load(asked)
+        check(loader, index, next(batches), {1, 3, 6})
+        with pytest.raises(DataError) as caught:
+            next(batches)
+        text = str(caught.value)
+        assert text.startswith("3 pictures are bad, and data.max_skipped=2: see all by `bigbatch data check`; ")
+        assert f"the last is {index.full_path(6)}: " in text
+        assert "\n" not in text
+        assert not isinstance(caught.value, StorageError)
+
+
+@pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
+def test_none_may_be_skipped(make, tmp_path, content):
+    index = split(tmp_path, {1: content})
+    with pytest.raises(DataError, match=rf"^1 pictures are bad, and data.max_skipped=0: .*{index.full_path(1)}: "):
+        list(make(index, max_skipped=0).load([ask(0, 1, 2, 3)]))
+    with pytest.raises(DataError, match=rf"^{index.full_path(1)}: "):
+        list(make(index).load([ask(0, 1, 2, 3)]))
+
+
+@pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
+def test_a_split_of_bad_images_has_none_to_stand_in(make, tmp_path, content):
+    index = split(tmp_path, dict.fromkeys(range(4), content), num_images=4)
+    with pytest.raises(DataError, match=r"^all 4 pictures of the split are bad; the last is .*/0\d.jpg: "):
+        list(make(index, max_skipped=99).load([ask(0, 1, 2, 3)]))
+
+
+def test_storage_is_no_images_fault(make, tmp_path):
+    index = split(tmp_path, {})
+    (tmp_path / "train/a/02.jpg").unlink()
+    with pytest.raises(StorageError, match=r"02.jpg: cannot be read \(No such file"):
+        list(make(index, max_skipped=8).load([ask(0, 1, 2, 3)]))
+
+
+def test_packed_images(make, tmp_path):
+    """The packer lets no bad picture in: it was damaged later, behind its header."""
+    index = split(tmp_path / "folder", {})
+    write(tmp_path / "folder", {f"val/{name}/0.jpg": whole(0) for name in "ab"})
+    pack(tmp_path / "folder", tmp_path / "packed", recipe=PackRecipe())
+    shard = tmp_path / "packed/train/shard-000000.tar"
+    content, good = shard.read_bytes(), (tmp_path / "folder/train/a/03.jpg").read_bytes()
+    assert content.count(good) == 1
+    shard.write_bytes(content.replace(good, with_bad_tables(good)))
+    packed = open_split(tmp_path / "packed", "train")
+    loader = make(packed, max_skipped=1)
+    for batch in loader.load([ask(0, 3, 4, 1), ask(3, 3, 2, 7)]):
+        check(loader, Shadow(index, lambda n: packed.name(n) if n == 3 else index.full_path(n)), batch, {3})
+    with pytest.raises(DataError, match=r"shard-000000.tar: picture 00000003: cannot be decoded"):
+        list(make(packed).load([ask(0, 3, 4, 1)]))
+
+
+class Shadow:
+    """An index whose pictures are called otherwise."""
+
+    def __init__(self, index, full_path):
+        self.full_path, self.labels_N, self._num_images = full_path, index.labels_N, len(index)
+
+    def __len__(self):
+        return self._num_images
+
+
+def chunks(png):
+    """(kind, content) of each."""
+    at, found = 8, []
+    while at < len(png):
+        length = int.from_bytes(png[at : at + 4], "big")
+        found.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + length]))
+        at += 12 + length
+    return found
+
+
+def png_of(parts):
+    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def with_bad_sum(png):
+    """One bit of the checksum of its pixels is wrong."""
+    at = png.index(b"IDAT")
+    end = at + 4 + int.from_bytes(png[at - 4 : at], "big")
+    return png[:end] + bytes([png[end] ^ 1]) + png[end + 1 :]
+
+
+PNG = encoded(smooth_image(3, 120, 100), "PNG")
+PALETTE = encoded(smooth_image(3, 120, 100).convert("P"), "PNG")
+PILLOW_ALONE = {
+    "wrong checksum": with_bad_sum(PNG),
+    "unknown part": png_of([chunks(PNG)[0], (b"ABCD", b"?"), *chunks(PNG)[1:]]),
+    "no palette": png_of([part for part in chunks(PALETTE) if part[0] != b"PLTE"]),
+}
+
+
+@pytest.mark.parametrize("kind", PILLOW_ALONE)
+def test_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind):
+    index = split(tmp_path, {5: PILLOW_ALONE[kind]})
+    asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    is_dali = isinstance(make(index).decoder, DaliDecoder)
+    if not is_dali:
+        for batch in make(index).load(asked):
+            check(make(index), index, batch, set())
+        return
+    loader = make(index)
+    batches = loader.load(asked)
+    check(loader, index, next(batches), set())
+    with pytest.raises(DataError, match=rf"^{index.full_path(5)}: DALI cannot decode it, though Pillow can; save it"):
+        next(batches)
+    skipping = make(index, max_skipped=1)
+    for batch in skipping.load(asked):
+        check(skipping, index, batch, {5})
+
+
+def before_the_end(jpeg, part):
+    end = jpeg.rindex(b"\xff\xd9")
+    return jpeg[:end] + part + jpeg[end:]
+
+
+PILLOW_REFUSES = {
+    "bad table": before_the_end(whole(0), b"\xff\xc4\x00\x13\x00" + b"\xff" * 16),
+    "second frame": before_the_end(whole(0), b"\xff\xc0\x00\x0b\x08\x00\x10\x00\x10\x01\x01\x11\x00"),
+}
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", PILLOW_REFUSES)
+def test_what_dali_decodes_is_not_blamed_for_what_else_is_in_flight(tmp_path, kind, microbatch_size):
+    """Pillow refuses picture 0 and 3, DALI refuses 3 alone."""
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    with pytest.raises(DataError):
+        open_image(PILLOW_REFUSES[kind], path="")
+    index = split(tmp_path, {0: PILLOW_REFUSES[kind], 3: UNDECODABLE})
+    changed = {"microbatch_size": microbatch_size, "max_skipped": 2}
+    loader = make_image_loader("dali", index, **(SETTINGS | changed))
+    for _ in range(2):
+        asked = [ask(*range(n, n + microbatch_size)) for n in range(0, 8, microbatch_size)]
+        found = [bad for batch in loader.load(asked) for bad in batch.replaced]
+        assert [bad.position for bad in found] == [3]
+        assert ": cannot be decoded (broken data stream" in found[0].reason  # Pillow says why
+    loader.close()
+
+
+def test_a_failure_that_no_single_image_causes_is_not_blamed_on_one(tmp_path):
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+
+    def outside(epoch, indices_B, sizes_B2):
+        return np.tile(np.array([[0, 0, 9999, 9999]], np.int32), (4, 1)), np.zeros(4, bool)
+
+    loader = make_image_loader("dali", split(tmp_path, {}), **(SETTINGS | {"crop": outside, "max_skipped": 3}))
+    with pytest.raises(RuntimeError) as caught:
+        list(loader.load([ask(0, 1, 2, 3)]))
+    assert not isinstance(caught.value, DataError)
+    assert loader.reader.bad.reasons == {}
+    loader.close()

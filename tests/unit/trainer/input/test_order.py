@@ -1,0 +1,182 @@
+"""The global order: a permutation per epoch, the same for all world sizes and after any resume."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.input.microbatches import rank_microbatches
+from bigbatch.trainer.input.order import epoch_order, eval_requests, read_index, train_requests
+
+SIZES = {"seed": 5, "num_samples": 100, "global_batch_size": 24}
+
+
+def train_indices(*, rank=0, world_size=1, microbatch_size=2, start_step=0, end_step=10, **options):
+    """[(epoch, indices)] of one rank."""
+    requests = train_requests(
+        **SIZES,
+        microbatch_size=microbatch_size,
+        rank=rank,
+        world_size=world_size,
+        start_step=start_step,
+        end_step=end_step,
+        **options,
+    )
+    return [(request.epoch, request.indices_B.tolist(), request.valid_B.all()) for request in requests]
+
+
+@given(seed=st.integers(0, 2**63), epoch=st.integers(0, 1000), num_samples=st.integers(1, 300))
+@settings(max_examples=30, deadline=None)
+def test_order_is_a_permutation(seed, epoch, num_samples):
+    order_N = epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
+    assert order_N.dtype == np.int64
+    assert sorted(order_N.tolist()) == list(range(num_samples))
+
+
+def test_order_depends_on_seed_and_epoch_and_is_uniform():
+    orders = np.array([epoch_order(seed=s, epoch=e, num_samples=20) for s in range(40) for e in range(50)])
+    assert len({tuple(order) for order in orders.tolist()}) == 2000
+    # each value at each place: 2000 / 20 = 100 times, standard deviation 9.75; five of them
+    counts = np.array([(orders == value).sum(axis=0) for value in range(20)])
+    assert np.abs(counts - 100).max() < 49
+
+
+def test_order_is_the_one_that_old_checkpoints_expect():
+    words = np.random.Philox(np.random.SeedSequence((3, 4))).random_raw(9).tolist()
+    expected = [place for _, place in sorted(zip(words, range(9), strict=True))]
+    assert epoch_order(seed=3, epoch=4, num_samples=9).tolist() == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+def test_every_world_size_sees_the_same_global_batches(world_size, microbatch_size):
+    accumulation_steps = 24 // world_size // microbatch_size
+    ranks = [
+        train_indices(rank=rank, world_size=world_size, microbatch_size=microbatch_size) for rank in range(world_size)
+    ]
+    for step in range(10):
+        epoch, step_in_epoch = divmod(step, 4)  # 100 // 24 steps per epoch, 4 samples left out
+        order = epoch_order(seed=5, epoch=epoch, num_samples=100).tolist()
+        parts = [rank[step * accumulation_steps : (step + 1) * accumulation_steps] for rank in ranks]
+        seen = [index for part in parts for _, indices, _ in part for index in indices]
+        assert seen == order[step_in_epoch * 24 : (step_in_epoch + 1) * 24]
+        assert all(request[0] == epoch and request[2] for part in parts for request in part)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_ghost", "microbatch_size"),
+    [(2, 2, 2), (4, 2, 1), (4, 4, 3), (6, 2, 2), (6, 3, 1), (12, 4, 1)],
+)
+def test_ranks_that_share_a_ghost_batch_hold_its_parts(world_size, ranks_per_ghost, microbatch_size):
+    """Microbatch k of a group's ranks, side by side, is the group's k-th ghost batch; groups follow each other."""
+    accumulation_steps, span = 24 // world_size // microbatch_size, microbatch_size * ranks_per_ghost
+    options = {"world_size": world_size, "microbatch_size": microbatch_size, "ranks_per_ghost": ranks_per_ghost}
+    ranks = [train_indices(rank=rank, **options) for rank in range(world_size)]
+    for step in range(10):
+        epoch, step_in_epoch = divmod(step, 4)
+        order = epoch_order(seed=5, epoch=epoch, num_samples=100).tolist()[step_in_epoch * 24 :]
+        for rank, requests in enumerate(ranks):
+            group, part = divmod(rank, ranks_per_ghost)
+            for k in range(accumulation_steps):
+                first = (group * accumulation_steps + k) * span + part * microbatch_size
+                assert requests[step * accumulation_steps + k][1] == order[first : first + microbatch_size]
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks_per_ghost", "expected"),
+    [
+        (0, 1, [0, 1, 2]),
+        (3, 1, [9, 10, 11]),
+        (0, 2, [0, 2, 4]),
+        (1, 2, [1, 3, 5]),
+        (2, 2, [6, 8, 10]),
+        (3, 4, [3, 7, 11]),
+    ],
+)
+def test_microbatches_of_a_rank_by_hand(rank, ranks_per_ghost, expected):
+    """Four ranks of three microbatches each, as the global batch numbers them."""
+    found = rank_microbatches(rank=rank, accumulation_steps=3, ranks_per_ghost=ranks_per_ghost)
+    assert list(found) == expected
+
+
+@pytest.mark.parametrize("start_step", [0, 1, 3, 4, 9, 10])
+def test_resume_is_the_tail(start_step):
+    whole = train_indices(rank=1, world_size=3)
+    assert train_indices(rank=1, world_size=3, start_step=start_step) == whole[start_step * 4 :]
+
+
+def test_train_requests_refuse_sizes_that_do_not_divide():
+    with pytest.raises(ValueError, match="24 is not a multiple of world_size 5"):
+        train_indices(world_size=5)
+    with pytest.raises(ValueError, match="world_size 3 is not a multiple of ranks_per_ghost 2"):
+        train_indices(world_size=3, ranks_per_ghost=2)
+    with pytest.raises(ValueError, match="num_samples 10 is less"):
+        train_requests(
+            seed=0,
+            num_samples=10,
+            global_batch_size=12,
+            microbatch_size=3,
+            rank=0,
+            world_size=4,
+            start_step=0,
+            end_step=1,
+        )
+
+
+@given(num_samples=st.integers(1, 200), microbatch_size=st.integers(1, 17), world_size=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_evaluation_counts_each_image_once(num_samples, microbatch_size, world_size):
+    ranks = [
+        list(eval_requests(num_samples=num_samples, microbatch_size=microbatch_size, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    requests = [request for rank in ranks for request in rank]
+    assert {len(rank) for rank in ranks} == {-(-num_samples // (microbatch_size * world_size))}
+    assert {len(request.indices_B) for request in requests} == {microbatch_size}
+    counted = np.concatenate([request.indices_B[request.valid_B] for request in requests])
+    assert sorted(counted.tolist()) == list(range(num_samples))
+    assert all((request.indices_B < num_samples).all() for request in requests)
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def test_index_is_sorted_and_complete(tmp_path):
+    touch(tmp_path, "train/b/2.JPEG", "train/b/1.png", "train/a/x.jpg", "train/a/notes.txt", "train/.c/y.jpg")
+    index = read_index(tmp_path, "train")
+    assert index.classes == ("a", "b")
+    assert list(index.paths) == ["a/x.jpg", "b/1.png", "b/2.JPEG"]
+    assert index.labels_N.tolist() == [0, 1, 1]
+    assert index.labels_N.dtype == np.int64
+    assert Path(index.full_path(2)) == tmp_path / "train/b/2.JPEG"
+
+
+def test_index_names_what_is_wrong(tmp_path):
+    touch(tmp_path, "train/a/x.jpg", "train/b/x.txt", "empty/readme", *(f"val/{c}/x.jpg" for c in "acdef"))
+    with pytest.raises(DataError, match=r"absent: no such folder; expected absent/<class>"):
+        read_index(tmp_path, "absent")
+    with pytest.raises(DataError, match=r"empty: holds no class folders"):
+        read_index(tmp_path, "empty")
+    with pytest.raises(DataError, match=r"train/b: holds no .jpg"):
+        read_index(tmp_path, "train")
+    with pytest.raises(DataError, match=r"val: lacks 1 .*: b; has in excess 4 .*: c, d, e, \.\.\.; give it"):
+        read_index(tmp_path, "val", classes=["a", "b"])
+    assert read_index(tmp_path, "val", classes=list("fedca")).classes == tuple("acdef")
+
+
+def test_index_names_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    touch(tmp_path, "train/a/x.jpg")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(DataError, match=r"train: cannot be listed \(Permission denied\)"):
+        read_index(tmp_path, "train")

@@ -1,0 +1,429 @@
+"""Storage that fails for a while, for good, or never answers; and pictures that come slowly."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
+from sample_images import encoded, smooth_image, write
+
+from bigbatch import cli
+from bigbatch.errors import DataError, StorageError
+from bigbatch.trainer.augment.crops import center_crop, random_resized_crop
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input import order as imagenet
+from bigbatch.trainer.input import retry as patience
+from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
+from bigbatch.trainer.input.order import read_index
+from bigbatch.trainer.input.shards import open_split
+from tests.unit.trainer.input.loaders.test_loaders import with_bad_tables
+
+SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 5.0}
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+SLACK_SECONDS = 3.0
+"""For a busy machine."""
+
+
+class Storage:
+    """Pictures in memory; reading may fail for a number of times, take time, or wait until it is released."""
+
+    def __init__(self, num_images=8, *, failures=None, cause=STALE, seconds=0.0, silent=()):
+        self.images = [encoded(smooth_image(n, 60, 50)) for n in range(num_images)]
+        self.classes, self.labels_N = ("a",), np.zeros(num_images, np.int64)
+        self.failures, self.cause, self.seconds, self.silent = dict(failures or {}), cause, seconds, silent
+        self.num_reads = [0] * num_images
+        self.release = threading.Event()
+
+    def __len__(self):
+        return len(self.images)
+
+    def name(self, position):
+        return f"far/away/{position}.jpg"
+
+    def read(self, position):
+        self.num_reads[position] += 1
+        time.sleep(self.seconds)
+        if position in self.silent:
+            self.release.wait()
+        if self.num_reads[position] <= self.failures.get(position, 0):
+            raise StorageError(f"{self.name(position)}: is gone") from self.cause
+        return self.images[position]
+
+    def sizes(self, positions_B):
+        return None
+
+    def close(self):
+        pass
+
+
+FOREVER = 10**9
+WORST_SECONDS = patience.GRACE_SECONDS + patience.CHECK_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch):
+    """No outage before, and less than seconds to wait for."""
+    monkeypatch.setattr(patience, "OUTAGE", patience.Outage())
+    monkeypatch.setattr(patience, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "CHECK_SECONDS", 0.1)
+
+
+@pytest.fixture(params=["torchvision", "dali"])
+def make(request):
+    """As of the other tests; before the loaders are closed, silent storage answers."""
+    storages = []
+    with made_loaders(request.param, SETTINGS, slack_seconds=SLACK_SECONDS) as make_loader:
+
+        def make(storage, **changed):
+            storages.append(storage)
+            return make_loader(storage, **changed)
+
+        yield make
+        for storage in storages:
+            if isinstance(storage, Storage):
+                storage.release.set()
+
+
+def ask(*positions):
+    return Request(0, np.array(positions), np.ones(len(positions), bool))
+
+
+def test_reads_that_fail_for_a_while_change_nothing(make, capsys):
+    asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
+    expected = [batch.images_BCHW.clone() for batch in make(Storage()).load(asked)]
+    storage = Storage(failures={1: 2, 2: 1, 7: 1})
+    batches = [batch.images_BCHW.clone() for batch in make(storage).load(asked)]
+    assert all(torch.equal(one, other) for one, other in zip(batches, expected, strict=True))
+    assert storage.num_reads == [1, 3, 2, 1, 1, 1, 1, 2]
+    (line,) = capsys.readouterr().err.splitlines()  # one outage, though three pictures were met by it
+    assert re.fullmatch(
+        rf"far/away/[12].jpg: cannot be read \({os.strerror(errno.ESTALE)}\); trying again for 5 s", line
+    )
+
+
+def test_the_next_outage_is_told_again(monkeypatch, capsys):
+    monkeypatch.setattr(patience, "CALM_SECONDS", 0.0)
+    reads = patience.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=5.0, num_threads=1)
+    reads.read(0, thread=0)
+    reads.read(1, thread=0)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "far/away/0.jpg",
+        "far/away/1.jpg",
+    ]
+
+
+def test_a_read_that_never_succeeds_ends_after_the_patience(make, capsys):
+    storage = Storage(failures={3: FOREVER})
+    start = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        list(make(storage, patience_seconds=0.5).load([ask(0, 1, 2, 3)]))
+    seconds = time.monotonic() - start
+    assert 0.5 <= seconds < 0.5 + SLACK_SECONDS
+    found = re.fullmatch(r"far/away/3.jpg: is gone \(tried for (.*) s: data.patience_seconds\)", str(caught.value))
+    assert 0.5 <= float(found[1]) <= seconds
+    assert storage.num_reads[3] == 4  # at 0, 0.1, 0.3 and 0.5 s
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("cause", [None, ValueError("the shard was cut")])
+def test_what_the_system_did_not_refuse_is_not_tried_again(make, capsys, cause):
+    storage = Storage(failures={0: FOREVER}, cause=cause)
+    with pytest.raises(StorageError, match=r"^far/away/0.jpg: is gone$"):
+        list(make(storage).load([ask(0, 1, 2, 3)]))
+    assert storage.num_reads[0] == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("end", ["close the loader", "load anew", "close the iterator"])
+def test_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
+    storage = Storage(failures={5: FOREVER})
+    # DALI hands out a batch when it has been fed as many more as it works ahead
+    loader = make(storage, patience_seconds=60.0, prefetch_batches=1)
+    batches = loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
+    next(batches)
+    while not storage.num_reads[5]:
+        time.sleep(0.01)
+    start = time.monotonic()
+    if end == "load anew":
+        assert len(list(loader.load([ask(0, 1, 2, 3)]))) == 1
+    else:
+        {"close the loader": loader, "close the iterator": batches}[end].close()
+    assert time.monotonic() - start < SLACK_SECONDS
+
+
+@pytest.mark.parametrize("prefetch_batches", [1, 4])
+def test_a_failure_comes_in_its_place(make, prefetch_batches):
+    """What was read before is delivered: the loop saves a checkpoint after it."""
+    storage = Storage(12, failures={9: FOREVER})
+    batches = make(storage, patience_seconds=0.0, prefetch_batches=prefetch_batches).load(
+        [ask(0, 1, 2, 3), ask(4, 5, 6, 7), ask(8, 9, 10, 11)]
+    )
+    assert [next(batches).request.indices_B[0] for _ in range(2)] == [0, 4]
+    with pytest.raises(StorageError, match=r"far/away/9.jpg"):
+        next(batches)
+
+
+def test_a_read_that_does_not_return_is_named(make):
+    storage = Storage(silent={6})
+    batches = make(storage, patience_seconds=0.2).load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
+    start = time.monotonic()
+    next(batches)
+    with pytest.raises(StorageError) as caught:
+        next(batches)
+    assert time.monotonic() - start < 2 * (0.2 + 1)
+    found = re.fullmatch(
+        r"far/away/6.jpg: reading it has not returned for (.*) s \(data.patience_seconds=0.2\); does its file system "
+        r"still answer\?",
+        str(caught.value),
+    )
+    assert 0.4 <= float(found[1]) < 2.4
+    storage.release.set()
+
+
+def test_a_loader_closes_while_a_read_does_not_return(make):
+    storage = Storage(silent={6})
+    loader = make(storage, patience_seconds=60.0, prefetch_batches=1)
+    batches = loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
+    next(batches)
+    while not storage.num_reads[6]:
+        time.sleep(0.01)
+    start = time.monotonic()
+    loader.close()
+    assert time.monotonic() - start < SLACK_SECONDS
+
+
+def test_the_worst_case_is_what_the_config_leaves_time_for():
+    """It asks for 2 * (data.patience_seconds + 1) within comm.timeout_seconds."""
+    assert WORST_SECONDS <= 2
+
+
+def slow(storage, microbatch_size, **changed):
+    settings = {"microbatch_size": microbatch_size, "num_threads": 1, "patience_seconds": 0.4}
+    return make_image_loader("torchvision", storage, **(SETTINGS | settings | changed))
+
+
+def test_slow_reads_are_not_stuck():
+    """Longer in all than one read may take; also where all are of one picture, as at the end of an evaluation."""
+    loader = slow(Storage(1, seconds=0.2), 4)
+    start = time.monotonic()
+    assert len(list(loader.load([ask(*[0] * 4)]))) == 1
+    assert time.monotonic() - start > 0.4 + patience.GRACE_SECONDS + patience.CHECK_SECONDS
+    loader.close()
+
+
+@pytest.mark.parametrize("how", ["slow", "failing"])
+def test_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
+    """Each picture comes within the patience, and all together later than the other ranks wait."""
+    storage = Storage(8, seconds=0.3) if how == "slow" else Storage(8, failures=dict.fromkeys(range(8), 2))
+    start = time.monotonic()
+    loader = slow(storage, 8)
+    with pytest.raises(StorageError) as caught:
+        list(loader.load([ask(*range(8))]))
+    assert time.monotonic() - start < 2 * (0.4 + 1)
+    found = re.fullmatch(
+        r"far/away/(\d).jpg: storage too slow: (\d) of 8 pictures after (.*) s; a batch may take twice "
+        r"data.patience_seconds=0.4: raise that, or lower batch.microbatch_size",
+        str(caught.value),
+    )
+    # 0.3 s each: the fourth comes after 1.2 s, later than 2 * 0.4 + GRACE_SECONDS
+    assert 1 <= int(found[1]) == int(found[2]) <= 4
+    assert 2 * 0.4 + patience.GRACE_SECONDS <= float(found[3]) < 2 * (0.4 + 1)
+    loader.close()
+
+
+def test_the_time_of_all_that_a_batch_waits_for_counts():
+    """DALI hands out its first batch when more are read: each of these comes in time alone."""
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    changed = {"patience_seconds": 0.4, "prefetch_batches": 4}
+    loader = make_image_loader("dali", Storage(8, seconds=0.3), **(SETTINGS | changed))
+    start = time.monotonic()
+    with pytest.raises(StorageError, match="storage too slow"):
+        list(loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)] * 3))
+    assert time.monotonic() - start < 2 * (0.4 + 1)
+    loader.close()
+
+
+def test_what_nobody_waits_for_may_be_slow():
+    storage = Storage(8, seconds=0.2)
+    loader = slow(storage, 4, prefetch_batches=1)
+    batches = loader.load([ask(*range(4)), ask(*range(4, 8)), ask(*range(4))])
+    next(batches)  # 0.8 s
+    storage.seconds = 0.35
+    time.sleep(1.6)  # in which the next one is read: 1.4 s, longer than 2 * 0.4 + GRACE_SECONDS
+    next(batches)
+    storage.seconds = 0.0
+    assert len(list(batches)) == 1
+    loader.close()
+
+
+class Down(Storage):
+    """From the first read of picture 8 on, all fail or never return."""
+
+    def __init__(self, *, is_silent):
+        super().__init__(16)
+        self.is_silent, self.is_down = is_silent, False
+
+    def read(self, position):
+        self.is_down = self.is_down or position == 8
+        if self.is_down and self.is_silent:
+            self.release.wait()
+        self.failures = dict.fromkeys(range(16), FOREVER) if self.is_down else {}
+        return super().read(position)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
+    """While what is behind it cannot be read: neither before it is skipped, nor again afterwards."""
+    storage = Down(is_silent=is_silent)
+    storage.images[5] = with_bad_tables(storage.images[5])
+    batches = make(storage, patience_seconds=1.5, max_skipped=3).load([ask(*range(n, n + 4)) for n in range(0, 16, 4)])
+    times = [time.monotonic()]
+    with pytest.raises(StorageError):
+        times.extend(time.monotonic() for _ in batches)
+    assert np.diff([*times, time.monotonic()]).max() < 2 * 1.5 - 0.2
+
+
+def test_the_resident_loader_is_patient_too(capsys):
+    storage = Storage(failures={3: 2})
+    common = {"crop": center_crop(fraction=1.0), "image_size": 50, "microbatch_size": 4, "device": "cpu"}
+    storage.images = [encoded(smooth_image(n, 50, 50)) for n in range(8)]
+    ResidentLoader(index=storage, **common, patience_seconds=5.0)
+    assert storage.num_reads[3] == 3
+    storage.silent = {6}
+    with pytest.raises(StorageError, match=r"far/away/6.jpg: reading it has not returned for"):
+        ResidentLoader(index=storage, **common, patience_seconds=0.2)
+    storage.release.set()
+    storage.failures, storage.silent = {2: FOREVER}, set()
+    with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(tried for 0.\d s"):
+        ResidentLoader(index=storage, **common, patience_seconds=0.2)
+
+
+def test_a_file_that_does_not_open_is_named(make, tmp_path):
+    files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
+    index = read_index(write(tmp_path, files), "train")
+    silent = as_pipe(tmp_path / "train/a/2.jpg")
+    with pytest.raises(StorageError, match=f"^{re.escape(str(silent))}: reading it has not returned"):
+        list(make(index, patience_seconds=0.1).load([ask(0, 1, 2, 3)]))
+    answer(silent)
+
+
+def test_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closing(make, tmp_path):
+    files = {f"{split}/a/{n}.jpg": encoded(smooth_image(n)) for split in ("train", "val") for n in range(4)}
+    pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
+    index = open_split(tmp_path / "packed", "train")
+    silent = as_pipe(tmp_path / "packed/train/shard-000001.tar")
+    loader = make(index, patience_seconds=0.1)
+    with pytest.raises(StorageError, match=f"^{re.escape(str(silent))}: picture 00000001: reading it has not"):
+        list(loader.load([ask(0, 1, 2, 3)]))
+    loader.close()
+    assert len(index.read(0)) > 0
+    answer(silent)
+
+
+def as_pipe(path):
+    """In place of path, what blocks whoever opens it."""
+    path.unlink()
+    os.mkfifo(path)
+    return path
+
+
+def answer(pipe):
+    os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_too_many_open_files_name_the_limit_and_are_tried_again(make, tmp_path, monkeypatch, capsys):
+    files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
+    index = read_index(write(tmp_path, files), "train")
+    attempts = []
+
+    def refuse(path, *options, **named):
+        attempts.append(path)
+        if len(attempts) <= num_refused:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open(path, *options, **named)
+
+    monkeypatch.setattr(imagenet, "open", refuse, raising=False)
+    num_refused = FOREVER
+    with pytest.raises(
+        StorageError,
+        match=r"a/\d.jpg: too many open files; raise the limit, such as by `ulimit -n 65536` \(tried for 0.2 s",
+    ) as caught:
+        list(make(index, patience_seconds=0.2).load([ask(0, 1, 2, 3)]))
+    assert "\n" not in str(caught.value)
+    assert "Too many open files" in capsys.readouterr().err
+    attempts.clear()
+    num_refused = 3
+    assert len(list(make(index).load([ask(0, 1, 2, 3)]))) == 1
+    assert len(attempts) == 4 + 3
+
+
+def test_threads_that_wait_for_a_file_system_do_not_hold_the_process(monkeypatch, capsys):
+    left, release = [], threading.Event()
+    monkeypatch.setattr(cli.os, "_exit", left.append)
+    before = bigbatch_threads()
+    assert not [thread for thread in before if not thread.daemon]
+    for is_daemon in (True, False):
+        threading.Thread(target=release.wait, name="bigbatch-read_0", daemon=is_daemon).start()
+        cli.main(["data", "check", "no/such/folder"])
+        assert left == ([] if is_daemon else [1])
+    release.set()
+    for thread in bigbatch_threads() - before:
+        thread.join()
+    assert "no/such/folder" in capsys.readouterr().err
+
+
+TINY = {
+    "data.image_size": 32,
+    "data.loader": "torchvision",
+    "data.patience_seconds": 0.5,
+    "data.prefetch_batches": 1,
+    "model.width": 4,
+    "batch.global_batch_size": 8,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+    "run.log_every_steps": 1,
+    "run.epochs": 1,
+    "schedule.warmup_epochs": 1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_run_ends_though_a_file_never_opens(tmp_path, split):
+    root = tmp_path / "shapes"
+    write_dataset(root, train_per_class=4, val_per_class=2, side_pixels=(36, 48))
+    silent = as_pipe(sorted((root / split / "disk").iterdir())[0])
+    settings = {**TINY, "data.root": root, "run.directory": tmp_path / "run"}
+    command = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "bigbatch", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=Path(cli.__file__).parents[1],
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
+    assert str(silent) in line
+    assert "Traceback" not in done.stderr
+
+
+def test_storage_errors_are_data_errors():
+    """So the loop saves its state on them, as on bad pictures."""
+    assert issubclass(patience.StuckError, StorageError)
+    assert issubclass(StorageError, DataError)

@@ -1,0 +1,367 @@
+"""What is said about the input: rates by hand, and advice that is true for the settings of the run."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bigbatch.trainer.build import input_rates as measure_input
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.input.loaders.probe import InputRates, Probe
+from bigbatch.trainer.input.remedies import InputSettings, input_settings, pixels_left
+from bigbatch.trainer.input.report import (
+    MeasuredInput,
+    Rates,
+    Waited,
+    describe_input,
+    hints,
+    input_record,
+    over_ranks,
+    slowest_stage,
+)
+from bigbatch.trainer.machine import host
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.metrics import MetricsLog
+from bigbatch.trainer.run.progress import Lines, rows
+
+RATES = {"loader": 812.0, "read": 5000.0, "decode": 850.0, "copy": None, "augment": 9000.0}
+FAST = {"loader": 3000.0, "read": 5000.0, "decode": 3100.0, "copy": None, "augment": 9000.0}
+SETTINGS = InputSettings(
+    loader="torchvision",
+    num_threads=4,
+    num_cores=16,
+    is_on_gpu=False,
+    is_packed=False,
+    stage=None,
+    bind_numa=True,
+    precision="bf16",
+    augmentations=(),
+    max_side=448,
+    pixels_left=0.5,
+)
+WAITED = Waited(wait_fraction=0.66, compute_images_per_second=2400.0, steps=1000)
+SHRINK = "shrink the pictures once by `bigbatch data pack --max-side 448` (50% of their pixels are left)"
+THREADS = "raise data.num_threads (4 now; each rank may use 16 cores)"
+CORES = "give each rank more cores (16 now)"
+
+
+def told(waited: Waited, rates: Rates, **changed: object) -> list[str]:
+    """The hints of a run on one rank."""
+    return hints(waited, MeasuredInput((rates,), replace(SETTINGS, **changed)), was_probed=True)
+
+
+def advice(slowest: str, **changed: object) -> str:
+    """The remedies of a run whose input is limited by that stage."""
+    (text,) = told(WAITED, {**RATES, "decode": 3000.0, slowest: 800.0}, **changed)
+    finding, _, remedies = text.partition("is its slowest stage (800)")
+    assert "steps wait 66% of their time" in finding
+    assert "alone the input delivers 812 images/s, the model takes 2,400" in finding
+    return remedies.removeprefix(": ")
+
+
+def test_record_names_every_rate_and_the_slowest_stage() -> None:
+    assert slowest_stage(RATES) == "decode"
+    assert input_record(RATES, step=7) == {
+        "step": 7,
+        "loader_images_per_second": 812.0,
+        "read_images_per_second": 5000.0,
+        "decode_images_per_second": 850.0,
+        "copy_images_per_second": None,
+        "augment_images_per_second": 9000.0,
+        "slowest_stage": "decode",
+    }
+    assert (
+        describe_input([RATES])
+        == "the input alone: 812 images/s (each stage alone: read 5,000, decode 850, augment 9,000)"
+    )
+
+
+def rates_of(loader: float, **changed: float) -> Rates:
+    return {**RATES, "loader": loader, **changed}
+
+
+def test_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
+    ranks = [rates_of(1336, read=60, augment=900), rates_of(57, decode=100), rates_of(1400, augment=800)]
+    assert over_ranks(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
+    assert over_ranks([RATES]) == RATES
+
+
+@pytest.mark.parametrize(
+    ("loaders", "said"),
+    [
+        ([1336, 57], "; rank 1 is the slowest: 57 images/s, the median rank 1,336"),
+        ([1000, 69, 100, 700], "; rank 1 is the slowest: 69 images/s, the median rank 700"),
+        ([699, 1000, 1000], "; rank 0 is the slowest: 699 images/s, the median rank 1,000"),
+        ([701, 1000, 1000], ""),
+        ([5], ""),
+    ],
+)
+def test_a_rank_far_behind_is_named(loaders: list[float], said: str) -> None:
+    ranks = [rates_of(loader, augment=1e6) for loader in loaders]
+    assert describe_input(ranks).partition(")")[2] == said
+    (text,) = hints(
+        replace(WAITED, compute_images_per_second=9000), MeasuredInput((*ranks,), SETTINGS), was_probed=True
+    )
+    assert f"decoding is its slowest stage ({850 * len(ranks):,}){said}: " in text
+
+
+def test_record_with_a_stage_that_is_not_there_is_logged(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir, from_step=0)
+    log.write("input", input_record(RATES, step=0))
+    log.close()
+    (record,) = read_records(rundir.metrics)
+    assert record.pop("time") > 0
+    assert record == {"kind": "input", **input_record(RATES, step=0)}
+
+
+def test_pixels_left_by_hand() -> None:
+    assert pixels_left([(100, 200), (400, 400)], max_side=100) == (20_000 + 10_000) / (20_000 + 160_000)
+    assert pixels_left([(300, 60)], max_side=100) == 1
+
+
+@pytest.mark.parametrize(("wait", "is_hinted"), [(0.05, False), (0.051, True)])
+def test_hint_is_for_those_who_wait(wait: float, is_hinted: bool) -> None:
+    waited = replace(WAITED, wait_fraction=wait)
+    assert bool(told(waited, RATES)) is is_hinted
+    for was_probed in (False, True):
+        assert bool(hints(waited, None, was_probed=was_probed)) is is_hinted
+
+
+def test_hint_on_slow_decoding() -> None:
+    assert told(WAITED, RATES) == [
+        "the input limits this run, steps wait 66% of their time for pictures: alone the input delivers 812 images/s, "
+        f"the model takes 2,400; decoding is its slowest stage (850): {THREADS}, or {SHRINK}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, f"{THREADS}, or {SHRINK}"),
+        ({"num_threads": 16}, SHRINK),
+        ({"num_threads": 20, "is_packed": True}, CORES),
+        ({"is_packed": True}, THREADS),
+        ({"pixels_left": 0.81}, THREADS),
+        ({"is_on_gpu": True, "is_packed": True}, f"{THREADS}, or decode on the GPU by data.loader=dali"),
+        ({"is_on_gpu": True, "is_packed": True, "loader": "dali"}, THREADS),
+    ],
+)
+def test_advice_on_decoding(changed: dict[str, object], expected: str) -> None:
+    assert advice("decode", **changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "pack the pictures into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"),
+        (
+            {"is_packed": True},
+            "copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage",
+        ),
+        (
+            {"is_packed": True, "stage": "/scratch/imagenet"},
+            "name a faster folder than /scratch/imagenet in data.stage, such as one in /dev/shm",
+        ),
+        ({"is_packed": True, "stage": "/dev/shm/imagenet"}, CORES),
+        (
+            {"is_packed": True, "stage": "/dev/shm/imagenet", "num_threads": 1},
+            "raise data.num_threads (1 now; each rank may use 16 cores)",
+        ),
+    ],
+)
+def test_advice_on_reading(changed: dict[str, object], expected: str) -> None:
+    assert advice("read", **changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "changed", "expected"),
+    [
+        ("copy", {"is_on_gpu": True}, "decode on the GPU by data.loader=dali"),
+        (
+            "copy",
+            {"is_on_gpu": True, "bind_numa": False},
+            "set data.bind_numa to true, or decode on the GPU by data.loader=dali",
+        ),
+        ("augment", {}, CORES),
+        ("augment", {"augmentations": ("augment.cutout_size",)}, "leave out augment.cutout_size"),
+        (
+            "augment",
+            {"augmentations": ("augment.cutout_size", "augment.mixup_alpha")},
+            "leave out some of augment.cutout_size, augment.mixup_alpha",
+        ),
+        (
+            "augment",
+            {"is_on_gpu": True, "precision": "fp32", "augmentations": ("augment.cutout_size",)},
+            "leave out augment.cutout_size, or set optimizer.precision to bf16",
+        ),
+        ("augment", {"is_on_gpu": True}, ""),
+    ],
+)
+def test_stages_within_the_step_are_told_by_their_share_of_it(
+    stage: str, changed: dict[str, object], expected: str
+) -> None:
+    """Steps never wait for them: reading and decoding are ahead meanwhile."""
+    waited = replace(WAITED, wait_fraction=0.0)
+    rates = {**FAST, "copy": 9000.0 if changed.get("is_on_gpu") else None, stage: 3200.0}
+    what = "copying to the GPU" if stage == "copy" else "augmentation on the device"
+    found = f"{what} takes 75% of a step's time, waiting left out: alone it does 3,200 images/s, the whole step 2,400"
+    assert told(waited, rates, **changed) == [f"{found}: {expected}" if expected else found]
+    assert told(waited, {**rates, stage: 4800.0}, **changed) == [], "half of the time"
+    assert told(waited, {**rates, stage: 4700.0}, **changed) != []
+    (within_noise,) = told(waited, {**rates, stage: 2300.0}, **changed)
+    assert " takes 100% of " in within_noise
+
+
+def test_a_run_can_be_slow_for_two_reasons() -> None:
+    waiting, augmenting = told(WAITED, {**RATES, "augment": 3000.0})
+    assert "decoding is its slowest stage (850)" in waiting
+    assert "augmentation on the device takes 80% of" in augmenting
+
+
+def test_what_limits_waiting_steps_is_a_stage_that_works_ahead() -> None:
+    (waiting, _) = told(WAITED, {**RATES, "augment": 600.0})
+    assert "decoding is its slowest stage (850)" in waiting
+    (waiting, _) = told(replace(WAITED, wait_fraction=0.12), {**FAST, "augment": 600.0})
+    assert "though alone the input delivers 3,000 images/s" in waiting
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"is_packed": True}, CORES),
+        ({"pixels_left": 0.5}, f"{SHRINK}, or {CORES}"),
+        ({"is_packed": True, "num_threads": 20}, f"lower data.num_threads to 16 (20 now), or {CORES}"),
+        (
+            {"is_packed": True, "is_on_gpu": True, "num_threads": 16},
+            f"decode on the GPU by data.loader=dali, or {CORES}",
+        ),
+    ],
+)
+def test_parts_that_are_fast_alone_compete_for_cores(changed: dict[str, object], expected: str) -> None:
+    waited = replace(WAITED, wait_fraction=0.12)
+    assert told(waited, FAST, **changed) == [
+        "steps wait 12% of their time for pictures, though alone the input delivers 3,000 images/s, the model takes "
+        f"2,400: the two compete for the same cores: {expected}"
+    ]
+
+
+STORAGE = (
+    ": the storage was slower during the run than while it was measured, when pictures may have come from memory: "
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"is_packed": True, "stage": "/scratch/i"}, f"{STORAGE}name a faster folder than /scratch/i in data.stage"),
+        ({"num_threads": 15}, f"{STORAGE}pack the pictures into shards"),
+        ({"is_packed": True, "stage": "/dev/shm/i"}, f": {THREADS}"),
+    ],
+)
+def test_a_gpu_whose_threads_have_cores_to_spare_does_not_compete(changed: dict[str, object], expected: str) -> None:
+    (text,) = told(replace(WAITED, wait_fraction=0.12), FAST, is_on_gpu=True, **changed)
+    assert text.partition("the model takes 2,400")[2].startswith(expected)
+
+
+def test_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -> None:
+    assert told(replace(WAITED, wait_fraction=0.14, steps=10), FAST) == []
+    assert told(replace(WAITED, wait_fraction=0.16, steps=10), FAST) != []
+
+
+@pytest.mark.parametrize(
+    ("was_probed", "why"),
+    [
+        (False, "data.probe_seconds=1 does that"),
+        (True, "the measurement met a picture that cannot be used, which `bigbatch data check` names"),
+    ],
+)
+def test_what_was_not_measured_is_not_explained(was_probed: bool, why: str) -> None:
+    assert hints(WAITED, None, was_probed=was_probed) == [
+        f"steps wait 66% of their time for pictures; what limits the input was not measured: {why}"
+    ]
+
+
+@pytest.mark.parametrize("loader", ["resident", "synthetic"])
+def test_loaders_that_do_not_work_ahead_say_so(loader: str) -> None:
+    rates = {"loader": 3000.0, "read": None, "decode": None, "copy": None, "augment": 9000.0}
+    (text,) = told(WAITED, rates, loader=loader)
+    assert f"data.loader={loader} makes each batch within its step" in text
+    assert slowest_stage(rates) == "augment"
+
+
+def test_settings_are_those_of_the_config(tmp_path: Path) -> None:
+    words = [
+        "data.num_threads=3",
+        "augment.cutout_size=8",
+        "augment.mixup_alpha=0.2",
+        "data.train_sizes=[[0,32],[2,64]]",
+    ]
+    config = load_config(["--config", "quickstart", f"--data.root={tmp_path}", *(f"--{word}" for word in words)])
+    settings = input_settings(config, sizes=[(256, 256)], num_cores=5, is_on_gpu=True)
+    assert settings.augmentations == ("augment.cutout_size", "augment.mixup_alpha")
+    assert (settings.num_threads, settings.num_cores, settings.is_packed) == (3, 5, False)
+    assert (settings.max_side, settings.pixels_left) == (128, 0.25)
+    assert input_settings(config, sizes=[], num_cores=5, is_on_gpu=True).pixels_left == 1
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "index.json").write_text("")
+    assert input_settings(config, sizes=[], num_cores=5, is_on_gpu=True).is_packed
+
+
+COSTLY = {"color_jitter": 0.4, "randaugment_ops": 2, "cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0}
+
+
+def test_every_augmentation_is_known() -> None:
+    words = [f"--augment.{key}={value}" for key, value in COSTLY.items()]
+    config = load_config(["--config", "quickstart", *words, "--augment.randaugment_magnitude=9"])
+    settings = input_settings(config, sizes=[], num_cores=1, is_on_gpu=False)
+    assert settings.augmentations == tuple(f"augment.{key}" for key in COSTLY)
+
+
+MINE = Probe(InputRates(loader=100.0, read=None, decode=300.0, copy=None, augment=500.0), ())
+
+
+def ranks(*others: str) -> SimpleNamespace:
+    """A communicator of this rank and of others whose texts are given."""
+    return SimpleNamespace(gather_text=lambda text: [text, *others])
+
+
+def test_rates_of_all_ranks_are_known() -> None:
+    theirs = {**asdict(MINE.rates), "loader": 7.0}
+    found = measure_input.gather_rates(MINE, ranks(json.dumps(theirs)))
+    assert found == ({"loader": 100, "read": None, "decode": 300, "copy": None, "augment": 500}, theirs)
+
+
+def test_a_rank_that_could_not_measure_leaves_none() -> None:
+    assert measure_input.gather_rates(MINE, ranks("")) is None
+    assert measure_input.gather_rates(None, ranks(json.dumps(asdict(MINE.rates)))) is None
+
+
+@pytest.mark.parametrize(
+    ("others", "cores"),
+    [
+        ([], 6),
+        (["here [0, 1, 2, 3, 4, 5]"], 3),
+        (["there [0, 1, 2, 3, 4, 5]"], 6),
+        (["here [0, 1, 2, 3, 4, 5]"] * 9, 1),
+    ],
+)
+def test_cores_per_rank(others: list[str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_cores", lambda: list(range(6)))
+    communicator = SimpleNamespace(env=SimpleNamespace(host="here"), gather_text=lambda text: [text, *others])
+    assert host.cores_per_rank(communicator) == cores
+
+
+def test_a_list_of_the_summary_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = {"loader_images_per_second": 812.5, "input_limit": None, "skipped": ["a [1]: cut off", "b: empty"]}
+    Lines().finish(summary)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in printed] == [
+        ["loader_images_per_second", "812.5 images/s"],
+        ["input_limit", "not measured"],
+        ["skipped", "a [1]: cut off"],
+        ["skipped", "b: empty"],
+    ]
+    assert rows({"skipped": []}) == []

@@ -1,0 +1,494 @@
+"""Packed shards give what the class folders give; the oracles are tarfile, Pillow and the folder loader."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sample_images
+import torch
+from image_loaders import COMMON_SETTINGS, made_loaders
+from PIL import Image
+from sample_images import REAL_DATA, exif, write
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
+from bigbatch.trainer.input.order import ImageIndex, eval_requests, read_index, train_requests
+from bigbatch.trainer.input.shards import PackedIndex, open_split, read_entries
+
+SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
+
+
+def encoded(seed, width=150, height=110, *, mode="RGB", kind="JPEG", **options):
+    return sample_images.encoded(sample_images.smooth_image(seed, width, height).convert(mode), kind, **options)
+
+
+def files():
+    """All kinds that ImageNet holds, two classes, names that a tar or a key could stumble over."""
+    return {
+        "a/plain.JPEG": encoded(0),
+        "a/dots.in.its.name.jpg": encoded(1, 120, 200),
+        "a/same.jpg": encoded(2, mode="L"),
+        "a/same.png": encoded(3, kind="PNG"),
+        "a/rotated.JPEG": encoded(4, exif=exif(6)),
+        "b/progressive.JPEG": encoded(5, progressive=True),
+        "b/cmyk.JPEG": encoded(6, mode="CMYK"),
+        "b/png-named.JPEG": encoded(7, 99, 101, kind="PNG"),
+        f"b/{'long' * 40}.jpg": encoded(8),
+        "b/über.jpg": encoded(9),
+        "b/z.jpg": encoded(10, 333, 222),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    return write(root, {f"{split}/{name}": data for split in ("train", "val") for name, data in files().items()})
+
+
+def packed_from(folder, target, **options):
+    pack(folder, target, recipe=PackRecipe(shard_bytes=20_000), **options)
+    return target
+
+
+@pytest.fixture(scope="module")
+def packed(folder, tmp_path_factory):
+    return packed_from(folder, tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """A packed set that a test may damage."""
+    return packed_from(folder, tmp_path / "own", splits=["train"])
+
+
+def stored(split_folder):
+    """Pictures and labels as tarfile finds them, shard after shard."""
+    found = []
+    for path in sorted(split_folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            contents = [tar.extractfile(member).read() for member in tar]
+        found += zip(contents[::2], contents[1::2], strict=True)
+    return found
+
+
+def test_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
+    index, expected, source = open_split(packed, "train"), stored(packed / "train"), read_index(folder, "train")
+    assert isinstance(index, PackedIndex)
+    assert len(list((packed / "train").glob("*.tar"))) > 2
+    assert len(index) == len(expected) == len(source) == len(files())
+    assert index.classes == ("a", "b")
+    assert index.labels_N.dtype == np.int64
+    for position in random.Random(0).choices(range(len(index)), k=50):
+        assert index.read(position) == expected[position][0] == Path(source.full_path(position)).read_bytes()
+        assert index.labels_N[position] == int(expected[position][1]) == source.labels_N[position]
+    index.close()
+
+
+def test_sizes_are_pillows(packed):
+    index = open_split(packed, "val")
+    positions_B = np.array([7, 0, 10, 1])
+    images = [Image.open(io.BytesIO(stored(packed / "val")[position][0])) for position in positions_B]
+    assert index.sizes(positions_B).tolist() == [[image.height, image.width] for image in images]
+    assert index.sizes(positions_B).dtype == np.int64
+
+
+@pytest.fixture(params=["torchvision", "dali"])
+def make(request):
+    with made_loaders(request.param, SETTINGS) as make:
+        yield make
+
+
+def assert_same_batches(ours, theirs, *, num_batches):
+    count = 0
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(batch.images_BCHW, expected.images_BCHW)
+        assert batch.images_BCHW.stride() == expected.images_BCHW.stride()
+        assert torch.equal(batch.labels_B, expected.labels_B)
+        assert torch.equal(batch.valid_B, expected.valid_B)
+        count += 1
+    assert count == num_batches
+
+
+def test_training_batches_are_those_of_the_folder(make, folder, packed):
+    """Three epochs of two ranks, bit by bit."""
+    for rank in range(2):
+        stream = list(
+            train_requests(
+                seed=3,
+                num_samples=len(files()),
+                global_batch_size=8,
+                microbatch_size=2,
+                rank=rank,
+                world_size=2,
+                start_step=0,
+                end_step=3,
+            )
+        )
+        ours = make(open_split(packed, "train"), microbatch_size=2)
+        theirs = make(read_index(folder, "train"), microbatch_size=2)
+        assert_same_batches(ours.load(stream), theirs.load(stream), num_batches=6)
+
+
+def test_evaluation_batches_are_those_of_the_folder(make, folder, packed):
+    asked = list(eval_requests(num_samples=len(files()), microbatch_size=4, rank=0, world_size=1))
+    changed = {"microbatch_size": 4, "crop": center_crop()}
+    ours = make(open_split(packed, "val"), **changed)
+    theirs = make(read_index(folder, "val"), **changed)
+    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=3)
+
+
+def test_real_images(make, tmp_path):
+    if not REAL_DATA.is_dir():
+        pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
+    source = read_index(REAL_DATA, "val")
+    few = ImageIndex(source.root, source.classes, source.paths[::3], source.labels_N[::3])
+    for path in few.paths:
+        (tmp_path / "few/val" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "few/val" / path).symlink_to(f"{few.root}/{path}")
+    pack(tmp_path / "few", tmp_path / "packed", recipe=PackRecipe(shard_bytes=10**6), splits=["val"])
+    few = read_index(tmp_path / "few", "val")
+    asked = list(eval_requests(num_samples=len(few), microbatch_size=16, rank=0, world_size=1))
+    changed = {"image_size": 224, "microbatch_size": 16}
+    ours, theirs = make(open_split(tmp_path / "packed", "val"), **changed), make(few, **changed)
+    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=-(-len(few) // 16))
+
+
+def test_resident_images_are_those_of_the_folder(tmp_path):
+    write(tmp_path / "small", {f"train/{n % 2}/{n}.png": encoded(n, 32, 32, kind="PNG") for n in range(6)})
+    packed_from(tmp_path / "small", tmp_path / "packed", splits=["train"])
+    asked = list(eval_requests(num_samples=6, microbatch_size=3, rank=0, world_size=1))
+    index = open_split(tmp_path / "packed", "train")
+    common = {"crop": padded_crop(seed=1, size=32), "image_size": 32, "microbatch_size": 3, "device": "cpu"}
+    ours = ResidentLoader(index=index, **common)
+    theirs = ResidentLoader(index=read_index(tmp_path / "small", "train"), **common)
+    assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=2)
+    assert not open_shards(tmp_path)
+
+
+def test_a_split_without_an_index_is_a_class_folder_tree(folder, packed, tmp_path):
+    assert isinstance(open_split(folder, "train"), ImageIndex)
+    assert isinstance(open_split(packed, "val", classes=["a", "b"]), PackedIndex)
+    with pytest.raises(DataError, match=r"train: no such folder"):
+        open_split(tmp_path, "train")
+
+
+def test_other_classes_than_those_of_training_are_refused(packed):
+    with pytest.raises(DataError, match=r"val: lacks 1 class\(es\): c; has in excess 1 class\(es\): a; give it"):
+        open_split(packed, "val", classes=["b", "c"])
+
+
+def edit_facts(**changes):
+    def edit(split):
+        path = split / "index.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_entries(column, value):
+    def edit(split):
+        entries_N = np.load(split / "index.npy")
+        entries_N[column][4] = value
+        np.save(split / "index.npy", entries_N)
+
+    return edit
+
+
+def swap_entries(split):
+    entries_N = np.load(split / "index.npy")
+    entries_N[[0, 1]] = entries_N[[1, 0]]
+    np.save(split / "index.npy", entries_N)
+
+
+def restated(edit):
+    """As edit, with the sum of index.npy that fits it."""
+
+    def edit_both(split):
+        edit(split)
+        edit_facts(entries_sha256=hashlib.sha256((split / "index.npy").read_bytes()).hexdigest())(split)
+
+    return edit_both
+
+
+def resize(name, change):
+    def edit(split):
+        os.truncate(split / name, (split / name).stat().st_size + change)
+
+    return edit
+
+
+def replace(name, data):
+    return lambda split: (split / name).write_bytes(data)
+
+
+def shorten_entries(split):
+    np.save(split / "index.npy", np.load(split / "index.npy")[:-1])
+
+
+def save_objects(split):
+    np.save(split / "index.npy", np.array([{}]), allow_pickle=True)
+
+
+DAMAGE = {
+    "no facts": (
+        lambda split: (split / "index.json").unlink(),
+        r"train: packing has not finished, index.json is missing",
+    ),
+    "facts are a folder": (
+        lambda split: ((split / "index.json").unlink(), (split / "index.json").mkdir()),
+        r"index.json: cannot be read",
+    ),
+    "facts are no text": (replace("index.json", b"\xff"), r"index.json: cannot be read"),
+    "facts are no JSON": (replace("index.json", b"{"), r"index.json: is no index of packed shards"),
+    "facts lack a key": (replace("index.json", b'{"version": 1}'), r"index.json: is no index of packed shards"),
+    "another version": (edit_facts(version=2), r"index.json: has format version 2, this bigbatch reads 1; pack anew"),
+    "classes not in order": (edit_facts(classes=["b", "a"]), r"index.npy: does not fit .*classes are not in order"),
+    "another number": (edit_facts(num_images=12), r"index.npy: does not fit index.json \(\(11,\) entries"),
+    "fewer shards": (edit_facts(shards=[]), r"index.npy: does not fit .*in none of 0 shards"),
+    "no entries": (lambda split: (split / "index.npy").unlink(), r"index.npy: cannot be read .*No such file"),
+    "entries cut": (resize("index.npy", -1), r"index.npy: has another SHA-256 than index.json states: cut or edited"),
+    "another label": (edit_entries("label", 1), r"index.npy: has another SHA-256 than index.json states"),
+    "entries swapped": (swap_entries, r"index.npy: has another SHA-256 than index.json states"),
+    "entries cut before": (restated(resize("index.npy", -1)), r"index.npy: cannot be read"),
+    "entries empty": (restated(replace("index.npy", b"")), r"index.npy: cannot be read"),
+    "entries pickled": (restated(save_objects), r"index.npy: cannot be read"),
+    "entries fewer": (restated(shorten_entries), r"index.npy: does not fit index.json \(\(10,\) entries"),
+    "unknown shard": (restated(edit_entries("shard", 99)), r"lies in none of \d shards"),
+    "offset in a header": (restated(edit_entries("offset", 10)), r"outside of its shard"),
+    "offset past the end": (restated(edit_entries("offset", 10**6)), r"outside of its shard"),
+    "no length": (restated(edit_entries("length", 0)), r"outside of its shard"),
+    "unknown label": (restated(edit_entries("label", 2)), r"a label is none of 2 classes"),
+    "no height": (restated(edit_entries("height", 0)), r"a picture has no pixels"),
+    "no width": (restated(edit_entries("width", 0)), r"a picture has no pixels"),
+    "shard missing": (
+        lambda split: (split / "shard-000001.tar").unlink(),
+        r"shard-000001.tar: cannot be found \(No such",
+    ),
+    "shard cut": (resize("shard-000001.tar", -512), r"shard-000001.tar: has \d+ bytes, index.json states \d+"),
+    "shard grown": (resize("shard-000001.tar", 512), r"shard-000001.tar: has \d+ bytes, index.json states \d+"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_at_opening(own, kind):
+    damage, message = DAMAGE[kind]
+    open_split(own, "train")
+    damage(own / "train")
+    with pytest.raises(DataError, match=message) as caught:
+        open_split(own, "train")
+    assert "\n" not in str(caught.value)
+    assert "pack` again" in str(caught.value) or "pack anew" in str(caught.value)
+
+
+def in_shard(index, *, number):
+    """The first position that lies in a shard."""
+    return next(position for position in range(len(index)) if f"shard-{number:06d}.tar" in index.name(position))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda shard: shard.unlink(), r"cannot be read \(No such file or directory\); was the shard moved"),
+        (lambda shard: os.truncate(shard, 700), r"the shard was cut since the start; run `bigbatch data pack` again"),
+        (lambda shard: shard.write_bytes(b"x" * shard.stat().st_size), r"is not the picture that index.npy describes"),
+        (lambda shard: shard.write_bytes((shard.parent / "shard-000001.tar").read_bytes()), r"is not the picture|cut"),
+    ],
+)
+def test_damage_after_opening_names_shard_and_image(make, own, damage, message):
+    index = open_split(own, "train")
+    position = in_shard(index, number=0)
+    damage(own / "train/shard-000000.tar")
+    asked = list(eval_requests(num_samples=len(index), microbatch_size=1, rank=0, world_size=1))
+    with pytest.raises(DataError, match=rf"shard-000000.tar: picture {position:08d}: .*({message})") as caught:
+        list(make(index, microbatch_size=1).load(asked))
+    assert "\n" not in str(caught.value)
+    assert len(index.read(in_shard(index, number=1))) > 0  # the others are as good as before
+
+
+def test_an_index_that_is_cut_after_opening_is_not_needed_any_more(own):
+    """Mapped into memory it would end the process by SIGBUS, without a word."""
+    index = open_split(own, "train")
+    expected = [(index.read(n), index.name(n), index.labels_N[n]) for n in range(len(index))]
+    os.truncate(own / "train/index.npy", 0)
+    assert [(index.read(n), index.name(n), index.labels_N[n]) for n in range(len(index))] == expected
+
+
+def test_the_limit_of_open_files_is_named(packed, monkeypatch):
+    index = open_split(packed, "train")
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=r"picture 00000000: too many open files; raise the limit, .*`ulimit -n"):
+        index.read(0)
+
+
+def test_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packed, monkeypatch, capsys):
+    index, opened, num_refused = open_split(packed, "train"), os.open, [0]
+
+    def refuse(*given):
+        num_refused[0] += 1
+        if num_refused[0] <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(*given)
+
+    monkeypatch.setattr(os, "open", refuse)
+    loader = make(index, microbatch_size=1, patience_seconds=20.0)
+    asked = list(eval_requests(num_samples=len(index), microbatch_size=1, rank=0, world_size=1))
+    assert len(list(loader.load(asked))) == len(index)
+    assert num_refused[0] > 3
+
+
+def test_a_handle_that_went_stale_is_opened_anew(packed):
+    """As after ESTALE: the descriptor fails for good, the path is fine."""
+    index, (expected, _) = open_split(packed, "train"), stored(packed / "train")[0]
+    assert index.read(0) == expected
+    (mine,) = shard_descriptors(packed)
+    folder = os.open(packed, os.O_RDONLY)  # reading it is an error
+    os.dup2(folder, mine)
+    os.close(folder)
+    with pytest.raises(DataError, match="picture 00000000: cannot be read"):
+        index.read(0)
+    assert index.read(0) == expected
+    index.close()
+
+
+def shard_descriptors(root):
+    """Those of shards below root that this process holds open, with their paths, as the kernel knows them."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc")
+    found = {}
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            found[int(entry.name)] = os.readlink(entry.path)
+        except FileNotFoundError:  # the scan's own
+            continue
+    return {number: link for number, link in found.items() if link.startswith(str(root)) and ".tar" in link}
+
+
+def open_shards(root):
+    return set(shard_descriptors(root).values())
+
+
+def test_shards_are_opened_when_needed_bounded_and_released(packed):
+    facts, entries_N = read_entries(packed / "train")
+    index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=2)
+    assert open_shards(packed) == set()
+    index.read(0)
+    assert open_shards(packed) == {str(packed / "train/shard-000000.tar")}
+    for position in range(len(index)):
+        index.read(position)
+    assert open_shards(packed) == {str(packed / f"train/{shard.name}") for shard in facts.shards[-2:]}
+    index.read(in_shard(index, number=len(facts.shards) - 2))
+    index.read(0)  # makes room by closing what was not used for longest: the last shard
+    assert open_shards(packed) == {str(packed / "train" / facts.shards[n].name) for n in (-2, 0)}
+    index.close()
+    index.close()
+    assert open_shards(packed) == set()
+    assert len(index.read(0)) > 0
+    index.close()
+
+
+def test_closing_a_loader_releases_its_shards(make, packed):
+    index = open_split(packed, "train")
+    asked = list(eval_requests(num_samples=len(index), microbatch_size=4, rank=0, world_size=1))
+    loader = make(index, microbatch_size=4)
+    assert len(list(loader.load(asked))) == 3
+    assert open_shards(packed)
+    loader.close()
+    assert not open_shards(packed)
+    assert len(list(loader.load(asked))) == 3  # a closed loader may be used again
+
+
+def test_threads_read_right_while_shards_are_closed_under_them(packed):
+    facts, entries_N = read_entries(packed / "train")
+    index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=1)
+    expected = [data for data, _ in stored(packed / "train")]
+
+    def read(seed):
+        for position in random.Random(seed).choices(range(len(index)), k=200):
+            assert index.read(position) == expected[position]
+            if position == 0:
+                index.close()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(read, range(6)))
+    index.close()
+    assert not open_shards(packed)
+
+
+def test_parts_of_a_read_are_put_together(packed, monkeypatch):
+    whole, index = os.pread, open_split(packed, "train")
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: whole(file, min(length, 1000), offset))
+    assert [index.read(n) for n in range(len(index))] == [data for data, _ in stored(packed / "train")]
+
+
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+from bigbatch.trainer.input.shards import open_split
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+splits = [open_split(Path(sys.argv[1]), split) for split in ("train", "val")]
+def read_all():
+    for index in splits:
+        for position in range(len(index)):
+            index.read(position)
+read_all()
+for index in splits:
+    index.close()
+others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+read_all()
+"""
+
+
+def test_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
+    """Also when others hold most of it: 13 for each split, 3 for the process and 20 are more than 40."""
+    small = {f"{split}/a/{n}.jpg": encoded(n, 20, 20) for split in ("train", "val") for n in range(30)}
+    pack(write(tmp_path / "many", small), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "packed"], env=environment, check=True)
+
+
+def test_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (6, 4096))
+    index = open_split(packed, "train")
+    for position in range(len(index)):
+        index.read(position)
+    assert len(open_shards(packed)) == 2
+    index.close()
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))  # no limit
+    index = open_split(packed, "train")
+    for position in range(len(index)):
+        index.read(position)
+    assert len(open_shards(packed)) == len(list((packed / "train").glob("*.tar"))) > 2
+    index.close()
+
+
+def test_it_travels_to_another_process(packed):
+    index = open_split(packed, "train")
+    index.read(0)
+    travelled = pickle.loads(pickle.dumps(index))
+    assert [travelled.read(n) for n in range(len(index))] == [index.read(n) for n in range(len(index))]
+    assert len(pickle.dumps(index)) < 1000
+    index.close()
+
+
+def test_processes_that_only_pack_do_without_torch():
+    code = "import sys, bigbatch.trainer.datasets.pack, bigbatch.trainer.input.shards; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,314 @@
+"""Input that fails ends a run with a checkpoint of the last whole step, in which no bit is another one."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_run import ACCUMULATION, OPTIMIZERS, PLAN, SPAN, Recorder, make_batches, make_parts
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.inference.accuracy import evaluate
+from bigbatch.trainer.input.base import BadImage, Batch
+from bigbatch.trainer.input.stream import InputFailure, InputStream
+from bigbatch.trainer.step.loop import Parts, Plan, train
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES
+
+STEPS = replace(PLAN, eval_every_steps=PLAN.num_steps)
+"""Evaluated and saved at the end alone."""
+LOST = "/data/7.JPEG: cannot be read (Stale file handle)"
+
+
+def failing(batches: list[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise DataError(LOST)
+
+
+def with_bad(batch: Batch, *positions: int) -> Batch:
+    return replace(batch, replaced=tuple(BadImage(n, f"{n}.JPEG: is not a picture") for n in positions))
+
+
+def bits(value: Any) -> Any:
+    """Tensors as bytes, so that == compares bits; 0 and -0 are two values."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(inner) for key, inner in value.items()}
+    return [bits(inner) for inner in value] if isinstance(value, list) else value
+
+
+class StateRecorder(Recorder):
+    """Also keeps the whole state of each save."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+        self.states: dict[int, Any] = {}
+
+    def _save(self, done: int, top1: float | None) -> None:
+        super()._save(done, top1)
+        precision = self.parts.precision
+        state = [precision.model_state(), precision.state_dict(), self.parts.optimizer.state_dict()]
+        self.states[done] = bits([*state, self.parts.statistics_N, self.parts.reducer.order])
+
+
+def run(plan: Plan, batches: Iterator[Batch], *, precision: str, optimizer: str) -> tuple[StateRecorder, str]:
+    """What was recorded, and the message with which the run ended."""
+    parts = make_parts(precision=precision, optimizer=optimizer)
+    recorder, message = StateRecorder(parts), ""
+    try:
+        train(plan, parts, recorder.hooks(), batches)
+    except DataError as error:
+        message = str(error)
+    return recorder, message
+
+
+@cache
+def undisturbed(precision: str, optimizer: str) -> dict[int, Any]:
+    """The state after each step."""
+    plan = replace(STEPS, checkpoint_every_steps=1)
+    recorder, message = run(plan, iter(make_batches()), precision=precision, optimizer=optimizer)
+    assert not message
+    return recorder.states
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", COMPUTE_DTYPES)
+@pytest.mark.parametrize(("step", "microbatch", "log_every"), [(1, 0, 1), (1, 1, 3), (2, 1, 1), (3, 2, 1), (3, 0, 3)])
+def test_state_before_the_failed_step_is_saved_bit_for_bit(
+    step: int, microbatch: int, log_every: int, precision: str, optimizer: str
+) -> None:
+    batches = failing(make_batches(step * ACCUMULATION + microbatch))
+    plan = replace(STEPS, log_every_steps=log_every)
+    recorder, message = run(plan, batches, precision=precision, optimizer=optimizer)
+    assert message == f"{LOST}. The run stopped after step {step} and goes on from there."
+    reports = [("report", done) for done in range(1, step + 1) if done % log_every == 0]
+    assert recorder.events == [*reports, ("save", step, None)]
+    expected = undisturbed(precision, optimizer)
+    assert recorder.states[step] == expected[step]
+    assert recorder.states[step] != expected[step + 1], "the comparison sees the difference of a step"
+
+
+@pytest.mark.parametrize(
+    ("first_step", "num_batches", "message"),
+    [
+        (0, 0, LOST),
+        (0, 1, f"{LOST}. No step was done."),
+        (2, 0, LOST),
+        (2, 1, f"{LOST}. The run stopped after step 2 and goes on from there."),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_failure_before_the_end_of_the_first_step_saves_nothing(
+    first_step: int, num_batches: int, message: str, precision: str
+) -> None:
+    batches = failing(make_batches(num_batches))
+    plan = replace(STEPS, first_step=first_step)
+    recorder, said = run(plan, batches, precision=precision, optimizer="sgd")
+    assert said == message
+    assert recorder.events == []
+
+
+def test_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
+    plan = replace(STEPS, eval_every_steps=2)
+    recorder, _ = run(plan, failing(make_batches(2 * ACCUMULATION)), precision="fp32", optimizer="sgd")
+    assert recorder.events[-2:] == [("evaluate", 2), ("save", 2, 0.02)]
+
+
+def test_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
+    parts = make_parts(stop=SimpleNamespace(is_set=True, signal_name="SIGTERM"))
+    recorder = Recorder()
+    with pytest.raises(DataError, match="stopped after step 1 and"):
+        train(replace(STEPS, log_every_steps=2), parts, recorder.hooks(), failing(make_batches(ACCUMULATION)))
+    assert recorder.events == [("save", 1, None)]
+
+
+def test_images_that_were_skipped_before_the_failure_are_told() -> None:
+    """The resumed run does not meet them again in this epoch."""
+    first, *others = make_batches(ACCUMULATION)
+    batches = failing([with_bad(first, 7), *others])
+    recorder, _ = run(replace(STEPS, log_every_steps=3), batches, precision="fp32", optimizer="sgd")
+    assert recorder.events == [("skipped", 1, {7: "7.JPEG: is not a picture"}), ("save", 1, None)]
+
+
+def test_skipped_images_are_told_at_the_report() -> None:
+    batches = make_batches()
+    batches[0], batches[1] = with_bad(batches[0], 3), with_bad(batches[1], 3, 12)
+    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3)
+    recorder, _ = run(STEPS, iter(batches), precision="fp32", optimizer="sgd")
+    told = [(done, sorted(event[0])) for kind, done, *event in recorder.events if kind == "skipped"]
+    assert told == [(1, [3, 12]), (2, [3])]
+
+
+def too_many(done: int, images: dict[int, str]) -> None:
+    raise DataError("2 pictures are bad")
+
+
+def test_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
+    recorder, batches = Recorder(), make_batches()
+    batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3, 12)
+    with pytest.raises(DataError, match="2 pictures are bad"):
+        train(STEPS, make_parts(), replace(recorder.hooks(), skipped=too_many), iter(batches))
+    assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
+
+
+def test_too_many_skipped_images_before_a_failure_save_once() -> None:
+    recorder = Recorder()
+    batches = make_batches(ACCUMULATION)
+    batches[0] = with_bad(batches[0], 3, 12)
+    hooks = replace(recorder.hooks(), skipped=too_many)
+    with pytest.raises(DataError, match="2 pictures are bad"):
+        train(replace(STEPS, log_every_steps=2), make_parts(), hooks, failing(batches))
+    assert recorder.events == [("save", 1, None)]
+
+
+def test_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
+    parts = make_parts()
+    recorder = StateRecorder(parts)
+
+    def evaluate_two(done: int) -> dict[str, Any]:
+        return evaluate(
+            parts.model,
+            failing(make_batches(1)),
+            normalize=parts.normalize,
+            communicator=parts.communicator,
+            num_samples=2 * SPAN,
+        )
+
+    with pytest.raises(DataError, match="Stale file handle"):
+        train(
+            replace(STEPS, eval_every_steps=2),
+            parts,
+            replace(recorder.hooks(), evaluate=evaluate_two),
+            iter(make_batches()),
+        )
+    assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
+    assert recorder.states[2] == undisturbed("fp32", "sgd")[2]
+
+
+def test_last_batch_comes_again_after_a_failure() -> None:
+    first, second = make_batches(2)
+    stream = InputStream(failing([first, second]))
+    drawn = [stream.draw(step=step) for step in (0, 1, 2, 3)]
+    assert [batch is wanted for batch, wanted in zip(drawn, (first, second, second, second), strict=True)] == [True] * 4
+    assert stream.failure == InputFailure(2, LOST)
+
+
+def test_seconds_and_images_are_handed_out_once() -> None:
+    stream = InputStream(iter([with_bad(make_batches(1)[0], 3)]))
+    stream.draw(step=0)
+    assert stream.take_wait_seconds() > 0
+    assert stream.take_wait_seconds() == 0
+    assert stream.take_replaced(before=1) == {3: "3.JPEG: is not a picture"}
+    assert stream.take_replaced(before=1) == {}
+
+
+class OtherRank:
+    """A communicator of two ranks; the other one has had what exchanges gives, as Python objects, in turn."""
+
+    def __init__(self, exchanges: list[Any], *, failed: float = 0.0) -> None:
+        self.parts = make_parts()
+        self.exchanges, self.failed, self.sent = exchanges, failed, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parts.communicator, name)
+
+    def gather_text(self, text: str) -> list[str]:
+        self.sent.append(text)
+        assert text.isascii()
+        return [text, json.dumps(self.exchanges.pop(0))]
+
+    def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        if label.startswith("report"):
+            tensor_N[7] += self.failed  # behind loss, correct, samples, two times, the energy and the stops
+        return tensor_N
+
+
+def test_images_of_steps_that_do_not_count_are_not_told() -> None:
+    """The input of the other rank failed at step 2 already, and was slow to say so."""
+    batches = make_batches()
+    batches[0], batches[ACCUMULATION] = with_bad(batches[0], 3), with_bad(batches[ACCUMULATION], 3)
+    batches[2 * ACCUMULATION] = with_bad(batches[2 * ACCUMULATION], 12)
+    other = OtherRank([[2, LOST], [[5, "5.JPEG: is empty"]], "saved"], failed=1.0)
+    recorder = Recorder()
+    plan = replace(STEPS, log_every_steps=3)
+    with pytest.raises(DataError, match="stopped after step 2 and"):
+        train(plan, replace(other.parts, communicator=other), recorder.hooks(), iter(batches))  # type: ignore[arg-type]
+    told = {3: "3.JPEG: is not a picture", 5: "5.JPEG: is empty"}
+    assert recorder.events == [("skipped", 2, told), ("save", 2, None)]
+
+
+@pytest.mark.parametrize("end", [".", "?", "!", "", ")"])
+def test_message_has_one_full_stop(end: str) -> None:
+    def ending() -> Iterator[Batch]:
+        yield from make_batches(1)
+        raise DataError(f"does the server answer{end}")
+
+    with pytest.raises(DataError) as raised:
+        train(STEPS, make_parts(), Recorder().hooks(), ending())
+    stop = end if end in (".", "?", "!") else f"{end}."
+    assert str(raised.value) == f"does the server answer{stop} No step was done."
+
+
+def evaluate_beside(other: OtherRank, batches: Iterator[Batch], *, num_samples: int, **options: Any) -> dict[str, Any]:
+    return evaluate(
+        other.parts.model,
+        batches,
+        normalize=other.parts.normalize,
+        communicator=other,  # type: ignore[arg-type]
+        num_samples=num_samples,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("num_batches", "num_exchanges"), [(0, 1), (1, 2), (7, 2), (8, 2), (9, 3), (16, 3)])
+def test_evaluation_exchanges_failures_at_the_same_batches(num_batches: int, num_exchanges: int) -> None:
+    """Of n batches the first of every eight and the end; a rank that fails comes to the next of these."""
+    whole = OtherRank([""] * num_exchanges)
+    if num_batches:
+        record = evaluate_beside(whole, iter(make_batches(num_batches)), num_samples=num_batches * SPAN)
+        assert record["count"] == num_batches * SPAN
+        assert len(whole.sent) == num_exchanges
+    failed = OtherRank([""] * num_exchanges)
+    with pytest.raises(DataError, match="Stale file handle"):
+        evaluate_beside(failed, failing(make_batches(num_batches)), num_samples=99 * SPAN)
+    assert len(failed.sent) == num_exchanges
+    assert json.loads(failed.sent[-1]) == LOST
+
+
+def test_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere() -> None:
+    drawn = []
+
+    def noted() -> Iterator[Batch]:
+        for number, batch in enumerate(make_batches(20)):
+            drawn.append(number)
+            yield batch
+
+    name = "/data/\udcff.JPEG: is not a picture"
+    with pytest.raises(DataError) as raised:
+        evaluate_beside(OtherRank(["", name]), noted(), num_samples=20 * SPAN)
+    assert str(raised.value) == name
+    assert drawn == list(range(9))
+
+
+def test_failure_that_names_a_file_beyond_utf8_is_sent() -> None:
+    def ending() -> Iterator[Batch]:
+        yield from make_batches(1)
+        raise DataError("\udcff.JPEG: is empty")
+
+    with pytest.raises(DataError, match=r"is empty$"):
+        evaluate_beside(OtherRank(["", ""]), ending(), num_samples=SPAN)
+
+
+def test_bad_images_of_an_evaluation_are_told_once_by_position() -> None:
+    told: list[dict[int, str]] = []
+    batches = [with_bad(batch, 4) for batch in make_batches(2)]
+    batches[0].valid_B[0] = False
+    record = evaluate_beside(OtherRank(["", "", [[4, "4.JPEG: is not a picture"]]]), iter(batches),
+                             num_samples=2 * SPAN, skipped=told.append)  # fmt: skip
+    assert told == [{4: "4.JPEG: is not a picture"}]
+    assert record["count"] == 2 * SPAN - 1

@@ -1,0 +1,274 @@
+"""The largest microbatch that fits, what a run says that does not, and that nothing is lost by it."""
+
+import re
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import forked_ranks
+import pytest
+import torch
+from small_run import num_alive
+
+from bigbatch.errors import UserError
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.memory import out_of_memory
+from bigbatch.trainer.memory.largest_batch import (
+    Found,
+    fits_memory,
+    is_out_of_memory,
+    largest_fitting,
+    run_steps,
+    sizes_within,
+)
+from bigbatch.trainer.memory.out_of_memory import explain, propose
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.run.folder import RunDir
+
+CPU = torch.device("cpu")
+OF_CPU = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "67108864 bytes. Error code 12 (Cannot allocate memory)"
+)
+OF_GPU = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.17 GiB is free."
+    " Including non-PyTorch memory, this process has 77.9 GiB memory in use."
+)
+
+
+def quickstart(global_batch_size: int, microbatch_size: int, bn_span: int, *words: str) -> Config:
+    batch = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size, "bn_span": bn_span}
+    settings = {"data.image_size": 32, "model.width": 4}
+    settings |= {f"batch.{key}": value for key, value in batch.items()}
+    return load_config(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items()), *words])
+
+
+# --- the search ---
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4, 7, 8, 31, 32, 95, 96, 97, 4000])
+@pytest.mark.parametrize("is_last_near", [True, False])
+def test_search_finds_the_largest_legal_size_below_a_limit(limit: int, is_last_near: bool) -> None:
+    """Beside a count by hand: divisors of the span of 32, and its multiples."""
+    sizes = sizes_within(quickstart(1024, 256, 32).batch, most=255)
+    assert sizes == [1, 2, 4, 8, 16, *range(32, 256, 32)]
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    found = largest_fitting(sizes, fits, is_last_near=is_last_near)
+    assert found == Found(max((size for size in sizes if size <= limit), default=None), is_complete=True)
+    assert len(tried) == len(set(tried)) <= (4 if is_last_near else 9)
+    if not is_last_near:
+        assert all(size <= max(1, 2 * limit) + 32 for size in tried), "nothing far too large"
+
+
+def test_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    found = largest_fitting([1, 2, 4, 8, 16], lambda size: True, is_last_near=False, seconds=2)
+    assert found == Found(2, is_complete=False), "two tries, after which the clock was past 2 s"
+    assert largest_fitting([1], lambda size: True, is_last_near=False, seconds=-1) == Found(None, is_complete=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError(OF_GPU), True),
+        (RuntimeError(OF_CPU), True),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("FIND was unable to find an engine to execute this computation"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
+        (RuntimeError("could not create a primitive descriptor for a convolution"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (UserError("a decoder ended: out of memory?"), False),
+        (KeyError("memory"), False),
+    ],
+)
+def test_out_of_memory_is_recognised(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--augment.mixup_alpha=0.2", "--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=100"),
+        ("--optimizer.sharded=true", "--optimizer.precision=bf16_autocast"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 16])
+def test_steps_run_at_any_size(size: int, words: tuple[str, ...]) -> None:
+    assert run_steps(quickstart(64, 16, 8, *words), size, device=CPU, num_microbatches=2) > 0
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr("bigbatch.trainer.memory.largest_batch.run_steps", fail)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        fits_memory(quickstart(64, 16, 8), 4, device=CPU)
+
+
+@pytest.mark.parametrize("place", ["largest_batch._generated", "build._make_average"])
+def test_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(f"bigbatch.trainer.{place}", fail)
+    before = num_alive("GradientReducer")
+    assert not fits_memory(quickstart(64, 16, 8), 4, device=CPU)
+    assert num_alive("GradientReducer") == before
+
+
+# --- the line ---
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "fitting", "words"),
+    [
+        ((512, 256, 32), 1, 96, "with --batch.microbatch_size 64 (8 accumulation steps) the global batch stays 512"),
+        ((512, 256, 32), 2, 96, "with --batch.microbatch_size 64 (4 accumulation steps) the global batch stays 512"),
+        (
+            (512, 64, 64),
+            2,
+            63,
+            "with --batch.microbatch_size 32 (8 accumulation steps) the global batch stays 512, and each ghost batch "
+            "lies on 2 ranks",
+        ),
+        (
+            (512, 64, 64),
+            1,
+            63,
+            "with --batch.microbatch_size 32 --batch.bn_span 32 (16 accumulation steps) the global batch stays 512, "
+            "but batch norm takes its statistics over 32 pictures instead of 64",
+        ),
+    ],
+)
+def test_proposals_by_hand(config: tuple[int, int, int], world_size: int, fitting: int, words: str) -> None:
+    asked = quickstart(*config)
+    assert propose(asked, fitting, world_size=world_size) == words
+    given = {key: int(value) for key, value in re.findall(r"--batch\.(\w+) (\d+)", words)}
+    batch = replace(asked, batch=replace(asked.batch, **given)).batch  # legal
+    assert f"({accumulation_steps(batch, world_size=world_size)} accumulation steps)" in words
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason", "words"),
+    [
+        (
+            96,
+            OF_GPU,
+            r"1.17 GiB of 79.11 GiB were free\): at least 96 does; with --batch.micro.* 64 ",
+        ),
+        (96, OF_CPU, r"\(67108864 bytes more were wanted\): at least 96 does; with "),
+        (1, "could not create a primitive", r"fit on cpu: at least 1 does; with .* --batch.bn_span 1 "),
+        (0, OF_CPU, r"nor does any smaller one; choose a smaller model.name"),
+    ],
+)
+def test_line_of_a_run_without_memory(limit: int, reason: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
+        tried.append((size, num_microbatches))
+        return size <= limit
+
+    monkeypatch.setattr(out_of_memory, "fits_memory", fits)
+    line = explain(quickstart(512, 256, 32), reason, world_size=1, device=CPU)
+    assert line.startswith("out of memory: batch.microbatch_size=256 does not fit on cpu")
+    assert re.search(words, line), line
+    assert "\n" not in line
+    assert all(size < 256 and num == 2 for size, num in tried)
+
+
+def test_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microbatches cannot be captured, neither in a trial nor in the run that the line proposes."""
+
+    def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
+        assert not config.compute.cuda_graph
+        assert config.compute.compile is None
+        return size <= 96
+
+    monkeypatch.setattr(out_of_memory, "fits_memory", fits)
+    words = ("--compute.cuda_graph=true", "--compute.compile=default", "--compute.compile_fallback=true")
+    line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
+    assert "with --batch.microbatch_size 64 --compute.cuda_graph false (4 accumulation steps)" in line
+    assert "cuda_graph" not in explain(quickstart(256, 256, 32), OF_GPU, world_size=1, device=CPU)
+
+
+def test_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "fits_memory", lambda *args, **options: True)
+    monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
+    line = explain(quickstart(512, 256, 32), OF_CPU, world_size=1, device=CPU)
+    assert line.endswith("there was no time to try smaller ones; halve it and batch.bn_span")
+
+
+# --- with a real limit ---
+
+
+def limited(megabytes: str, *command: str) -> int:
+    """`bigbatch` in a process that may take so much more address space than it has now."""
+    from bigbatch.cli import main
+
+    found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    limit = 1024 * int(found[1]) + int(megabytes) * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.set_num_threads(1)
+    return main(command)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts address space as Linux does")
+def test_a_run_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    """It trains for an epoch; then its command asks for a larger microbatch, which 200 MB do not hold."""
+
+    def train(microbatch_size: int, epochs: int) -> tuple[int, str]:
+        settings = {
+            "data.loader": "synthetic",
+            "data.num_synthetic_samples": 512,
+            "data.image_size": 32,
+            "data.probe_seconds": 0,
+            "model.width": 16,
+            "batch.global_batch_size": 512,
+            "batch.microbatch_size": microbatch_size,
+            "batch.bn_span": 32,
+            "schedule.warmup_epochs": 0,
+            "run.epochs": epochs,
+            "run.directory": tmp_path / "run",
+        }
+        words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
+        log = tmp_path / f"{microbatch_size}.log"
+        rank = forked_ranks.start_rank(
+            "unit.test_out_of_memory:limited", ["200", *words], environ={}, stdout=log, stderr=log
+        )
+        codes = forked_ranks.exit_codes([rank], timeout_seconds=240)
+        assert codes is not None, log.read_text()
+        return codes[0], log.read_text()
+
+    code, text = train(32, 1)
+    assert code == 0, text
+    saved = list_checkpoints(RunDir(tmp_path / "run").checkpoints)
+    code, text = train(512, 2)
+    assert code == 1, text
+    assert "Traceback" not in text
+    lines = [line for line in text.splitlines() if line.startswith("bigbatch: ")]
+    assert len(lines) == 1, text
+    match = re.match(
+        r"bigbatch: out of memory: batch.microbatch_size=512 does not fit on cpu.*: at least (\d+) does[;,]", lines[0]
+    )
+    assert match, lines[0]
+    assert 1 <= int(match[1]) < 512
+    assert "--compute.recomputed_blocks, up to 2, takes less memory" in lines[0]
+    assert "the global batch stays 512" in lines[0]
+    assert list_checkpoints(RunDir(tmp_path / "run").checkpoints) == saved

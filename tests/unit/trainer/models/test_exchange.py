@@ -1,0 +1,172 @@
+"""Weights of torchvision and timm in our models and ours in theirs, and what does not fit is refused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from bigbatch.errors import CheckpointError
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.exchange import from_foreign, to_torchvision
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+
+ghost = partial(GhostBatchNorm2d, bn_span=2, ghosts_per_step=1)
+LIBRARIES = {"torchvision": torchvision.models.get_model, "timm": timm.create_model}
+NAMES = ["resnet18", "resnet50"]
+AS_THEY_WERE = "set the keys of the model section as they were for these weights"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def ours(name: str = "resnet18", num_classes: int = 10, **options: Any) -> nn.Module:
+    return build_model(name, num_classes=num_classes, norm=ghost, **options).eval()
+
+
+def scrambled(model: nn.Module) -> nn.Module:
+    """In evaluation mode, norm parameters and statistics away from 0 and 1."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("running_var"):
+            tensor.uniform_(1.0, 2.0)
+        elif name.endswith("running_mean") or ("bn" in name and name.endswith(("weight", "bias"))):
+            tensor.uniform_(0.2, 0.8)
+    return model.eval()
+
+
+def assert_same_logits(model: nn.Module, peer: nn.Module) -> None:
+    images_BCHW = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        want = peer(images_BCHW)
+        torch.testing.assert_close(model(images_BCHW), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_theirs_in_ours(name: str, library: str) -> None:
+    peer, model = scrambled(LIBRARIES[library](name, num_classes=10)), ours(name)
+    model.load_state_dict(from_foreign(peer.state_dict(), model, source="their.pth"))
+    assert_same_logits(model, peer)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_ours_in_theirs(name: str, library: str) -> None:
+    model, peer = scrambled(ours(name)), LIBRARIES[library](name, num_classes=10).eval()
+    model.to(memory_format=torch.channels_last)
+    state = to_torchvision(model.state_dict())
+    assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in state.values())
+    peer.load_state_dict(state, strict=True)
+    assert_same_logits(model, peer)
+
+
+def prefixed(state: dict[str, Tensor], *prefixes: str) -> dict[str, Tensor]:
+    return {"".join(prefixes) + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"state_dict": state, "epoch": 3, "arch": "resnet18"},
+        lambda state: {"model": state, "optimizer": {}, "args": None},
+        lambda state: prefixed(state, "module."),
+        lambda state: prefixed(state, "_orig_mod."),
+        lambda state: prefixed(state, "module.", "_orig_mod."),
+        lambda state: {"state_dict": prefixed(state, "_orig_mod.", "module.")},
+        lambda state: {name: t for name, t in state.items() if "num_batches" not in name},  # torchvision's of 2017
+    ],
+)
+def test_wrappers_are_taken_off(wrap: Any) -> None:
+    state = torchvision.models.resnet18(num_classes=10).state_dict()
+    found = from_foreign(wrap(state), ours(), source="a.pth")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def refusal(state: Any, model: nn.Module) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        from_foreign(state, model, source="a.pth")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_other_models_are_named_by_what_differs() -> None:
+    shallow, deep = (
+        torchvision.models.get_model(name, num_classes=10).state_dict() for name in ("resnet18", "resnet34")
+    )
+    assert refusal(deep, ours()) == (
+        "a.pth is of another model: 96 of 218 tensors are foreign (layer1.2.conv1.weight, layer1.2.bn1.weight, "
+        "layer1.2.bn1.bias, ...)"
+    )
+    assert refusal(shallow, ours("resnet34")).startswith(
+        "a.pth is of another model: 80 of 218 tensors are missing (layer1.2.conv1.weight, "
+    ), "the 16 counters among the 96 are not asked for"
+    both = refusal(shallow, ours("resnet50"))
+    assert "tensors are missing (layer1.0.conv3.weight, layer1.0.bn3.weight, layer1.0.bn3.bias, ...)" in both
+    assert "foreign" not in both
+    del shallow["fc.bias"]
+    assert refusal({**shallow, "fc.scale": torch.ones(1)}, ours()) == (
+        "a.pth is of another model: 1 of 122 tensors are missing (fc.bias) and 1 are foreign (fc.scale)"
+    )
+    bottleneck = torchvision.models.resnet50(num_classes=10).state_dict()
+    for name in ("layer1.0.conv1.weight",):
+        bottleneck[name] = torch.zeros(64, 64, 3, 3)
+    shapes = "layer1.0.conv1.weight has shape [64, 64, 3, 3] there and [64, 64, 1, 1] here"
+    assert refusal(bottleneck, ours("resnet50")) == f"a.pth is of another model: {shapes}: {AS_THEY_WERE}"
+
+
+def test_alexnet_without_batch_norm_is_no_start() -> None:
+    with torch.device("meta"):
+        peers = torchvision.models.alexnet().state_dict()
+        model = build_model("alexnet_bn", num_classes=1000, norm=ghost)
+    message = refusal(peers, model)
+    assert message.startswith("a.pth is of another model: ")
+    assert message.endswith("AlexNet has biases where alexnet_bn has batch norm, and gives it no start")
+    assert "AlexNet" not in refusal(model.state_dict(), ours())
+
+
+@pytest.mark.parametrize(
+    ("name", "classifier", "options"),
+    [
+        ("resnet18", "fc.weight", {}),
+        ("alexnet_bn", "classifier.6.weight", {}),
+        ("resnet9", "linear.weight", {"width": 2}),
+    ],
+)
+def test_other_classes_are_counted(name: str, classifier: str, options: dict[str, int]) -> None:
+    with torch.device("meta"):
+        many, few = (build_model(name, num_classes=n, norm=ghost, **options) for n in (1000, 10))
+    assert refusal(many.state_dict(), few) == (
+        f"a.pth: {classifier} has 1000 classes and data.num_classes is 10: set data.num_classes to 1000 for data of "
+        "these classes, or name weights of 10 classes"
+    )
+
+
+def test_another_width_is_another_model() -> None:
+    states = [ours("resnet9", width=width).state_dict() for width in (2, 4)]
+    shapes = "prep.0.weight has shape [2, 3, 3, 3] there and [4, 3, 3, 3] here"
+    assert refusal(states[0], ours("resnet9", width=4)) == f"a.pth is of another model: {shapes}: {AS_THEY_WERE}"
+
+
+REMEDY = "save one with torch.save(model.state_dict(), FILE)"
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1, 2], "a.pth holds a list and no state_dict"),
+        (torch.ones(3), "a.pth holds a Tensor and no state_dict"),
+        ({}, "a.pth holds no state_dict, since what it holds is empty"),
+        ({"model": {}}, "a.pth holds no state_dict, since what it holds is empty"),
+        ({"lr": 0.1}, "a.pth holds no state_dict, since 'lr' in it is of type float"),
+        ({0: torch.ones(1)}, "a.pth holds no state_dict, since 0 in it is of type Tensor"),
+    ],
+)
+def test_what_is_no_state_dict(state: object, message: str) -> None:
+    assert refusal(state, ours()) == f"{message}: {REMEDY}"

@@ -1,0 +1,223 @@
+"""Models against torchvision, closed forms and plain tensor arithmetic."""
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.schema import SMALLEST_IMAGE
+from bigbatch.trainer.models import MODELS, build_model
+from bigbatch.trainer.models.alexnet import alexnet_bn
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.models.resnet import Bottleneck, ResNet
+from bigbatch.trainer.models.resnet9 import ConvBlock, resnet9
+
+RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_on_meta(make: Callable[..., nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_resnet_has_torchvisions_names_order_and_shapes(name: str) -> None:
+    ours = make_on_meta(MODELS[name])
+    peer = make_on_meta(getattr(torchvision.models, name))
+    for mine, theirs in (
+        (ours.named_parameters(), peer.named_parameters()),
+        (ours.named_buffers(), peer.named_buffers()),
+    ):
+        assert [(n, t.shape) for n, t in mine] == [(n, t.shape) for n, t in theirs]
+    strides = [[m.stride for m in model.modules() if isinstance(m, nn.Conv2d)] for model in (ours, peer)]
+    assert strides[0] == strides[1]
+
+
+def scrambled(model: nn.Module) -> nn.Module:
+    """Norm parameters and statistics away from 0 and 1, where an error could hide."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.0)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+            nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            nn.init.uniform_(module.running_var, 1.0, 2.0)
+    return model
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_resnet_computes_what_torchvision_computes(name: str) -> None:
+    ours = MODELS[name](num_classes=10)
+    peer = scrambled(getattr(torchvision.models, name)(num_classes=10))
+    ours.load_state_dict(peer.state_dict(), strict=True)
+    images_BCHW = torch.randn(4, 3, 64, 64)
+    with torch.no_grad():
+        for mode in (False, True):
+            got, want = ours.train(mode)(images_BCHW), peer.train(mode)(images_BCHW)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    want_buffers = {n: b for n, b in peer.named_buffers() if "running" in n}
+    got_buffers = {n: b for n, b in ours.named_buffers() if "running" in n}
+    torch.testing.assert_close(got_buffers, want_buffers, rtol=1e-5, atol=1e-5)
+    peer.load_state_dict(scrambled(ours).state_dict(), strict=True)
+    with torch.no_grad():
+        got, want = peer.eval()(images_BCHW), ours.eval()(images_BCHW)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_zero_init_starts_the_last_norm_of_every_block_at_0(name: str, last: str) -> None:
+    zeros = [n for n, p in MODELS[name]().named_parameters() if n.endswith("weight") and not p.any()]
+    assert zeros == [f"layer{stage}.{i}.{last}.weight" for stage, i in stage_blocks(name)]
+    model = MODELS[name](zero_init_residual=False)
+    assert all(p.any() for n, p in model.named_parameters() if n.endswith("weight"))
+
+
+def stage_blocks(name: str) -> list[tuple[int, int]]:
+    depths = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
+    return [(stage + 1, i) for stage, depth in enumerate(depths) for i in range(depth)]
+
+
+def test_a_zero_initialised_block_passes_its_input_through() -> None:
+    model = ResNet(Bottleneck, (2, 1, 1, 1))
+    features_BCHW = torch.randn(2, 256, 4, 4)
+    torch.testing.assert_close(model.layer1[1](features_BCHW), features_BCHW.clamp(min=0), rtol=0, atol=0)
+
+
+def test_resnet_convolutions_have_he_fan_out_variance() -> None:
+    weight = MODELS["resnet18"]().layer4[1].conv2.weight
+    want_std = (2 / (512 * 9)) ** 0.5
+    # 2.4 million draws: the sample deviation is off by 0.05% (one sigma)
+    assert weight.std().item() == pytest.approx(want_std, rel=0.003)
+
+
+@pytest.mark.parametrize(("num_classes", "width"), [(10, 64), (7, 8)])
+def test_resnet9_parameter_count(num_classes: int, width: int) -> None:
+    w = width
+    convolutions = 9 * (3 * w + w * 2 * w + 2 * (2 * w) ** 2 + 2 * w * 4 * w + 4 * w * 8 * w + 2 * (8 * w) ** 2)
+    norms = 2 * (w + 3 * 2 * w + 4 * w + 3 * 8 * w)
+    want = convolutions + norms + 8 * w * num_classes
+    assert num_parameters(resnet9(num_classes=num_classes, width=width)) == want
+
+
+def test_resnet9_has_the_published_parameter_count() -> None:
+    assert num_parameters(resnet9()) == 6_573_120
+
+
+@pytest.mark.parametrize("side", [32, 64])
+@pytest.mark.parametrize("pool_first", [True, False])
+def test_resnet9_takes_cifar_and_imagenette_sides(side: int, pool_first: bool) -> None:
+    model = resnet9(num_classes=5, width=4, pool_first=pool_first)
+    features = model.layer3(model.layer2(model.layer1(model.prep(torch.randn(2, 3, side, side)))))
+    assert features.shape == (2, 32, side // 8, side // 8)
+    assert model(torch.randn(2, 3, side, side)).shape == (2, 5)
+
+
+def test_resnet9_logits_are_an_eighth_of_the_linear_layer_on_the_maxima() -> None:
+    model = resnet9(num_classes=5, width=4).eval()
+    images_BCHW = torch.randn(2, 3, 32, 32)
+    features_BCHW = model.layer3(model.layer2(model.layer1(model.prep(images_BCHW))))
+    want = features_BCHW.amax((2, 3)) @ model.linear.weight.T / 8
+    torch.testing.assert_close(model(images_BCHW), want)
+
+
+@pytest.mark.parametrize(
+    ("pool_first", "order"),
+    [
+        (True, [nn.Conv2d, nn.MaxPool2d, nn.BatchNorm2d, nn.CELU]),
+        (False, [nn.Conv2d, nn.BatchNorm2d, nn.CELU, nn.MaxPool2d]),
+    ],
+)
+def test_resnet9_block_order(pool_first: bool, order: list[type[nn.Module]]) -> None:
+    model = resnet9(width=4, pool_first=pool_first, celu_alpha=0.3)
+    assert isinstance(model.layer2, ConvBlock)
+    assert [type(module) for module in model.layer2] == order
+    assert not any(isinstance(module, nn.MaxPool2d) for module in model.prep)
+
+
+def test_alexnet_bn_parameter_count() -> None:
+    convolutions = 3 * 64 * 11**2 + 64 * 192 * 5**2 + (192 * 384 + 384 * 256 + 256 * 256) * 3**2
+    norms = 2 * (64 + 192 + 384 + 256 + 256 + 256)
+    classifier = (256 * 36 + 1) * 4096 + (4096 + 1) * 4096 + (4096 + 1) * 1000
+    assert num_parameters(make_on_meta(alexnet_bn)) == convolutions + norms + classifier
+
+
+def test_alexnet_bn_is_torchvisions_alexnet_once_its_norms_are_folded_away() -> None:
+    """With every norm an identity and equal weights, only the convolutions' biases are missing."""
+    ours = alexnet_bn(num_classes=10, norm=nn.Identity, dropout=0.0).eval()
+    peer = torchvision.models.alexnet(num_classes=10).eval()
+    with torch.no_grad():
+        for module in peer.features:
+            if isinstance(module, nn.Conv2d):
+                module.bias.zero_()
+        for mine, theirs in zip(ours.parameters(), without_conv_biases(peer), strict=True):
+            mine.copy_(theirs)
+        images_BCHW = torch.randn(1, 3, 224, 224)
+        torch.testing.assert_close(ours(images_BCHW), peer(images_BCHW), rtol=1e-5, atol=1e-5)
+
+
+def without_conv_biases(model: nn.Module) -> list[nn.Parameter]:
+    return [p for n, p in model.named_parameters() if not (n.startswith("features") and n.endswith("bias"))]
+
+
+def test_alexnet_bn_norms_follow_every_convolution_and_pool5() -> None:
+    features = make_on_meta(alexnet_bn).features
+    before = [type(features[i - 1]) for i, module in enumerate(features) if isinstance(module, nn.BatchNorm2d)]
+    assert before == [nn.Conv2d] * 5 + [nn.MaxPool2d]
+    assert isinstance(features[-1], nn.BatchNorm2d)
+    assert all(module.bias is None for module in features if isinstance(module, nn.Conv2d))
+
+
+def test_the_page_of_models_states_their_parameters_and_smallest_images() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/models.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (\d+) \|", page, re.M)
+    counts = {name: num_parameters(make_on_meta(MODELS[name])) for name in MODELS}
+    assert rows == [(name, f"{counts[name]:,}", str(SMALLEST_IMAGE.get(name, 1))) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_build_model_passes_classes_and_norm(name: str) -> None:
+    norm = partial(GhostBatchNorm2d, bn_span=2, ghosts_per_step=1)
+    model = make_on_meta(partial(build_model, name, num_classes=7, norm=norm))
+    norms = [type(module) for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert set(norms) == {GhostBatchNorm2d}
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert linear[-1].out_features == 7
+
+
+def test_build_model_passes_options() -> None:
+    model = build_model("resnet9", num_classes=3, norm=nn.BatchNorm2d, width=2)
+    assert model.get_parameter("linear.weight").shape == (3, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("resnet-50", "resnet50"), ("alexnet", "alexnet_bn"), ("resnet1O1", "resnet101")]
+)
+def test_build_model_names_the_nearest_model(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"model '{name}' is unknown; the nearest is '{nearest}'"):
+        build_model(name, num_classes=10, norm=nn.BatchNorm2d)
+
+
+def test_models_train_in_channels_last_with_ghost_norm() -> None:
+    norm = partial(GhostBatchNorm2d, bn_span=2, ghosts_per_step=2)
+    model = resnet9(num_classes=3, width=4, norm=norm).to(memory_format=torch.channels_last)
+    halves = copy.deepcopy(model)
+    images_BCHW = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
+    want = torch.cat([halves(half_BCHW) for half_BCHW in images_BCHW.split(2)])
+    torch.testing.assert_close(model(images_BCHW), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), halves.state_dict(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,188 @@
+"""Checkpoints: whole or not there, kept and dropped by rule, verified, loaded without executing code."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigbatch.errors import CheckpointError
+from bigbatch.trainer.run import checkpoint as module
+from bigbatch.trainer.run.checkpoint import (
+    best_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    require_free_disk,
+    restoring,
+    save_checkpoint,
+    set_aside_after,
+)
+
+
+def save(folder: Path, step: int, top1: float | None = None, *, keep: int = 2) -> Path:
+    state = {"step": step, "model": {"w": torch.arange(5.0) * step}, "config": "a: 1"}
+    return save_checkpoint(folder, state, step=step, top1=top1, keep=keep)
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    state = load_checkpoint(save(tmp_path, 7))
+    assert state["step"] == 7
+    assert torch.equal(state["model"]["w"], torch.tensor([0.0, 7.0, 14.0, 21.0, 28.0]))
+
+
+def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step, top1 in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7), (5, 0.6)):
+        save(tmp_path, step, top1)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [2, 4, 5]
+    best = best_checkpoint(list_checkpoints(tmp_path))
+    assert best is not None
+    assert (best.step, best.top1) == (2, 0.9)
+
+
+def test_newest_wins_among_equally_good_ones(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, 0.5)
+    best = best_checkpoint(list_checkpoints(tmp_path))
+    assert best is not None
+    assert best.step == 2
+    assert best_checkpoint([]) is None
+
+
+def test_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 3, 0.25)
+    assert [(c.step, c.top1) for c in list_checkpoints(tmp_path)] == [(3, 0.25)]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def no_space(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.torch, "save", no_space)
+    with pytest.raises(CheckpointError, match=r"step-00000002.*No space left.*free some disk"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    load_checkpoint(tmp_path / "step-00000001")
+
+
+def damage_size(path: Path) -> None:
+    os.truncate(path / "state.pt", (path / "state.pt").stat().st_size // 2)
+
+
+def damage_bytes(path: Path) -> None:
+    content = bytearray((path / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "state.pt").write_bytes(content)
+
+
+def damage_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{")
+
+
+def lose_state(path: Path) -> None:
+    (path / "state.pt").unlink()
+
+
+def other_format(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (damage_size, "is truncated"),
+        (damage_bytes, "checksum differs"),
+        (damage_manifest, "is not readable"),
+        (lose_state, "is not readable"),
+        (other_format, "has format 99"),
+    ],
+)
+def test_damage_is_found_and_an_intact_one_is_named(damage, words: str, tmp_path: Path) -> None:
+    intact, damaged = save(tmp_path, 1), save(tmp_path, 2)
+    damage(damaged)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_checkpoint(damaged)
+    assert str(damaged) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if damage is not other_format:
+        assert f"--run.resume {intact}" in str(caught.value)
+
+
+def test_without_an_intact_one_it_says_so(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    damage_size(path)
+    with pytest.raises(CheckpointError, match="there is no other one"):
+        load_checkpoint(path)
+
+
+class Harmful:
+    """Would run a command when unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.witness),)
+
+
+def test_loading_executes_no_code(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    path = save_checkpoint(tmp_path / "c", {"step": 1, "evil": Harmful(witness)}, step=1, top1=None, keep=1)
+    with pytest.raises(CheckpointError, match="is not readable"):
+        load_checkpoint(path)
+    assert not witness.exists()
+
+
+def test_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in (".step-00000002.77", "step-00000002.bak", "step-old"):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+    (tmp_path / "step-old" / "manifest.json").unlink()
+    assert [c.step for c in list_checkpoints(tmp_path)] == [1]
+
+
+def test_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    for leftover in (".step-00000002.77", ".step-00000002.replaced"):
+        (tmp_path / leftover).mkdir()
+    save(tmp_path, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size\nmismatch"), ValueError("names"), KeyError("model")])
+def test_state_that_does_not_fit_is_one_line(error: Exception) -> None:
+    words = r"^checkpoint a/b is of another model or optimizer: .*$"
+    with pytest.raises(CheckpointError, match=words), restoring(Path("a/b")):
+        raise error
+
+
+def test_an_error_that_names_the_checkpoint_stays_as_it_is() -> None:
+    with pytest.raises(CheckpointError, match=r"^a/b has other classes$"), restoring(Path("a/b")):
+        raise CheckpointError("a/b has other classes")
+
+
+def test_disk_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
+    require_free_disk(tmp_path / "new", num_bytes=1)
+    with pytest.raises(CheckpointError, match=r"MB free and checkpoints need .* free some disk"):
+        require_free_disk(tmp_path, num_bytes=10**18)
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot create .*file/run"):
+        require_free_disk(tmp_path / "file" / "run", num_bytes=1)
+
+
+def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    aside = set_aside_after(tmp_path, step=1)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [1]
+    assert [load_checkpoint(path)["step"] for path in aside] == [2, 3]

@@ -1,0 +1,600 @@
+"""What a run leaves behind and shows: records, plot, lines, bar; the command's own behaviour."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from small_run import PLAN
+
+from bigbatch import cli
+from bigbatch.comm.tuning import conditions
+from bigbatch.errors import RunFolderError
+from bigbatch.trainer.augment.normalize import Normalize
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.datasets.subcommands import main as data_main
+from bigbatch.trainer.input.remedies import input_settings
+from bigbatch.trainer.input.report import MeasuredInput
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.machine import host
+from bigbatch.trainer.machine.energy import make_energy_meter
+from bigbatch.trainer.machine.gpu_driver import Clock, read_clock
+from bigbatch.trainer.run import summary
+from bigbatch.trainer.run.cost import Spent
+from bigbatch.trainer.run.folder import RunDir, read_records, writing
+from bigbatch.trainer.run.metrics import MetricsLog, plot_run
+from bigbatch.trainer.run.progress import Bar, Lines, Silent, make_reporter, show
+from bigbatch.trainer.run.resume import changes
+from bigbatch.trainer.run.summary import make_hints, speed
+from bigbatch.trainer.step.loop import Hooks, Loop, Window, report
+from bigbatch.trainer.step.seeding import seed_forward
+from bigbatch.trainer.step.signals import StopRequest
+from bigbatch.trainer.step.stragglers import straggler_hint, straggler_share
+from bigbatch.trainer.step.totals import Totals
+
+TRAIN_RECORD = {
+    "step": 3,
+    "epoch": 0.5,
+    "loss": 1.25,
+    "top1": 0.5,
+    "lr": 0.1,
+    "overflow_steps": 0,
+    "images_per_second": 1234.5,
+    "input_wait_fraction": 0.01,
+    "exposed_communication_fraction": 0.02,
+}
+EVAL_RECORD = {"step": 3, "epoch": 0.5, "loss": 1.0, "top1": 0.25, "top5": 0.75, "count": 8, "seconds": 0.5}
+
+
+def test_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir, from_step=0)
+    for step in (1, 2, 3):
+        log.write("train", {**TRAIN_RECORD, "step": step})
+    log.close()
+    with rundir.metrics.open("a") as file:
+        file.write('{"step": 4, "cut sho')
+    log = MetricsLog(rundir, from_step=2)
+    log.write("eval", {**EVAL_RECORD, "step": 3})
+    log.close()
+    assert [(r["kind"], r["step"]) for r in read_records(rundir.metrics)] == [("train", 1), ("train", 2), ("eval", 3)]
+    assert list(rundir.tensorboard.glob("events.*"))
+
+
+def test_records_say_when_they_were_written(tmp_path: Path) -> None:
+    before = time.time()
+    log = MetricsLog(RunDir(tmp_path), from_step=0)
+    log.write("train", TRAIN_RECORD)
+    log.close()
+    (record,) = read_records(RunDir(tmp_path).metrics)
+    assert before <= record["time"] <= time.time()
+
+
+def test_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for from_step in (0, 2, 2):
+        log = MetricsLog(rundir, from_step=from_step)
+        log.write("start", {"step": from_step, "job": {}})
+        log.write("input", {"step": from_step})
+        for step in (from_step + 1, from_step + 2):
+            log.write("train", {**TRAIN_RECORD, "step": step})
+        log.write("skipped", {"step": from_step + 2, "pictures": {}})
+        log.write("hint", {"step": from_step + 2, "hint": "x"})
+        log.close()
+    kept = [(r["kind"], r["step"]) for r in read_records(rundir.metrics)]
+    first = [("start", 0), ("input", 0), ("train", 1), ("train", 2), ("skipped", 2), ("hint", 2)]
+    assert kept == [*first, ("start", 2), ("input", 2), ("train", 3), ("train", 4), ("skipped", 4), ("hint", 4)]
+
+
+class Ranks:
+    """Threads that report together: sums are over all of them."""
+
+    def __init__(self, num: int) -> None:
+        self.barrier = threading.Barrier(num)
+        self.tensors: list[torch.Tensor] = []
+
+    def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        self.tensors.append(tensor_N)
+        self.barrier.wait()
+        return torch.stack(self.tensors).sum(0)
+
+    def report(
+        self,
+        rank: int,
+        *,
+        seconds: float,
+        wait: float,
+        exposed: float,
+        joules: float = float("nan"),
+        before: Totals | None = None,
+    ) -> tuple[dict[str, Any], Totals]:
+        """What a rank gets that had 40 pictures, and waited and exposed so many of its seconds."""
+        communicator = SimpleNamespace(
+            rank=rank,
+            world_size=self.barrier.parties,
+            device=torch.device("cpu"),
+            sum_=self.sum_,
+            gather_text=lambda text: [text],
+        )
+        parts: Any = SimpleNamespace(
+            communicator=communicator,
+            reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
+            energy=SimpleNamespace(take_joules=lambda: joules),
+            stop=SimpleNamespace(is_set=False),
+            schedule=lambda step: 0.1,
+            precision=SimpleNamespace(figures=dict, require_progress=lambda done, is_last: None),
+        )
+        stream, window, totals, records = InputStream(iter(())), Window(communicator.device), before or Totals(), []
+        hooks = Hooks(on_report=records.append, evaluate=lambda done: {}, save=lambda done, top1: None)
+        window.sums_3 += torch.tensor([80.0, 10.0, 40.0], dtype=torch.float64)
+        window.steps, window.start, stream.wait_seconds = 5, time.perf_counter() - seconds, wait
+        loop = Loop(plan=PLAN, parts=parts, hooks=hooks, stream=stream, totals=totals)
+        assert not report(5, loop, window=window)
+        return records[0], totals
+
+
+def test_a_wait_of_one_rank_is_a_wait_of_all() -> None:
+    ranks, fates = Ranks(3), {0: (1.0, 60.0), 1: (80.0, 0.0), 2: (0.0, 30.0)}
+    with ThreadPoolExecutor(3) as pool:
+        results = [pool.submit(ranks.report, r, seconds=100.0, wait=w, exposed=e) for r, (w, e) in fates.items()]
+    for record, totals in (result.result() for result in results):
+        assert (record["loss"], record["top1"]) == (2.0, 0.25)
+        expected = {
+            "input_wait_fraction": 0.8,
+            "images_per_second": 120 / 100,
+            "compute_images_per_second": 120 / 20,
+            "exposed_communication_fraction": 0.3,  # a mean
+        }
+        assert {name: record[name] for name in expected} == pytest.approx(expected, rel=0.01)
+        measured = (totals.steps, totals.step_seconds, totals.input_wait_seconds, totals.exposed_seconds)
+        assert measured == pytest.approx((5, 100, 80, 30), rel=0.01)
+
+
+def test_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts() -> None:
+    """Rank 0 starts late, as it wrote a checkpoint: rank 1 meanwhile waited for longer than their mean window."""
+    ranks, fates = Ranks(2), {0: (10.0, 0.0), 1: (50.0, 40.0)}
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(ranks.report, r, seconds=s, wait=w, exposed=0.0) for r, (s, w) in fates.items()]
+    for record, totals in (result.result() for result in results):
+        assert record["input_wait_fraction"] == pytest.approx(0.8, rel=0.01)
+        assert record["compute_images_per_second"] == pytest.approx(80 / 30 / 0.2, rel=0.01)
+        assert totals.input_wait_seconds == pytest.approx(0.8 * 30, rel=0.01)
+
+
+def after_the_first() -> Totals:
+    """Of a run of four ranks that has reported once."""
+    return Totals(first_report_seconds=40.0, lag_seconds_P=[0.0] * 4)
+
+
+def test_the_first_report_names_no_straggler() -> None:
+    """What happens once in a run happens there, and no rank is to blame."""
+    ranks = Ranks(2)
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(ranks.report, r, seconds=100.0, wait=0.0, exposed=50.0 * r) for r in range(2)]
+    for record, totals in (result.result() for result in results):
+        assert record["straggler_fraction"] == pytest.approx(0.25, rel=0.01)
+        assert (totals.straggler_seconds, totals.lag_seconds_P) == (0.0, [0.0, 0.0])
+        assert totals.first_report_seconds == pytest.approx(100, rel=0.01)
+
+
+def test_what_ranks_wait_for_adds_up() -> None:
+    """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for pictures."""
+    ranks, exposed = Ranks(4), (25.0, 5.0, 25.0, 25.0)
+    with ThreadPoolExecutor(4) as pool:
+        results = [
+            pool.submit(ranks.report, r, seconds=100.0, wait=3.0, exposed=e, joules=100.0 * r, before=after_the_first())
+            for r, e in enumerate(exposed)
+        ]
+    for record, totals in (result.result() for result in results):
+        assert record["exposed_communication_fraction"] == pytest.approx(0.2, rel=0.01)  # 15 of it for rank 1
+        assert record["straggler_fraction"] == pytest.approx(0.15, rel=0.01)
+        assert totals.straggler_seconds == pytest.approx(15, rel=0.01)
+        assert totals.lag_seconds_P == pytest.approx([0, 20, 0, 0], abs=0.2)
+        assert record["wire_wait_fraction"] == pytest.approx(0.05, rel=0.01)
+        assert record["energy_joules"] == 600
+
+
+def test_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This start took 36 s of 4 GPUs on 2 hosts."""
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    communicator: Any = SimpleNamespace(
+        world_size=4,
+        device=torch.device("cuda"),
+        control=SimpleNamespace(host_of=lambda rank: f"n{rank // 2}"),
+        backend=SimpleNamespace(name="nccl"),
+        algorithm="ring",
+    )
+    found = summary.make_summary(
+        Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),
+        load_config(["--config", "quickstart"]),
+        communicator=communicator,
+        plan=PLAN,
+        ended_by="run.epochs",
+        measured=None,
+        best=None,
+        skipped={},
+        seconds=36.0,
+        spent=Spent(hours=2.0, rank_hours=7.0, joules=3.6e6),
+    )
+    assert (found["gpu_hours"], found["energy_joules"], found["seconds"]) == (7.0, 3.6e6, 36.0)
+    assert (found["world_size"], found["num_nodes"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("waited", "exposed", "share"),
+    [
+        ((0.0,), (0.0,), 0.0),
+        ((0.1, 0.1), (0.2, 0.2), 0.0),  # the wire alone
+        ((0.5, 0.0), (0.1, 0.6), 0.0),  # rank 0 waits for pictures, rank 1 for rank 0
+        ((0.0, 0.0), (0.1, 0.5), 0.2),  # rank 0 computes for longer
+        ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
+    ],
+)
+def test_shares_of_stragglers_by_hand(waited: tuple[float, ...], exposed: tuple[float, ...], share: float) -> None:
+    assert straggler_share(waited, exposed) == pytest.approx(share)
+
+
+def test_the_slowest_rank_is_named_where_it_matters() -> None:
+    def host_of(rank: int) -> str:
+        return f"n{rank}"
+
+    assert straggler_hint(0.05, [0, 9], host_of=host_of) is None
+    assert straggler_hint(0.12, [0, 9, 1], host_of=host_of) == (
+        "steps lose 12% of their time to slower ranks, most to rank 1 on n1: bigbatch launch preflight compares the "
+        "nodes"
+    )
+
+
+class FakeNvml:
+    """A driver that counts 1500 mJ at every look."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, is_there: bool = True) -> None:
+        self.is_there, self.count = is_there, 0
+
+    def nvmlInit(self) -> None:
+        if not self.is_there:
+            raise self.NVMLError
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "GPU-12-34"
+        self.count += 1
+        if self.count > 2:
+            raise self.NVMLError
+        return 1500 * self.count
+
+    NVML_CLOCK_SM = 1
+    reasons: int | None = 0
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        assert (handle, kind) == ("GPU-12-34", self.NVML_CLOCK_SM)
+        return 1980
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
+        if self.reasons is None:
+            raise self.NVMLError
+        return self.reasons
+
+
+def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    gpu = torch.device("cuda", 0)
+    for nvml, told in ((FakeNvml(), True), (FakeNvml(is_there=False), False), (None, False)):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        meter = make_energy_meter(gpu)
+        joules = meter.take_joules()
+        assert (joules == 1.5) if told else math.isnan(joules)
+        assert math.isnan(meter.take_joules()), "a driver that stops to answer ends no training"
+    assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
+
+
+def test_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    gpu = torch.device("cuda", 0)
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    for reasons, slowed_by in (
+        (0x4, ()),  # its ordinary power limit
+        (0x44, ("heat",)),
+        (0xC0, ("heat", "its power supply's brake")),
+    ):
+        nvml.reasons = reasons
+        assert read_clock(gpu) == Clock(1980.0, slowed_by)
+    nvml.reasons = None
+    assert read_clock(gpu) is None, "an old driver does not tell"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_clock(gpu) is None
+    assert read_clock(torch.device("cpu")) is None
+
+
+RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
+
+
+def measured_on(*ranks: dict[str, float | None]) -> MeasuredInput:
+    config = load_config(["--config", "quickstart"])
+    return MeasuredInput(ranks, input_settings(config, sizes=[], num_cores=2, is_on_gpu=False))
+
+
+def test_speed_of_a_summary_by_hand() -> None:
+    totals = Totals(steps=10, step_seconds=8.0, input_wait_seconds=3.0, exposed_seconds=2.0, straggler_seconds=1.0)
+    totals.first_report_seconds = 3.0
+    measured = measured_on(RATES, {**RATES, "loader": 100.0, "augment": 200.0})
+    assert speed(totals, measured, global_batch_size=40) == {
+        "images_per_second": 400 / 8,
+        "compute_images_per_second": 400 / 5,
+        "loader_images_per_second": 2 * 100,
+        "input_wait_fraction": 3 / 8,
+        "input_limit": "augment",
+        "exposed_communication_fraction": 2 / 8,
+        "straggler_fraction": 1 / 5,
+    }
+    assert set(speed(Totals(), None, global_batch_size=40).values()) == {None}
+
+
+hints_of = partial(make_hints, host_of="n{}".format)
+
+
+def test_hints_of_a_run() -> None:
+    config = load_config(["--config", "quickstart", "--data.probe_seconds=0"])
+    size = config.batch.global_batch_size
+    totals = Totals(steps=10, step_seconds=10 * size / 400, input_wait_seconds=5 * size / 400)  # 800 without waiting
+    waits, augments = hints_of(totals, config, measured=measured_on(RATES))
+    assert "steps wait 50% of their time for pictures" in waits
+    assert "alone the input delivers 500 images/s, the model takes 800" in waits
+    assert "takes 100% of a step's time" in augments
+    (unknown,) = hints_of(totals, config, measured=None)
+    assert unknown.endswith("data.probe_seconds=1 does that")
+    config = load_config(["--config", "quickstart", "--data.probe_seconds=1"])
+    (unknown,) = hints_of(totals, config, measured=None)
+    assert "met a picture that cannot be used" in unknown
+    assert hints_of(Totals(), config, measured=None) == []
+
+
+def test_changes_are_shown_as_a_config_states_them() -> None:
+    old = load_config(["--config", "quickstart", "--data.max_skipped=3", "--optimizer.weight_decay=0.5"])
+    words = ["--data.max_skipped=null", "--data.eval_flip=true", "--data.train_sizes=[[0,32],[1,64]]"]
+    new = load_config(["--config", "quickstart", *words, "--data.root=a b: c", "--optimizer.weight_decay=1e-5"])
+    found = changes(dump_config(old), dump_config(new))
+    assert found.pop("data.root") == f"'a b: c' (was {old.data.root})"
+    assert found == {
+        "data.max_skipped": "null (was 3)",
+        "data.eval_flip": "true (was false)",
+        "data.train_sizes": "[[0, 32], [1, 64]] (was null)",
+        "optimizer.weight_decay": "1.0e-05 (was 0.5)",
+    }
+
+
+def test_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    assert list(read_records(rundir.metrics)) == []
+    rundir.metrics.write_text(json.dumps({"kind": "train", **TRAIN_RECORD}) + "\n")
+    MetricsLog(rundir, from_step=0).close()
+    assert rundir.metrics.read_text() == ""
+
+
+def test_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir, from_step=0)
+    with Path("/dev/full").open("a") as full:
+        log._file = full
+        with pytest.raises(RunFolderError, match=r"cannot write .*metrics\.jsonl: No space left on device; free"):
+            log.write("train", TRAIN_RECORD)
+        with pytest.raises(RunFolderError, match=r"metrics\.jsonl"):
+            log.close()
+
+
+def test_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    rundir = RunDir(tmp_path / "file")
+    with pytest.raises(RunFolderError, match=r"cannot write .*file/config\.yaml"):
+        rundir.write_text(rundir.config, "")
+    with writing(tmp_path / "other"):
+        pass
+
+
+def test_plot_is_a_image_with_lines(tmp_path: Path) -> None:
+    records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
+    plot_run(records, tmp_path / "plot.png", title="a run")
+    plot_run([], tmp_path / "empty.png", title="a run")
+    image, empty = (Image.open(tmp_path / name).convert("RGB") for name in ("plot.png", "empty.png"))
+    assert image.width > 800
+    assert image.tobytes() != empty.tobytes()
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    lines.advance(TRAIN_RECORD)
+    lines.evaluated(EVAL_RECORD)
+    lines.finish({"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015})
+    lines.close()
+    printed = capsys.readouterr().out
+    assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
+    assert "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 pictures in 0.5 s)" in printed
+    for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
+        assert line in printed
+    assert "\x1b" not in printed
+
+
+def test_bar_on_a_terminal() -> None:
+    screen = io.StringIO()
+    bar = Bar(Console(file=screen, force_terminal=True, width=200), first_step=0, num_steps=10)
+    bar.advance(TRAIN_RECORD)
+    bar.evaluated(EVAL_RECORD)
+    bar.finish({"top1": 0.5})
+    shown = screen.getvalue()
+    assert "3/10" in shown
+    assert "top-1 25.00%" in shown
+    assert "Summary" in shown
+    assert "50.00 %" in shown
+
+
+def test_who_shows_what() -> None:
+    common = {"first_step": 0, "num_steps": 1}
+    assert isinstance(make_reporter(is_first_rank=False, terminal_columns=80, **common), Silent)
+    assert isinstance(make_reporter(is_first_rank=True, terminal_columns=None, **common), Lines)
+    bar = make_reporter(is_first_rank=True, terminal_columns=80, **common)
+    bar.close()
+    assert isinstance(bar, Bar)
+
+
+def test_silent_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = Silent()
+    silent.say("x")
+    silent.advance(TRAIN_RECORD)
+    silent.evaluated(EVAL_RECORD)
+    silent.finish({})
+    silent.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_units() -> None:
+    assert show("seconds", 12.34) == "12.3 s"
+    assert show("global_batch_size", 512) == "512 images"
+    assert show("best_top1", 0.5) == "50.00 %"
+    assert show("device", "cpu") == "cpu"
+    assert show("input_wait_fraction", None) == "not measured"
+
+
+def test_normalize_is_the_formula() -> None:
+    images_BCHW = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8).to(memory_format=torch.channels_last)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    normalized = Normalize(mean=mean, std=std, device=torch.device("cpu"), dtype=torch.float32)(images_BCHW)
+    for c in range(3):
+        expected = (images_BCHW[:, c].double() / 255 - mean[c]) / std[c]
+        assert torch.allclose(normalized[:, c].double(), expected, atol=1e-6)
+    assert normalized.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("others", "threads"),
+    [
+        ([], 4),  # alone on four cores
+        (["here [0, 1, 2, 3]"], 2),  # one more rank on the same cores
+        (["here [0, 1, 2, 3]"] * 7, 1),  # more ranks than cores
+        (["here [4, 5, 6, 7]"], 4),  # bound to other cores
+        (["there [0, 1, 2, 3]"] * 3, 4),  # on other hosts
+    ],
+)
+def test_ranks_share_the_cores_that_they_have_in_common(
+    others: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
+    env = SimpleNamespace(host="here")
+    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
+    host.set_up_process(communicator, cudnn_benchmark=True)
+    assert chosen == [threads]
+
+
+def test_forward_draws_depend_on_the_position_alone() -> None:
+    def draw(**position: int) -> float:
+        seed_forward(3, **position)
+        return torch.rand(1).item()
+
+    first = draw(step=5, ghost=1)
+    assert draw(step=5, ghost=2) != first
+    assert draw(step=6, ghost=1) != first
+    assert draw(step=5, ghost=1) == first
+    seed_forward(2**63 - 1, step=10**6, ghost=10**6)  # the largest seed of a config
+
+
+def test_second_ctrl_c_interrupts_at_once() -> None:
+    previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        stop = StopRequest()
+        assert not stop.is_set
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set
+        assert stop.signal_name == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def test_help_names_every_subcommand_in_half_a_second() -> None:
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "bigbatch", "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 0.5
+    for name in ("train", "evaluate", "export", "launch", "data"):
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
+def test_exit_codes_of_the_command(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == code
+    output = capsys.readouterr()
+    assert "bigbatch" in output.out + output.err
+
+
+def test_defect_shows_its_traceback_and_a_user_error_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", "no/such/run"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.errors", ""))  # a module without main
+    assert cli.main(["train"]) == 1
+    assert "AttributeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_interruption_while_importing_is_no_defect(
+    error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(module: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["train"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel in a .venv lies inside the checkout of another project, whose commit says nothing."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    installed = tmp_path / "conditions.py"
+    installed.write_text("")
+    monkeypatch.setattr(conditions, "__file__", str(installed))
+    monkeypatch.setattr(conditions, "BUILT_FROM", tmp_path / "built_from.txt")
+    assert conditions.source_commit() is None
+    conditions.BUILT_FROM.write_text("0123456789ab\n")
+    assert conditions.source_commit() == "0123456789ab"
+    for words in (["add", "conditions.py"], ["commit", "-q", "-m", "ours"]):
+        subprocess.run([*git, *words], check=True)
+    assert len(conditions.source_commit()) == 12
+    installed.write_text("changed")
+    assert conditions.source_commit().endswith("+")
+
+
+def test_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    import bigbatch.trainer.datasets.generated as generated
+
+    calls = []
+    monkeypatch.setattr(generated, "write_dataset", lambda root, **kw: calls.append((root, kw["seed"])) or True)
+    assert data_main(["generate", str(tmp_path / "d"), "--seed", "4"]) == 0
+    assert calls == [(tmp_path / "d", 4)]
+    assert "written" in capsys.readouterr().out

@@ -1,0 +1,248 @@
+"""Whole runs, small: what ends them, what they record, and that a resumed one goes on with the same bits."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.errors import CheckpointError, TrainingDiverged
+from bigbatch.trainer import train
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.inference import evaluate
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.run.folder import RunDir, read_records
+
+STEPS_PER_EPOCH = 2
+SMALL = {
+    "data.loader": "synthetic",  # labels that no picture tells: nothing can be learned
+    "data.num_synthetic_samples": 64,
+    "data.image_size": 8,
+    "data.probe_seconds": 0,
+    "model.width": 2,
+    "batch.global_batch_size": 32,
+    "batch.microbatch_size": 16,
+    "batch.bn_span": 16,
+    "run.epochs": 6,
+    "run.log_every_steps": 1,
+    "run.eval_every_epochs": 1,
+    "run.keep_checkpoints": 100,
+    "schedule.warmup_epochs": 1,
+}
+FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 256.0, "optimizer.loss_scale_growth_steps": 3}
+NOT_LARS = {f"optimizer.{key}": "null" for key in ("trust_coefficient", "eps", "momentum_form")}
+SGD = {**NOT_LARS, "optimizer.name": "sgd"}
+FREE = {**NOT_LARS, "optimizer.name": "schedulefree.SGDScheduleFree", "optimizer.momentum": "null"}
+SCHEDULE_FREE = {**FREE, "optimizer.nesterov": "null"}
+HARDLY = {"schedule.base_lr": 1e-9, "schedule.end_lr": 0}
+AVERAGE = {"optimizer.ema_decay": 0.5, "optimizer.ema_every_steps": 2, "run.checkpoint_every_steps": 5, "run.epochs": 4}
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would take all cores of the machine, for the tests that follow, too."""
+    monkeypatch.setattr(build, "settle", lambda communicator, **_: None)
+
+
+def start(run: Path, changes: Mapping[str, object] | None = None) -> int:
+    settings = {**SMALL, "run.directory": run, **(changes or {})}
+    return train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())])
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(RunDir(run).metrics) if record["kind"] == kind]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads(RunDir(run).summary.read_text()))
+
+
+def state(run: Path, at: int = -1) -> dict[str, Any]:
+    return load_checkpoint(list_checkpoints(RunDir(run).checkpoints)[at].path)
+
+
+def drop_checkpoints_after(run: Path, *, step: int) -> None:
+    RunDir(run).summary.unlink()
+    for checkpoint in list_checkpoints(RunDir(run).checkpoints):
+        if checkpoint.step > step:
+            shutil.rmtree(checkpoint.path)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_same(ours[key], theirs[key])
+    elif isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def test_target_ends_the_run_and_its_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"run.target_top1": 0.001, "run.eval_every_epochs": 2}
+    assert start(tmp_path, found) == 0
+    first = summary(tmp_path)
+    assert first["ended_by"].startswith("run.target_top1=0.001: top-1 was 0.")
+    assert (first["steps"], first["epochs"]) == (2 * STEPS_PER_EPOCH, 2)
+    assert list_checkpoints(RunDir(tmp_path).checkpoints)[-1].top1 == first["top1"]
+    rates = [record["lr"] for record in records(tmp_path, "train")]
+    capsys.readouterr()
+
+    assert start(tmp_path, found) == 0
+    assert "this run was finished before" in capsys.readouterr().out
+    assert summary(tmp_path) == first
+    RunDir(tmp_path).summary.unlink()
+    assert start(tmp_path, found) == 0
+    assert {key: summary(tmp_path)[key] for key in ("ended_by", "steps", "epochs")} == {
+        key: first[key] for key in ("ended_by", "steps", "epochs")
+    }
+
+    assert start(tmp_path, {**found, "run.target_top1": "null"}) == 0, "another target: it goes on"
+    assert summary(tmp_path)["ended_by"] == "run.epochs"
+    assert summary(tmp_path)["steps"] == 6 * STEPS_PER_EPOCH
+    assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 13))
+    assert [record["lr"] for record in records(tmp_path, "train")][: len(rates)] == rates
+
+
+def test_run_that_ended_in_its_warm_up_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its schedule is still that of all epochs, which have room for the warm-up."""
+    found = {"run.target_top1": 0.001, "run.eval_every_epochs": 2, "schedule.warmup_epochs": 3}
+    assert start(tmp_path, found) == 0
+    assert summary(tmp_path)["epochs"] == 2
+    capsys.readouterr()
+    assert start(tmp_path, found) == 0
+    assert "this run was finished before" in capsys.readouterr().out
+
+
+def test_accuracy_of_another_run_ends_none(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    assert start(theirs, {"run.epochs": 1}) == 0
+    assert state(theirs)["evaluations"][0]["top1"] > 0.001
+    newest = list_checkpoints(RunDir(theirs).checkpoints)[-1].path
+    target = {"run.target_top1": 0.001, "run.epochs": 2}
+    assert start(ours, {**target, "run.resume": newest}) == 0
+    assert [record["step"] for record in records(ours, "eval")] == [2 * STEPS_PER_EPOCH]
+
+    back = list_checkpoints(RunDir(ours).checkpoints)[-1].path
+    assert start(ours, {**target, "run.epochs": 3, "run.resume": back}) == 0
+    assert summary(ours)["steps"] == 2 * STEPS_PER_EPOCH, "its own accuracy does"
+
+
+@pytest.mark.parametrize(("before", "after"), [(SGD, SCHEDULE_FREE), (SCHEDULE_FREE, SGD)])
+def test_state_of_another_optimizer_is_refused(
+    before: dict[str, object], after: dict[str, object], tmp_path: Path
+) -> None:
+    assert start(tmp_path, {**before, "run.epochs": 1}) == 0
+    there, here = before["optimizer.name"], after["optimizer.name"]
+    with pytest.raises(
+        CheckpointError, match=rf"optimizer\.name={there}, which is not that of {here}: set it to {there}"
+    ):
+        start(tmp_path, {**after, "run.epochs": 2})
+
+
+def test_checkpoint_of_other_classes_is_refused(tmp_path: Path) -> None:
+    assert start(tmp_path, {"run.epochs": 1}) == 0
+    words = r"checkpoint \S+step-00000002: \S+ has 10 classes and data\.num_classes is 5: set data\.num_classes to 10"
+    with pytest.raises(CheckpointError, match=words):
+        start(tmp_path, {"run.epochs": 2, "data.num_classes": 5})
+
+
+def test_evaluations_without_progress_end_the_run(tmp_path: Path) -> None:
+    rule = {"run.stop_metric": "top1", "run.stop_after_evaluations": 2, "run.epochs": 20, **HARDLY}
+    assert start(tmp_path, rule) == 0
+    top1s = [record["top1"] for record in records(tmp_path, "eval")]
+    best = top1s.index(max(top1s))
+    assert len(top1s) - 1 - best == 2, "two after the best"
+    assert summary(tmp_path)["ended_by"].startswith("run.stop_metric=top1: none of 2 evaluations")
+    assert summary(tmp_path)["epochs"] == len(top1s) < 20
+
+    drop_checkpoints_after(tmp_path, step=(len(top1s) - 1) * STEPS_PER_EPOCH)
+    assert start(tmp_path, rule) == 0
+    assert [record["top1"] for record in records(tmp_path, "eval")] == top1s, "a resumed run remembers the others"
+
+
+def test_loss_of_a_guess_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingDiverged, match=r"in the mean of steps 3 to 7, and a guess has 2\.303: lower"):
+        start(tmp_path, {"run.divergence_steps": 5, **HARDLY})
+    assert records(tmp_path, "train")[-1]["step"] == 7
+
+
+def test_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> None:
+    """The step after the one whose update was too large, whatever the reports."""
+    changes = {"schedule.base_lr": 1e30, "schedule.warmup_epochs": 0}
+    wild = {**changes, "optimizer.momentum_form": "lr_outside", "run.eval_every_epochs": 6}
+    with pytest.raises(TrainingDiverged, match=r"the loss is nan since step 2: lower schedule\.base_lr"):
+        start(tmp_path, {**wild, "run.log_every_steps": 5})
+
+
+def test_fp16_records_its_scale_and_says_what_a_cpu_makes_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path, {**FP16, "optimizer.clip_norm": 0.5}) == 0
+    assert "optimizer.precision=fp16 on a CPU" in capsys.readouterr().out
+    found = records(tmp_path, "train")
+    scales = [record["loss_scale"] for record in found]
+    assert set(scales[:3]) == {256.0, 512.0}
+    assert all(late == early or late == 2 * early for early, late in pairwise(scales))
+    assert [record["overflow_steps"] for record in found] == [0] * len(found)
+    assert all(0 <= record["underflow_fraction"] < 1 and record["grad_norm"] > 0 for record in found)
+    assert state(tmp_path)["precision"]["scale"] == scales[-1]
+
+
+def test_fp32_records_no_scale(tmp_path: Path) -> None:
+    assert start(tmp_path, {"run.epochs": 1}) == 0
+    record = records(tmp_path, "train")[-1]
+    assert (record["loss_scale"], record["overflow_steps"], record["underflow_fraction"]) == (1.0, 0, None)
+
+
+def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    static = {**FP16, "optimizer.loss_scale": 2.0**24, "optimizer.loss_scale_growth_steps": "null"}
+    with pytest.raises(TrainingDiverged, match=r"all steps from 1 to 32 overflowed, at a loss scale of 1\.67772e\+07"):
+        start(tmp_path, {**static, "run.epochs": 40, "run.eval_every_epochs": 40, "run.log_every_steps": 4})
+    assert [record["overflow_steps"] for record in records(tmp_path, "train")][-1] == 32
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  loss " in line]
+    assert [line.rpartition("  updates skipped ")[2] for line in lines] == [str(step) for step in range(4, 33, 4)]
+
+
+@pytest.mark.parametrize("changes", [AVERAGE, {**FP16, **AVERAGE}], ids=["fp32", "fp16"])
+def test_average_is_evaluated_and_resumed_bit_for_bit(
+    changes: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert start(whole, changes) == 0
+    shutil.copytree(whole, broken)
+    drop_checkpoints_after(broken, step=5)
+    assert start(broken, changes) == 0
+    for key in ("model", "average", "optimizer", "precision", "evaluations"):
+        assert_same(state(broken)[key], state(whole)[key])
+    average, weights = state(whole)["average"], state(whole)["model"]
+    assert not any(torch.equal(average[name], weights[name]) for name in average)
+    timeless = {"time": 0, "seconds": 0}
+    evaluated = [{**record, **timeless} for record in records(whole, "eval")]
+    assert [{**record, **timeless} for record in records(broken, "eval")] == evaluated
+
+    capsys.readouterr()
+    newest = list_checkpoints(RunDir(whole).checkpoints)[-1].path
+    assert evaluate.main([str(whole), "--checkpoint", str(newest), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {key: again[key] for key in ("top1", "top5", "loss")} == {
+        key: evaluated[-1][key] for key in ("top1", "top5", "loss")
+    }
+    assert start(tmp_path / "raw", {key: value for key, value in changes.items() if "ema" not in key}) == 0
+    assert_same(state(tmp_path / "raw")["model"], weights)
+    raw = records(tmp_path / "raw", "eval")[-1]
+    assert raw["loss"] != again["loss"], "the average is another model"
+
+
+def test_checkpoint_of_torchs_scaler_is_refused(tmp_path: Path) -> None:
+    assert start(tmp_path, {**FP16, "run.epochs": 1}) == 0
+    newest = list_checkpoints(RunDir(tmp_path).checkpoints)[-1]
+    old = {**load_checkpoint(newest.path), "precision": torch.amp.GradScaler("cpu").state_dict()}
+    save_checkpoint(RunDir(tmp_path).checkpoints, old, step=newest.step, top1=newest.top1, keep=9)
+    with pytest.raises(CheckpointError, match=r"loss scale is of another version of bigbatch"):
+        start(tmp_path, {**FP16, "run.epochs": 2})

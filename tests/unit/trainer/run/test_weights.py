@@ -1,0 +1,226 @@
+"""Files of weights and checkpoints into a model: read without executing code, and what is wrong is told in one line."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import CheckpointError
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.weights import digest, load_weights_
+
+NOT_RESNET9 = ("model.width=null", "model.pool_first=null", "model.logit_scale=null")
+RESNET = ("model.name=resnet18", *NOT_RESNET9, "model.zero_gamma=true", "model.blurpool=false")
+
+
+def config_of(*words: str) -> Config:
+    return load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
+
+
+def small(*words: str) -> Config:
+    return config_of("model.width=2", *words)
+
+
+def random_model(config: Config, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return build._build_model(config, nn.BatchNorm2d)
+
+
+def checkpoint_of(config: Config, folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    weights = random_model(config).state_dict()
+    state = {"step": 3, "config": dump_config(config), "model": weights, "optimizer": {}}
+    return save_checkpoint(folder, state, step=3, top1=None, keep=1), weights
+
+
+def loaded(path: Path, config: Config) -> dict[str, Tensor]:
+    model = random_model(config, seed=2)
+    load_weights_(model, path, config=config)
+    return model.state_dict()
+
+
+def refusal(path: Path, config: Config) -> str:
+    model = random_model(config, seed=2)
+    before = digest(model)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights_(model, path, config=config)
+    assert digest(model) == before, "a refused file changes nothing"
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_checkpoint_folder_its_file_and_plain_files(tmp_path: Path) -> None:
+    config = small()
+    folder, weights = checkpoint_of(config, tmp_path)
+    torch.save(weights, tmp_path / "plain.pt")
+    save_file(weights, tmp_path / "plain.safetensors")
+    for path in (folder, folder / "state.pt", tmp_path / "plain.pt", tmp_path / "plain.safetensors"):
+        assert_equal(loaded(path, config), weights)
+
+
+def test_half_precision_weights_become_whole(tmp_path: Path) -> None:
+    config = small()
+    halves = {n: t.half() if t.is_floating_point() else t for n, t in random_model(config).state_dict().items()}
+    torch.save(halves, tmp_path / "half.pt")
+    found = loaded(tmp_path / "half.pt", config)
+    assert found["prep.0.weight"].dtype == torch.float32
+    assert torch.equal(found["prep.0.weight"], halves["prep.0.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        (("model.width=2",), ("model.width=4",), "model.width is 2 there and 4 here"),
+        (RESNET, ("model.width=2",), "model.name is resnet18 there and resnet9 here"),
+        (RESNET, (*RESNET, "model.blurpool=true"), "model.blurpool is False there and True here"),
+    ],
+)
+def test_checkpoint_of_another_model(
+    there: tuple[str, ...], here: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    path, _ = checkpoint_of(config_of(*there), tmp_path)
+    assert refusal(path, config_of(*here)) == f"{path} is of another model: {message}"
+
+
+def test_zero_gamma_is_of_the_start_and_not_of_the_model(tmp_path: Path) -> None:
+    path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
+    assert_equal(loaded(path, config_of(*RESNET, "model.zero_gamma=false")), weights)
+
+
+def test_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
+    config = config_of(*RESNET)
+    lines = [line for line in dump_config(config).splitlines() if "blurpool" not in line and "zero_gamma" not in line]
+    weights = random_model(config).state_dict()
+    state = {"step": 3, "config": "\n".join(lines), "model": weights}
+    assert_equal(loaded(save_checkpoint(tmp_path, state, step=3, top1=None, keep=1), config), weights)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    config = small()
+    folder, weights = checkpoint_of(config, tmp_path)
+    assert refusal(tmp_path, config) == (
+        f"{tmp_path} is no checkpoint, it holds no manifest.json: name a folder such as "
+        "runs/quickstart/checkpoints/step-00000144, or a file"
+    )
+    whole = (folder / "state.pt").read_bytes()
+    (folder / "state.pt").write_bytes(whole[:-1])
+    assert "is truncated" in refusal(folder, config)
+    absent = tmp_path / "absent.pt"
+    assert refusal(absent, config) == (
+        f"{absent} is not readable as weights (No such file or directory): copy or download it again"
+    )
+    absent = tmp_path / "absent.safetensors"
+    assert refusal(absent, config).startswith(f"{absent} is not readable as weights (No such file")
+    save_file(weights, tmp_path / "cut.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:100])
+    assert "cut.safetensors is not readable as weights (" in refusal(tmp_path / "cut.safetensors", config)
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    config = small()
+    weights = random_model(config).state_dict()
+    weights["linear.weight"][0, 0] = torch.nan
+    torch.save(weights, tmp_path / "a.pt")
+    assert refusal(tmp_path / "a.pt", config) == (
+        f"{tmp_path}/a.pt: linear.weight holds values that are not finite: name weights of an earlier step"
+    )
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_truncated_anywhere(is_zip: bool, tmp_path: Path) -> None:
+    config, path = small(), tmp_path / "cut.pt"
+    torch.save(random_model(config).state_dict(), path, _use_new_zipfile_serialization=is_zip)
+    whole = path.read_bytes()
+    for length in (*range(12), *range(12, 400, 37), len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert refusal(path, config).startswith(f"{path}")
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_code_is_refused_and_not_executed(tmp_path: Path) -> None:
+    config, path, mark = small(), tmp_path / "trap.pt", tmp_path / "executed"
+    torch.save({**random_model(config).state_dict(), "trap": Trap(mark)}, path)
+    message = refusal(path, config)
+    assert "trap.pt: it holds code (" in message
+    assert "which is not executed" in message
+    assert message.endswith("save those alone, with torch.save(model.state_dict(), FILE)")
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the trap works"
+    torch.save(torchvision.models.resnet18(), path)
+    assert "it holds code (torchvision.models.resnet.ResNet), which is not executed" in refusal(
+        path, config_of(*RESNET)
+    )
+    path.write_bytes(pickle.dumps({"a": 1}))
+    assert "torch.save(model.state_dict(), FILE)" in refusal(path, config)
+    path.write_text("<html>404</html>")
+    assert refusal(path, config) == (
+        f"{path}: it holds no weights that torch.load reads: save them with torch.save(model.state_dict(), FILE)"
+    )
+
+
+def test_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    path = tmp_path / "a.safetensors"
+    assert refusal(path, small()) == f"{path} needs safetensors: pip install safetensors"
+
+
+def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
+    communicator = connect(env=ALONE, backend="gloo")
+    plan = build.make_plan(config, communicator, num_samples=5000, first_step=first_step)
+    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    return {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(precision: str, tmp_path: Path) -> None:
+    words = (f"optimizer.precision={precision}", "batch.global_batch_size=256")
+    weights = random_model(small()).state_dict()
+    weights["prep.1.running_mean"].fill_(0.25)
+    torch.save(weights, tmp_path / "start.pt")
+    config = small(*words, f"model.weights={tmp_path / 'start.pt'}")
+    assert_equal(parts_weights(config), weights)
+    random = parts_weights(small(*words))
+    assert not torch.equal(random["prep.0.weight"], weights["prep.0.weight"])
+    (tmp_path / "start.pt").unlink()
+    assert_equal(parts_weights(config, first_step=1), random)
+    with pytest.raises(CheckpointError, match=r"start\.pt is not readable"):
+        parts_weights(config)
+
+
+def test_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    torch.save(random_model(small()).state_dict(), tmp_path / "start.pt")
+    config = small("batch.global_batch_size=256", f"model.weights={tmp_path / 'start.pt'}")
+    communicator = connect(env=ALONE, backend="gloo")
+    monkeypatch.setattr(type(communicator), "agree", lambda self, what, text: said.append((what, text)))
+    plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
+    for seed in (1, 1, 3):
+        torch.save(random_model(small(), seed).state_dict(), tmp_path / "start.pt")
+        build.make_parts(config, communicator, plan=plan, tuned=None)
+    digests = [text for what, text in said if what == "the weights in model.weights"]
+    assert len(digests) == 3
+    assert digests[0] == digests[1] != digests[2]

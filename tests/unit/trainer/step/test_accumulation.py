@@ -1,0 +1,118 @@
+"""Half-precision gradients of many microbatches, against their float64 sum."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
+
+HALF = [torch.float16, torch.bfloat16]
+NUM_WEIGHTS = 5000
+
+
+def make_gradients(count: int, dtype: torch.dtype) -> list[Tensor]:
+    """One per microbatch: noise about a mean, as gradients are."""
+    generator = torch.Generator().manual_seed(count)
+    mean_N = torch.randn(NUM_WEIGHTS, generator=generator)
+    return [(mean_N + torch.randn(NUM_WEIGHTS, generator=generator)).to(dtype) for _ in range(count)]
+
+
+def backward(weight: nn.Parameter, gradient_N: Tensor) -> None:
+    (weight * gradient_N).sum().backward()
+
+
+def accumulated(gradients: Sequence[Tensor]) -> Tensor:
+    """What the weight's gradient is after a step of so many microbatches."""
+    weight = nn.Parameter(torch.zeros_like(gradients[0]))
+    accumulation = WideAccumulation([weight])
+    for k, gradient_N in enumerate(gradients):
+        with accumulation.microbatch(is_first=k == 0, is_last=k == len(gradients) - 1):
+            backward(weight, gradient_N)
+    assert weight.grad is not None
+    assert weight.grad.dtype == gradients[0].dtype
+    return weight.grad
+
+
+def plainly_accumulated(gradients: Sequence[Tensor]) -> Tensor:
+    """The same by autograd alone."""
+    weight = nn.Parameter(torch.zeros_like(gradients[0]))
+    for gradient_N in gradients:
+        backward(weight, gradient_N)
+    assert weight.grad is not None
+    return weight.grad
+
+
+def relative_error(sum_N: Tensor, gradients: Sequence[Tensor]) -> float:
+    exact_N = torch.stack(list(gradients)).double().sum(0)
+    return float((sum_N.double() - exact_N).norm() / exact_N.norm())
+
+
+def summed_over_ranks(gradients: Sequence[Tensor]) -> Tensor:
+    """What as many ranks would hold, each with one microbatch, by an all-reduce that adds in fp32 (tcp, mpi)."""
+    return torch.stack(list(gradients)).float().sum(0).to(gradients[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_256_microbatches_lose_no_more_than_256_ranks(dtype: torch.dtype) -> None:
+    gradients = make_gradients(256, dtype)
+    ours = relative_error(accumulated(gradients), gradients)
+    assert ours <= 1.01 * relative_error(summed_over_ranks(gradients), gradients)
+    assert ours < torch.finfo(dtype).eps / 2, "rounded once"
+    plain = relative_error(plainly_accumulated(gradients), gradients)
+    assert plain > 5 * ours, "adding in half precision loses nothing, so this class does nothing"
+
+
+def test_each_step_starts_from_zero() -> None:
+    weight = nn.Parameter(torch.zeros(NUM_WEIGHTS, dtype=torch.float16))
+    accumulation = WideAccumulation([weight])
+    for step in range(2):
+        gradients = make_gradients(3 + step, torch.float16)
+        weight.grad = None
+        for k, gradient_N in enumerate(gradients):
+            with accumulation.microbatch(is_first=k == 0, is_last=k == len(gradients) - 1):
+                backward(weight, gradient_N)
+        assert relative_error(weight.grad, gradients) < 2**-11
+
+
+def test_an_overflow_in_any_microbatch_shows() -> None:
+    gradients = make_gradients(4, torch.float16)
+    gradients[1][7] = float("inf")
+    assert accumulated(gradients)[7] == float("inf")
+    large = [torch.full((3,), 40_000.0, dtype=torch.float16)] * 2
+    assert accumulated(large).tolist() == [float("inf")] * 3, "no fp16 holds the sum"
+
+
+def test_the_ranks_sum_what_all_microbatches_gave() -> None:
+    """The reducer starts within the last backward; the sum over ranks doubles here, so it came after ours."""
+    alone = connect(env=ALONE, device=torch.device("cpu"))
+    doubling = replace(alone, all_reduce_=lambda tensor_N: tensor_N.mul_(2))
+    weight = nn.Parameter(torch.zeros(NUM_WEIGHTS, dtype=torch.bfloat16))
+    accumulation = WideAccumulation([weight])
+    reducer = GradientReducer([("weight", weight)], doubling)
+    gradients = make_gradients(64, torch.bfloat16)
+    for _ in range(2):
+        reducer.zero_grad()
+        for k, gradient_N in enumerate(gradients):
+            reducer.is_active = k == len(gradients) - 1
+            with accumulation.microbatch(is_first=k == 0, is_last=reducer.is_active):
+                backward(weight, gradient_N)
+        reducer.wait()
+        assert torch.equal(weight.grad, 2 * summed_over_ranks(gradients))
+
+
+def test_only_half_precision_needs_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.BatchNorm1d(2), nn.Linear(2, 2).bfloat16())
+    model[2].bias.requires_grad_(False)
+    assert [p.dtype for p in half_parameters(model)] == [torch.float16, torch.float16, torch.bfloat16]
+    weight = nn.Parameter(torch.zeros(3))
+    nothing = WideAccumulation([])
+    for is_last in (False, True):
+        with nothing.microbatch(is_first=not is_last, is_last=is_last):
+            backward(weight, torch.ones(3))
+    assert weight.grad.tolist() == [2.0] * 3

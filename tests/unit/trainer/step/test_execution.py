@@ -1,0 +1,333 @@
+"""A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_settings import ADAPTIVE, FP16, OF_LARS
+from recorded_graph import RecordedCapture
+from small_run import Recorder, num_alive
+from torch import Tensor, nn
+
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import ComputeError, ConfigError, DataError, UserError
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.compute import require_capturable
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.optim.fused import norms_of
+from bigbatch.trainer.run.progress import describe, describe_briefly
+from bigbatch.trainer.run.summary import graph_notes, speed
+from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, EagerExecution
+from bigbatch.trainer.step.loop import Parts, Plan, train
+
+NUM_STEPS = 8
+CASES: dict[str, dict[str, str]] = {
+    "lars fp32": {},
+    "lars outside bf16": {"momentum_form": "lr_outside", "precision": "bf16"},
+    "lars fp16": FP16,
+    "sgd fp16": {**OF_LARS, "name": "sgd", "eps": "null", "bias_lr_factor": "4.0", **FP16},
+    "lamb bf16": {**ADAPTIVE, "name": "lamb", "precision": "bf16", "clip_norm": "0.5"},
+    "adamw fp32": {**ADAPTIVE, "name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
+    "adamw fp16": {**ADAPTIVE, "name": "adamw", **FP16},
+}
+
+
+def make_run(tmp_path: Path, settings: dict[str, str]) -> tuple[Plan, Parts]:
+    """The rates of the schedule, of 4 steps up and 4 down, have few digits: fp32 holds them as fp64 does."""
+    schedule = {"name": "one_cycle", "base_lr": "0.25", "warmup_epochs": "4", "power": "null", "end_lr": "0.0"}
+    arguments = [
+        *("--config", "quickstart", f"--run.directory={tmp_path}", "--model.width=2", "--comm.algorithm=native"),
+        *(f"--run.epochs={NUM_STEPS}", "--run.log_every_steps=3", "--run.eval_every_epochs=4"),
+        *("--batch.global_batch_size=8", "--batch.microbatch_size=8", "--batch.bn_span=4", "--data.bind_numa=false"),
+        *(f"--schedule.{key}={value}" for key, value in schedule.items()),
+        *(f"--optimizer.{key}={value}" for key, value in settings.items()),
+    ]
+    config = load_config(arguments)
+    communicator, tuned = build.join_job(config, ALONE)
+    torch.set_num_threads(1)  # for a few pixels, more only wait for each other
+    plan = build.make_plan(config, communicator, num_samples=8, first_step=0)
+    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+    if hasattr(parts.optimizer, "norms"):
+        # LARS as on a GPU: on a CPU it goes by portions, for which the host reads its scales
+        parts.optimizer.norms = lambda tensors: norms_of(tensors)
+    return plan, parts
+
+
+def batches(sizes: tuple[int, ...] = (16,) * NUM_STEPS, *, error: str = "") -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    for size in sizes:
+        images = torch.randint(0, 256, (8, 3, size, size), dtype=torch.uint8, generator=generator)
+        yield Batch(
+            images.contiguous(memory_format=torch.channels_last),
+            torch.randint(0, 10, (8,), generator=generator),
+            torch.ones(8, dtype=torch.bool),
+            Request(0, np.arange(8), np.ones(8, bool)),
+        )
+    if error:
+        raise DataError(error)
+
+
+class Outcome:
+    """All that a run leaves behind, and what it reported."""
+
+    def __init__(self, plan: Plan, parts: Parts, source: Iterator[Batch]) -> None:
+        recorder = Recorder()
+        self.error = ""
+        try:
+            self.totals = train(plan, parts, recorder.hooks(), source)
+        except UserError as error:
+            self.error = str(error)
+        state = parts.optimizer.state_dict()
+        self.tensors = {
+            **parts.precision.model_state(),
+            **{f"statistics of {name}": t for name, t in parts.average.state_dict(NUM_STEPS).items()},
+            **{f"{i} {k}": t for i, kept in state["state"].items() for k, t in kept.items()},
+        }
+        self.rates = [group["lr"] for group in state["param_groups"]]
+        self.scale = parts.precision.state_dict()
+        kept = ("step", "loss", "top1", "loss_scale", "overflow_steps", "grad_norm", "underflow_fraction", "lr")
+        self.records = [{key: record[key] for key in kept} for record in recorder.records]
+        self.whole_records = recorder.records
+
+
+def require_same_bits(ours: Outcome, theirs: Outcome) -> None:
+    assert ours.records == theirs.records
+    assert (ours.rates, ours.scale, ours.error) == (theirs.rates, theirs.scale, theirs.error)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    odd = [name for name, t in ours.tensors.items() if not torch.equal(t, theirs.tensors[name])]
+    assert odd == []
+
+
+def run_both(
+    tmp_path: Path,
+    settings: dict[str, str],
+    make_batches: Callable[[], Iterator[Batch]] = batches,
+    change: Callable[[Parts], object] = lambda parts: None,
+) -> tuple[Outcome, Outcome, RecordedCapture]:
+    outcomes, capture = [], RecordedCapture()
+    for is_captured in (False, True):
+        plan, parts = make_run(tmp_path, settings)
+        change(parts)
+        if is_captured:
+            parts = replace(parts, execution=CudaGraphExecution(capture, optimizer=parts.optimizer))
+        outcomes.append(Outcome(plan, parts, make_batches()))
+    return outcomes[0], outcomes[1], capture
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Warm-up and decay of the rate, label smoothing, ghost batches, loss scale, clipping, the average of weights."""
+    at_once, replayed, capture = run_both(tmp_path, CASES[name])
+    require_same_bits(replayed, at_once)
+    assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
+    assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, 1)
+    assert capture.num_replays == NUM_STEPS - WARM_UP_STEPS, "the capture counts as no step"
+    if "fp16" in name:
+        assert len({record["loss_scale"] for record in at_once.records}) > 1
+
+
+def test_an_overflow_in_a_replay_is_skipped_like_any(tmp_path: Path) -> None:
+    settings = CASES["sgd fp16"] | {"loss_scale": str(2**23)}
+    at_once, replayed, _ = run_both(tmp_path, settings)
+    require_same_bits(replayed, at_once)
+    assert at_once.records[0]["overflow_steps"] < at_once.records[-1]["overflow_steps"] < NUM_STEPS
+
+
+def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def drop_images(parts: Parts) -> None:
+        def drop(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+            seen.append(F.dropout(args[0], 0.5) if module.training else args[0])
+            return (seen[-1],)
+
+        parts.model.register_forward_pre_hook(drop)
+
+    at_once, replayed, capture = run_both(tmp_path, {}, change=drop_images)
+    require_same_bits(replayed, at_once)
+    patterns = [(dropped == 0).flatten() for dropped in seen[:NUM_STEPS]]
+    assert all(not torch.equal(patterns[0], other) for other in patterns[1:])
+    assert capture.num_replays == NUM_STEPS - WARM_UP_STEPS
+
+
+def test_each_size_of_images_has_a_graph_of_its_own(tmp_path: Path) -> None:
+    """data.train_sizes; and back again, when nothing is captured anew."""
+    sizes = (*(16,) * 4, *(24,) * 5, 16, 24, 16)
+
+    def source() -> Iterator[Batch]:
+        return batches(sizes)
+
+    settings = {**FP16, "clip_norm": "1.0"}
+    outcomes, capture = [], RecordedCapture()
+    for is_captured in (False, True):
+        plan, parts = make_run(tmp_path, settings)
+        plan = replace(plan, num_steps=len(sizes))
+        if is_captured:
+            parts = replace(parts, execution=CudaGraphExecution(capture, optimizer=parts.optimizer))
+        outcomes.append(Outcome(plan, parts, source()))
+    require_same_bits(outcomes[1], outcomes[0])
+    assert (capture.num_warm_ups, capture.num_captures) == (2 * WARM_UP_STEPS, 2)
+    assert capture.num_replays == len(sizes) - 2 * WARM_UP_STEPS
+
+
+@pytest.mark.parametrize("num_good", [4, 5])
+def test_a_failed_input_leaves_the_weights_of_the_last_good_step(num_good: int, tmp_path: Path) -> None:
+    at_once, replayed, capture = run_both(tmp_path, {}, lambda: batches((16,) * num_good, error="the disk is gone"))
+    require_same_bits(replayed, at_once)
+    assert capture.num_captures == 1
+    assert at_once.error == f"the disk is gone. The run stopped after step {num_good} and goes on from there."
+
+
+def test_rates_of_the_optimizer_are_numbers_again_after_each_step(tmp_path: Path) -> None:
+    """As checkpoints keep them, whether or not steps are replayed."""
+    _, replayed, _ = run_both(tmp_path, CASES["adamw fp32"])
+    assert [type(rate) for rate in replayed.rates] == [float, float]
+
+
+def test_parts_that_are_closed_keep_no_graph(tmp_path: Path) -> None:
+    before = num_alive("_Recording")
+    plan, parts = make_run(tmp_path, {})
+    parts = replace(parts, execution=CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer))
+    train(plan, parts, Recorder().hooks(), batches())
+    assert num_alive("_Recording") == before + 1
+    parts.close()
+    assert num_alive("_Recording") == before
+
+
+def test_what_replays_do_not_tell_is_not_reported(tmp_path: Path) -> None:
+    at_once, replayed, _ = run_both(tmp_path, {})
+    names = ("exposed_communication_fraction", "wire_wait_fraction", "straggler_fraction")
+    assert {record[name] for record in replayed.whole_records for name in names} == {None}
+    assert None not in {record[name] for record in at_once.whole_records for name in names}
+    found = speed(replayed.totals, None, global_batch_size=8)
+    assert found["exposed_communication_fraction"] is found["straggler_fraction"] is None
+    assert "exposed communication unknown" in describe(replayed.whole_records[0])
+    assert "exposed unknown" in describe_briefly(replayed.whole_records[0])
+
+
+def broken_by(change: Callable[[], object], tmp_path: Path) -> str:
+    def break_model(parts: Parts) -> None:
+        def hook(module: nn.Module, args: Any, logits_BK: Tensor) -> None:
+            if module.training and torch.utils._python_dispatch._get_current_dispatch_mode():
+                change()
+
+        parts.model.register_forward_hook(hook)
+
+    return run_both(tmp_path, {}, change=break_model)[1].error
+
+
+def test_a_step_that_reads_the_device_cannot_be_captured(tmp_path: Path) -> None:
+    error = broken_by(lambda: torch.ones(()).item(), tmp_path)
+    assert error == (
+        "compute.cuda_graph=true: a step of 8 x 3 x 16 x 16 pictures could not be captured, operation not permitted "
+        "when stream is capturing in 'raise RuntimeError(\"operation not permitted when stream is capturing\")': "
+        "set compute.cuda_graph=false"
+    )
+
+
+class BrokenCapture(RecordedCapture):
+    """Fails at its end for what failed before, as torch.cuda.graph does."""
+
+    def __init__(self, first: Exception) -> None:
+        super().__init__()
+        self._first = first
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        try:
+            raise self._first
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("first", "told", "kind"),
+    [
+        (DataError("bad picture"), "bad picture", DataError),
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory", torch.OutOfMemoryError),
+        (ValueError(), "could not be captured, ValueError in 'raise self._first'", ComputeError),
+    ],
+)
+def test_the_first_error_of_a_capture_is_told(
+    first: Exception, told: str, kind: type[Exception], tmp_path: Path
+) -> None:
+    plan, parts = make_run(tmp_path, {})
+    parts = replace(parts, execution=CudaGraphExecution(BrokenCapture(first), optimizer=parts.optimizer))
+    with pytest.raises(kind, match=told):
+        train(plan, parts, Recorder().hooks(), batches())
+
+
+def test_each_replay_is_watched(tmp_path: Path) -> None:
+    plan, parts = make_run(tmp_path, {})
+    calls: list[None] = []
+    execution = CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer, watch=lambda: calls.append(None))
+    train(plan, replace(parts, execution=execution), Recorder().hooks(), batches())
+    assert len(calls) == NUM_STEPS - WARM_UP_STEPS
+
+
+def test_the_log_says_what_is_not_measured(tmp_path: Path) -> None:
+    _, parts = make_run(tmp_path, {})
+    assert graph_notes(parts) == []
+    execution = CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer)
+    [note] = graph_notes(replace(parts, execution=execution))
+    assert note.endswith("what ranks wait for each other: not measured")
+
+
+class Place:
+    """What require_capturable looks at of a communicator."""
+
+    def __init__(self, device: str, backend: str) -> None:
+        self.device = torch.device(device)
+        self.backend = type("Backend", (), {"name": backend})()
+
+
+@pytest.mark.parametrize(
+    ("place", "accumulation_steps", "complaint"),
+    [
+        (Place("cpu", "single"), 1, "compute.cuda_graph=True needs a GPU, and this rank has none: set compute.cuda"),
+        (Place("cuda", "gloo"), 1, "cannot capture the sums of gloo, which the host takes part in: set .*or comm.back"),
+        (Place("cuda", "nccl"), 4, "these have 4: set compute.cuda_graph to false, or batch.microbatch_size to 4 tim"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(place: Any, accumulation_steps: int, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        require_capturable(place, accumulation_steps=accumulation_steps)
+
+
+@pytest.mark.parametrize("backend", ["single", "nccl"])
+def test_what_can_be_captured_is_not_refused(backend: str) -> None:
+    place: Any = Place("cuda", backend)
+    require_capturable(place, accumulation_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("--comm.timeline_steps=[1,2]", r"comm\.timeline_steps=\[1, 2\] cannot look into the steps of comp"),
+        ("--optimizer.name=schedulefree.AdamWScheduleFree", r"cannot capture optimizer\.name=schedulefree\.Adam"),
+    ],
+)
+def test_settings_that_no_capture_has_are_refused(override: str, complaint: str, tmp_path: Path) -> None:
+    keys = ("momentum", "nesterov", "eps", *OF_LARS) if "name" in override else ()
+    nulls = [f"--optimizer.{key}=null" for key in keys]
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(["--config", "quickstart", "--compute.cuda_graph=true", override, *nulls])
+
+
+def test_a_run_without_the_key_is_not_captured(tmp_path: Path) -> None:
+    assert isinstance(make_run(tmp_path, {})[1].execution, EagerExecution)
+
+
+def test_a_run_with_the_key_ends_at_once_without_a_gpu(tmp_path: Path) -> None:
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--compute.cuda_graph=true"])
+    communicator, tuned = build.join_job(config, ALONE)
+    if communicator.device.type == "cuda":
+        pytest.skip("this machine has a GPU")
+    plan = build.make_plan(config, communicator, num_samples=1024, first_step=0)
+    with pytest.raises(ConfigError, match=r"compute\.cuda_graph=True needs a GPU"):
+        build.make_parts(config, communicator, plan=plan, tuned=tuned)

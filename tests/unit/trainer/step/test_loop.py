@@ -1,0 +1,253 @@
+"""One training step against plain PyTorch; reports, stops, evaluations and checkpoints in the right order."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, make_batches, make_parts
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torchvision.transforms.v2 import functional as vision
+
+from bigbatch.errors import DataError, TrainingDiverged
+from bigbatch.trainer.doctor.syncs import FindSyncs
+from bigbatch.trainer.inference.accuracy import count_batch, evaluate
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.step.loop import Hooks, draw, train
+from bigbatch.trainer.step.totals import Totals
+
+
+def plain_pytorch(batches: list[Batch]) -> tuple[nn.Module, list[float]]:
+    """The same run in float64 by the book: one forward per ghost batch, mean loss over the global batch."""
+    parts = make_parts()
+    model = build_model("resnet9", num_classes=CLASSES, norm=nn.BatchNorm2d, width=2)
+    model.load_state_dict(copy.deepcopy(parts.model.state_dict()))
+    model.double().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=True)
+    losses = []
+    for step in range(PLAN.num_steps):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        optimizer.zero_grad()
+        all_losses = []
+        for batch in batches[step * ACCUMULATION : (step + 1) * ACCUMULATION]:
+            logits = model(batch.images_BCHW.double() / 255)
+            all_losses.append(F.cross_entropy(logits, batch.labels_B, label_smoothing=SMOOTHING, reduction="none"))
+        mean = torch.cat(all_losses).mean()
+        mean.backward()
+        optimizer.step()
+        losses.append(mean.item())
+    return model, losses
+
+
+def test_steps_equal_plain_pytorch() -> None:
+    batches, parts, recorder = make_batches(), make_parts(), Recorder()
+    train(PLAN, parts, recorder.hooks(), iter(batches))
+    expected, losses = plain_pytorch(batches)
+    for name, parameter in expected.named_parameters():
+        assert torch.allclose(parts.model.get_parameter(name).double(), parameter, rtol=1e-3, atol=2e-5), name
+    assert [r["loss"] for r in recorder.records] == pytest.approx(losses, rel=1e-4)
+    assert [r["lr"] for r in recorder.records] == pytest.approx([0.1 / (step + 1) for step in range(4)])
+
+
+def test_to_draw_a_batch_waits_for_no_gpu() -> None:
+    """By a flag that has a device and no value, so that no GPU is needed."""
+    with FakeTensorMode():
+        statistics_N = torch.zeros(3, device="cuda")
+    parts, stream = replace(make_parts(), statistics_N=statistics_N), InputStream(iter(make_batches()))
+    with FindSyncs(torch.device("cuda")) as syncs:
+        assert len(list(draw(0, PLAN, parts, stream))) == ACCUMULATION
+    assert not syncs.found
+
+
+def test_order_of_reports_evaluations_and_checkpoints() -> None:
+    recorder = Recorder()
+    plan = replace(PLAN, log_every_steps=3, checkpoint_every_steps=3)
+    totals = train(plan, make_parts(), recorder.hooks(), iter(make_batches()))
+    assert recorder.events == [
+        *(("report", 2), ("evaluate", 2), ("save", 2, 0.02)),
+        *(("report", 3), ("save", 3, None)),
+        *(("report", 4), ("evaluate", 4), ("save", 4, 0.04)),
+    ]
+    assert totals.steps == 4
+    assert totals.last_evaluation == {"top1": 0.04}
+
+
+class Meter:
+    """An energy meter that hooks turn on."""
+
+    def __init__(self) -> None:
+        self.joules = 0.0
+
+    def take_joules(self) -> float:
+        taken, self.joules = self.joules, 0.0
+        return taken
+
+
+def test_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
+    """A step takes 10 J, an evaluation 1,000 and a checkpoint 100,000."""
+    meter, recorder = Meter(), Recorder()
+
+    def use(*_: Any, joules: float) -> dict[str, Any]:
+        meter.joules += joules
+        return {"top1": 0.5}
+
+    hooks = Hooks(
+        on_report=recorder.records.append,
+        evaluate=partial(use, joules=1e3),
+        save=partial(use, joules=1e5),
+        before_step=partial(use, joules=10.0),
+    )
+    parts = replace(make_parts(), energy=meter)
+    train(replace(PLAN, checkpoint_every_steps=3), parts, hooks, iter(make_batches()))
+    assert [record["energy_joules"] for record in recorder.records] == [10, 10, 10, 10]
+
+
+def test_last_step_is_evaluated_whatever_the_interval() -> None:
+    recorder = Recorder()
+    train(replace(PLAN, eval_every_steps=3), make_parts(), recorder.hooks(), iter(make_batches()))
+    assert [event for event in recorder.events if event[0] == "evaluate"] == [("evaluate", 3), ("evaluate", 4)]
+
+
+@pytest.mark.parametrize(
+    ("every", "offset", "expected"), [(2, 1, [1, 3, 4]), (3, 1, [1, 4]), (3, 2, [2, 4]), (4, 3, [3, 4])]
+)
+def test_evaluations_begin_at_their_offset(every: int, offset: int, expected: list[int]) -> None:
+    recorder = Recorder()
+    plan = replace(PLAN, eval_every_steps=every, eval_offset_steps=offset)
+    train(plan, make_parts(), recorder.hooks(), iter(make_batches()))
+    assert [event[1] for event in recorder.events if event[0] == "evaluate"] == expected
+
+
+@pytest.mark.parametrize(("log_every", "saved"), [(1, ("save", 1, None)), (3, ("save", 2, 0.02))])
+def test_stop_takes_effect_at_the_next_report(log_every: int, saved: tuple[Any, ...]) -> None:
+    recorder, stop = Recorder(), SimpleNamespace(is_set=True, signal_name="SIGINT")
+    plan = replace(PLAN, log_every_steps=log_every)
+    totals = train(plan, make_parts(stop=stop), recorder.hooks(), iter(make_batches()))
+    assert totals.stopped_by == "SIGINT"
+    assert recorder.events[-1] == saved, "an evaluation that is due is still done, so that none is missing"
+
+
+def test_stop_at_the_last_step_changes_nothing() -> None:
+    stop = SimpleNamespace(is_set=False, signal_name=None)
+    parts = make_parts(stop=stop)
+
+    def batches() -> Iterator[Batch]:
+        yield from make_batches()[: 3 * ACCUMULATION]
+        stop.is_set = True
+        yield from make_batches()[3 * ACCUMULATION :]
+
+    totals: Totals = train(PLAN, parts, Recorder().hooks(), batches())
+    assert totals.stopped_by is None
+    assert totals.steps == 4
+
+
+def test_shares_of_the_step_are_shares() -> None:
+    recorder = Recorder()
+    totals = train(PLAN, make_parts(), recorder.hooks(), iter(make_batches()))
+    for record in recorder.records:
+        assert 0 <= record["input_wait_fraction"] < 1
+        assert 0 <= record["exposed_communication_fraction"] < 1
+        assert record["images_per_second"] > 0
+    assert 0 < totals.input_wait_seconds + totals.exposed_seconds < totals.step_seconds
+
+
+def test_loss_that_is_no_number_ends_the_run() -> None:
+    parts = make_parts()
+    prepare = PrepareBatch(normalize=lambda images_BCHW: images_BCHW.float() * float("nan"), device=CPU)
+    broken = replace(parts, prepare=prepare)
+    with pytest.raises(TrainingDiverged, match=r"step 1.*schedule\.base_lr"):
+        train(PLAN, broken, Recorder().hooks(), iter(make_batches()))
+
+
+def test_counts_of_a_batch_by_hand() -> None:
+    logits_BK = torch.tensor([[9.0, 1, 2, 3, 4, 5, 6], [0.0, 1, 2, 3, 4, 5, 6], [0.0, 1, 2, 3, 4, 5, 6]])
+    labels_B = torch.tensor([0, 1, 2])
+    counts = count_batch(logits_BK, labels_B, torch.tensor([True, True, True])).tolist()
+    expected_loss = sum(float(logits_BK[i].double().logsumexp(0) - logits_BK[i, i]) for i in range(3))
+    assert counts == pytest.approx([1, 2, expected_loss, 3])  # 0 first; 1 is sixth, 2 is fifth
+    padded = count_batch(logits_BK, labels_B, torch.tensor([True, True, False])).tolist()
+    assert padded[:2] == [1, 1]
+    assert padded[3] == 2
+
+
+def test_evaluation_that_misses_a_image_is_an_error() -> None:
+    parts = make_parts()
+    with pytest.raises(DataError, match="counted 8 pictures of 9"):
+        evaluate(
+            parts.model,
+            iter(make_batches(2)),
+            normalize=parts.normalize,
+            communicator=parts.communicator,
+            num_samples=9,
+        )
+
+
+def evaluate_8(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and the record of its evaluation over two batches."""
+    parts = make_parts()
+    with torch.no_grad():
+        for weight in parts.model.parameters():
+            weight.mul_(3)  # or the outputs hardly depend on the picture yet
+    record = evaluate(
+        parts.model,
+        iter(make_batches(2)),
+        normalize=parts.normalize,
+        communicator=parts.communicator,
+        num_samples=2 * SPAN,
+        **options,
+    )
+    return parts.model, record
+
+
+def expected_loss(model: nn.Module, *, with_mirrored: bool) -> float:
+    """Mean cross-entropy of the mean logits, in float64, one picture at a time."""
+    model = copy.deepcopy(model).double().eval()
+    losses = []
+    for batch in make_batches(2):
+        for image_CHW, label in zip(batch.images_BCHW, batch.labels_B, strict=True):
+            views = [image_CHW, vision.horizontal_flip(image_CHW)] if with_mirrored else [image_CHW]
+            with torch.no_grad():
+                logits_VK = torch.cat([model(view[None].double() / 255) for view in views])
+            losses.append(F.cross_entropy(logits_VK.mean(0), label).item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("options", "with_mirrored"), [({}, False), ({"flip": False}, False), ({"flip": True}, True)])
+def test_flip_takes_the_mean_over_the_image_and_its_mirror_image(options: dict[str, bool], with_mirrored: bool) -> None:
+    model, record = evaluate_8(**options)
+    assert record["count"] == 2 * SPAN
+    assert record["loss"] == pytest.approx(expected_loss(model, with_mirrored=with_mirrored), rel=1e-5)
+    other = expected_loss(model, with_mirrored=not with_mirrored)
+    assert record["loss"] != pytest.approx(other, rel=1e-3), "the views do not differ: nothing was tested"
+
+
+def test_evaluation_that_ends_the_run_is_saved_and_is_the_last() -> None:
+    recorder, stop = Recorder(), SimpleNamespace(is_set=True, signal_name="SIGINT")
+    hooks = replace(recorder.hooks(), reason_to_end=lambda: "good enough")
+    totals = train(replace(PLAN, log_every_steps=9), make_parts(stop=stop), hooks, iter(make_batches()))
+    assert recorder.events == [("report", 2), ("evaluate", 2), ("save", 2, 0.02)]
+    assert totals.stopped_by is None, "it was finished"
+
+
+def test_first_step_without_a_number_is_found_between_reports() -> None:
+    """The pictures of the third step of four are none, of which one report tells."""
+    prepare, calls = make_parts().prepare, iter(range(99))
+
+    def broken(batch: Batch) -> Any:
+        prepared = prepare(batch)
+        bad = next(calls) == 2 * ACCUMULATION + 1
+        return replace(prepared, images_BCHW=prepared.images_BCHW * float("nan")) if bad else prepared
+
+    parts = replace(make_parts(), prepare=broken)
+    plan = replace(PLAN, log_every_steps=4, eval_every_steps=4)
+    with pytest.raises(TrainingDiverged, match="the loss is nan since step 3: "):
+        train(plan, parts, Recorder().hooks(), iter(make_batches()))

@@ -1,0 +1,291 @@
+"""Half-precision weights around fp32 masters, autocast, loss scaling, and what a checkpoint holds of them."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.optim.lamb import LAMB
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.step.loss_scale import Scaling
+from bigbatch.trainer.step.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision, set_tf32, underflow_fraction
+
+CPU = torch.device("cpu")
+HALVES = ("bf16", "fp16")
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def make_precision(model: nn.Module, *, name: str) -> Precision:
+    """As the config builds it: where there is fp16, there is a loss scale."""
+    scaling = Scaling(initial=65536.0, growth_steps=2) if name in SCALED else None
+    return Precision(model, name=name, device=CPU, scaling=scaling)
+
+
+def step(
+    model: nn.Module,
+    precision: Precision,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    skip_1: Tensor | None = None,
+) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    with precision.forward():
+        outputs = model(images.to(precision.compute_dtype)).float()
+    precision.backward(outputs.square().mean())
+    precision.update_(optimizer, skip_1=skip_1)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_weights_are_half_and_norm_stays_fp32(name: str) -> None:
+    model = small_model()
+    precision = make_precision(model, name=name)
+    dtypes = {key: p.dtype for key, p in model.named_parameters()}
+    half = COMPUTE_DTYPES[name]
+    assert {k for k, d in dtypes.items() if d == half} == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert {k for k, d in dtypes.items() if d == torch.float32} == {"1.weight", "1.bias"}
+    assert all(master.dtype == torch.float32 for master in precision.masters.values())
+
+
+def test_masters_start_from_the_unrounded_weights() -> None:
+    precision = make_precision(small_model(), name="bf16")
+    for key, parameter in small_model().named_parameters():
+        assert torch.equal(precision.masters[key], parameter)
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", *AUTOCAST_DTYPES])
+def test_fp32_masters_are_the_parameters(name: str) -> None:
+    model = small_model()
+    precision = make_precision(model, name=name)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(precision.masters[key] is p for key, p in model.named_parameters())
+
+
+def test_update_smaller_than_half_precision_is_kept() -> None:
+    """The reason for masters: 100 updates of 1e-5 each vanish in bf16 beside a weight of 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    precision = make_precision(model, name="bf16")
+    optimizer = torch.optim.SGD(precision.masters.values(), lr=1e-5)
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        precision.update_(optimizer)
+    assert precision.masters["weight"].item() == pytest.approx(1 - 1e-3, abs=6e-6), "100 roundings at most"
+    assert model.weight.item() == pytest.approx(1 - 1e-3, abs=2**-8), "the half weight follows its master"
+
+
+def test_fp16_update_equals_fp32_within_half_precision() -> None:
+    images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    results = {}
+    for name in COMPUTE_DTYPES:
+        model = small_model()
+        precision = make_precision(model, name=name)
+        optimizer = LARS(list(precision.masters.values()), lr=1.0)
+        step(model, precision, optimizer, images)
+        results[name] = torch.cat([m.detach().flatten() for m in precision.masters.values()])
+    start = torch.cat([p.detach().flatten() for p in small_model().parameters()])
+    moved = (results["fp32"] - start).norm()
+    assert torch.equal(results["tf32"], results["fp32"]), "on a CPU"
+    for name, eps in (("fp16", 2**-11), ("bf16", 2**-8), ("fp16_autocast", 2**-11), ("bf16_autocast", 2**-8)):
+        assert (results[name] - results["fp32"]).norm() < 20 * eps * moved, name
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_overflow_skips_the_update_and_halves_the_scale(name: str) -> None:
+    model = small_model()
+    precision = make_precision(model, name=name)
+    optimizer = LARS(list(precision.masters.values()), lr=1.0)
+    before = {key: m.detach().clone() for key, m in precision.masters.items()}
+    scale = precision.state_dict()["scale"]
+    step(model, precision, optimizer, torch.full((8, 3, 8, 8), 1e30))  # no number of fp16
+    assert all(torch.equal(before[key], m) for key, m in precision.masters.items())
+    assert precision.figures()["loss_scale"] == scale / 2
+    assert precision.figures()["overflow_steps"] == 1
+    assert precision.figures()["grad_norm"] is None
+    step(model, precision, optimizer, torch.randn(8, 3, 8, 8))
+    assert not torch.equal(before["3.weight"], precision.masters["3.weight"])
+
+
+@pytest.mark.parametrize("name", COMPUTE_DTYPES)
+def test_state_goes_through_a_checkpoint(name: str) -> None:
+    model = small_model()
+    precision = make_precision(model, name=name)
+    step(model, precision, torch.optim.SGD(precision.masters.values(), lr=0.1), torch.randn(4, 3, 8, 8))
+    state, scale = precision.model_state(), precision.state_dict()
+    assert state["0.weight"].dtype == torch.float32
+
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    restored = make_precision(other, name=name)
+    restored.load_model_state(state)
+    restored.load_state_dict(scale)
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value), key
+    assert restored.state_dict() == precision.state_dict()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weight_that_is_no_number_is_seen(bad: float) -> None:
+    precision = make_precision(small_model(), name="bf16")
+    assert precision.is_finite()
+    with torch.no_grad():
+        precision.masters["3.bias"][2] = bad
+    assert not precision.is_finite()
+
+
+def test_foreign_weights_are_refused() -> None:
+    precision = make_precision(small_model(), name="fp32")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        precision.load_model_state({})
+
+
+OPTIMIZERS = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    partial(torch.optim.SGD, lr=0.1, fused=True),
+    partial(LARS, lr=1.0),
+    partial(LARS, lr=1.0, momentum_form="lr_outside"),
+    partial(LAMB, lr=0.1),
+]
+
+
+def same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, Tensor):
+        return isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    return ours == theirs
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", COMPUTE_DTYPES)
+def test_skipped_update_leaves_no_trace(name: str, make_optimizer: "partial[torch.optim.Optimizer]") -> None:
+    """Twins: one is asked to skip an update in between, on whatever gradients, the other never hears of it."""
+    images = torch.randn(3, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    no, yes = torch.tensor([False]), torch.tensor([True])
+    ends = []
+    for steps in ([(0, no), (1, no)], [(0, no), (2, yes), (1, no)], [(0, None), (1, None)]):
+        model = small_model().eval()  # statistics are the loop's business
+        precision = make_precision(model, name=name)
+        optimizer = make_optimizer(list(precision.masters.values()))
+        for index, skip_1 in steps:
+            step(model, precision, optimizer, images[index], skip_1)
+        state = [precision.model_state(), model.state_dict(), optimizer.state_dict()["state"], precision.state_dict()]
+        ends.append(copy.deepcopy(dict(enumerate(state))))
+    assert same(ends[1], ends[0])
+    assert same(ends[2], ends[0])
+    assert not same(ends[0][0], make_precision(small_model(), name=name).model_state())
+
+
+def test_skipped_update_with_an_overflow_of_its_own_keeps_the_scale() -> None:
+    model = small_model()
+    precision = make_precision(model, name="fp16")
+    optimizer = LARS(list(precision.masters.values()), lr=1.0)
+    step(model, precision, optimizer, torch.randn(8, 3, 8, 8))
+    before = copy.deepcopy(precision.state_dict())
+    step(model, precision, optimizer, torch.full((8, 3, 8, 8), float("inf")), torch.tensor([True]))
+    assert precision.state_dict() == before
+    assert precision.is_finite()
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_underflow_is_counted_by_hand(name: str) -> None:
+    """Two of the nine elements are below the smallest number with all its digits: one half of it, and a 0."""
+    half = COMPUTE_DTYPES[name]
+    smallest = {"fp16": 2.0**-14, "bf16": 2.0**-126}[name]
+    grads = [torch.tensor([smallest, -smallest / 2, 1.0, 0.0], dtype=half), torch.full((5,), -smallest, dtype=half)]
+    assert underflow_fraction(grads, sum_parts=lambda counts_2: counts_2) == 2 / 9
+    more = torch.tensor([1.0, 3.0])
+    assert underflow_fraction(grads, sum_parts=lambda counts_2: counts_2 + more) == 3 / 12
+
+
+def test_figures_of_a_step_by_hand() -> None:
+    """Loss 2 * w * x with x = 3 and 2**-30: gradients 6 and 2**-29, of which fp16 holds the first; scaled, both."""
+    for name, expected in (("fp32", None), ("bf16", 0.0), ("fp16", 0.5)):
+        model = nn.Linear(2, 1, bias=False)
+        precision = Precision(model, name=name, device=CPU)
+        inputs = torch.tensor([[3.0, 2.0**-30]])
+        precision.backward((2 * model(inputs.to(precision.compute_dtype)).float()).sum())
+        precision.update_(torch.optim.SGD(precision.masters.values(), lr=0.1))
+        figures = precision.figures()
+        assert (figures["underflow_fraction"], figures["grad_norm"]) == (expected, 6.0), name
+        assert (figures["loss_scale"], figures["overflow_steps"]) == (1.0, 0), name
+
+
+def test_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
+    """A gradient of 2**-26, which fp16 rounds to 0, and its update with and without a scale of 2**16."""
+    for scaling, expected in ((None, 0.0), (Scaling(initial=65536.0, growth_steps=None), 2.0**-26)):
+        model = nn.Linear(1, 1, bias=False)
+        precision = Precision(model, name="fp16", device=CPU, scaling=scaling)
+        before = precision.masters["weight"].detach().clone().zero_()
+        with torch.no_grad():
+            precision.masters["weight"].zero_()
+        precision.write_half_()
+        precision.backward(model(torch.ones(1, 1).half()).float().sum() * 2.0**-26)
+        precision.update_(torch.optim.SGD(precision.masters.values(), lr=1.0, fused=True))
+        assert float(before - precision.masters["weight"].detach()) == expected
+
+
+@pytest.mark.parametrize("name", AUTOCAST_DTYPES)
+def test_autocast_gives_the_numbers_of_torchs_own(name: str) -> None:
+    """Torchvision's model under torch.autocast, and its twin under ours: the same bits everywhere."""
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+    torch.manual_seed(0)
+    theirs = torchvision.models.resnet18(num_classes=10)
+    ours = copy.deepcopy(theirs)
+    with torch.autocast("cpu", dtype=AUTOCAST_DTYPES[name]):
+        expected = theirs(images)
+    nn.functional.cross_entropy(expected.float(), labels).backward()
+    precision = Precision(ours, name=name, device=CPU)
+    with precision.forward():
+        logits = ours(images.to(precision.compute_dtype))
+        assert (images @ images.mT).dtype == AUTOCAST_DTYPES[name]
+    precision.backward(nn.functional.cross_entropy(logits.float(), labels))
+    assert logits.dtype == AUTOCAST_DTYPES[name]
+    assert torch.equal(logits, expected)
+    for key, p in ours.named_parameters():
+        twin = theirs.get_parameter(key)
+        assert p.grad is not None
+        assert p.grad.dtype == torch.float32
+        assert twin.grad is not None
+        assert torch.equal(p.grad, twin.grad), key
+    assert same(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+@pytest.mark.parametrize("name", AUTOCAST_DTYPES)
+def test_ghost_batch_norm_keeps_its_statistics_in_fp32_under_autocast(name: str) -> None:
+    """Those of one ghost batch, in float64, of pictures that half precision holds exactly."""
+    norm = GhostBatchNorm2d(3, bn_span=4, ghosts_per_step=1)
+    images = (torch.arange(4 * 3 * 64).view(4, 3, 8, 8) % 97).float()
+    with make_precision(norm, name=name).forward():
+        out = norm(images.to(AUTOCAST_DTYPES[name]))
+    assert out.dtype == AUTOCAST_DTYPES[name]
+    var, mean = torch.var_mean(images.double(), (0, 2, 3))
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    torch.testing.assert_close(norm.running_mean, (0.1 * mean).float())
+    torch.testing.assert_close(norm.running_var, (0.9 + 0.1 * var).float())
+
+
+def test_tf32_is_allowed_and_forbidden_for_every_reader() -> None:
+    """By torch's old way and by its new one, neither of which may complain of the other."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for is_allowed in (True, False, True):
+            set_tf32(is_allowed)
+            assert torch.backends.cuda.matmul.allow_tf32 == is_allowed
+            assert torch.backends.cudnn.allow_tf32 == is_allowed
+            assert torch.get_float32_matmul_precision() == ("high" if is_allowed else "highest")
+            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == is_allowed
+            assert (torch.backends.cudnn.conv.fp32_precision == "tf32") == is_allowed
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

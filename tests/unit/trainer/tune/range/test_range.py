@@ -1,0 +1,144 @@
+"""The range test: pure parts against closed forms, and the command on a small run."""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.tune.range import rising_rate as range_test
+from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
+from bigbatch.trainer.tune.range.report import explain
+from bigbatch.trainer.tune.search.options import parse_search
+
+STEPS = 121
+LR = exponential(1e-3, 1e3, steps=STEPS)
+LRS = [LR(step) for step in range(STEPS)]
+
+
+def test_the_learning_rate_rises_by_the_same_factor_each_step():
+    assert (LRS[0], LRS[-1]) == pytest.approx((1e-3, 1e3))
+    assert [b / a for a, b in pairwise(LRS)] == pytest.approx([10 ** (6 / 120)] * (STEPS - 1))
+
+
+def test_the_running_mean_has_no_bias():
+    assert smooth([3.0] * 5) == pytest.approx([3.0] * 5)
+    # (0.8 * 0.2 * 1 + 0.2 * 4) / (0.8 * 0.2 + 0.2)
+    assert smooth([1.0, 4.0])[1] == pytest.approx(0.96 / 0.36)
+
+
+def test_an_explosion_is_four_times_the_lowest_mean():
+    mean = SmoothedLoss()
+    mean.add(2.0)
+    assert [mean.has_exploded(value) for value in (2.0, 8.0, 8.001, math.nan)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("middle", [0.02, 0.3, 2.0])
+def test_the_steepest_descent_of_a_logistic_fall_is_its_middle(middle):
+    losses = [1 + 1.3 / (1 + (lr / middle) ** 2) for lr in LRS]  # logistic in ln(lr): steepest at the middle
+    found = suggest(LRS, losses, exploded_lr=None)
+    assert found.steepest_lr == pytest.approx(middle, rel=0.07)  # a step is a factor of 1.12
+    assert found.suggested_lr == found.steepest_lr
+    assert found.tenth_lr is None
+
+
+def test_noise_moves_it_little_and_a_rise_does_not_count():
+    noise = [0.02 * math.sin(7.3 * step) for step in range(STEPS)]
+    losses = [1 + 1.3 / (1 + lr / 0.3) + (lr / 30) ** 2 + n for lr, n in zip(LRS, noise, strict=True)]
+    found = suggest(LRS, losses, exploded_lr=500.0)
+    assert found.steepest_lr == pytest.approx(0.3, rel=0.6)
+    assert found.tenth_lr == 50
+
+
+def test_the_smaller_reading_is_suggested():
+    losses = [1 + 1.3 / (1 + (lr / 2.0) ** 2) for lr in LRS]
+    assert suggest(LRS, losses, exploded_lr=5.0).suggested_lr == 0.5
+
+
+def test_a_loss_that_only_rises_suggests_nothing():
+    found = suggest(LRS, [2 + step / 100 for step in range(STEPS)], exploded_lr=LRS[-1])
+    assert (found.steepest_lr, found.suggested_lr) == (None, None)
+    assert "never fell: raise --to" in explain(found, high=1e3, experiment=["quickstart"])[0]
+
+
+def test_the_reading_in_words():
+    exploded = "\n".join(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=["quickstart"]))
+    assert "exploded at 100; a tenth of that is 10" in exploded
+    assert "bigbatch tune search --config quickstart --space schedule.base_lr=log:1:100 " in exploded
+    calm = "\n".join(explain(Suggestion(4.0, None, 4.0), high=50, experiment=["quickstart"]))
+    assert "did not explode up to 50: raise --to" in calm
+    assert "log:1:50" in calm
+
+
+def test_the_suggested_search_is_of_the_experiment_as_it_was_overridden():
+    experiment = ["quickstart", "--data.root", "my data", "--data.mean=[0, 0, 0]"]
+    command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=experiment)[-1])
+    assert command[:3] == ["bigbatch", "tune", "search"]
+    found = parse_search(command[3:])
+    assert found.config == ("--config", *experiment)
+    assert found.space == ("schedule.base_lr=log:1:100",)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--from", "0", "--to", "1", "--steps", "50"], "two learning rates above 0"),
+        (["--from", "2", "--to", "1", "--steps", "50"], "--from 2 --to 1"),
+        (["--from", "1", "--to", "nan", "--steps", "50"], "two learning rates"),
+        (["--from", "1", "--to", "2", "--steps", "19"], "give at least 20"),
+        (["--from", "1", "--to", "2", "--steps", "20", "--run.epoch", "2"], "unknown key run.epoch"),
+    ],
+)
+def test_refusals(options, complaint, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        range_test.main(["--config", "quickstart", "--out", str(tmp_path), *options])
+    assert complaint in str(caught.value)
+
+
+SYNTHETIC = {
+    "data.loader": "synthetic",
+    "data.num_synthetic_samples": 64,
+    "data.image_size": 16,
+    "data.probe_seconds": 0,
+    "model.width": 2,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+    "run.divergence_steps": 1,  # does not end the test
+}
+
+
+def run_range(*options, ranks=0):
+    launch = ["launch", "mpirun", "--ranks", str(ranks), "--"] if ranks else []
+    settings = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
+    words = [*launch, "tune", "range", "--config", "quickstart", *settings, *options]
+    return subprocess.run(
+        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_find_where_the_loss_explodes(tmp_path):
+    done = run_range("--from", "0.1", "--to", "1e6", "--steps", "40", "--out", str(tmp_path / "out"), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out/range.json").read_text())
+    rises = exponential(0.1, 1e6, steps=40)
+    assert found["lr"] == pytest.approx([rises(step) for step in range(len(found["lr"]))])
+    assert found["loss"][0] == pytest.approx(math.log(10), rel=0.2)  # ten classes, no knowledge
+    assert found["smoothed_loss"] == pytest.approx(smooth(found["loss"]))
+    assert 10 < found["exploded_lr"] == pytest.approx(rises(len(found["lr"])))
+    assert (tmp_path / "out/range.png").stat().st_size > 1000
+    assert f"exploded at {found['exploded_lr']:.4g}" in done.stdout
+    assert "bigbatch tune search --config quickstart --data.loader=synthetic --data.num_" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_explosion_at_the_start_is_an_error(tmp_path):
+    done = run_range("--from", "1e6", "--to", "1e9", "--steps", "40", "--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "start lower than --from 1e+06" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,191 @@
+"""Whole searches, with a stand-in for the training whose results are a closed form."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import yaml
+from fake_searches import Fake, poll_often, run, stated, trials  # noqa: F401 - poll_often works by being here
+
+from bigbatch.errors import TuneError
+from bigbatch.trainer.config.file import PACKAGED, load_config
+from bigbatch.trainer.run.folder import read_records
+from bigbatch.trainer.tune.search import running
+from bigbatch.trainer.tune.search.coarse_to_fine import search
+
+
+@pytest.mark.parametrize("metric", ["top1", "loss"])
+def test_a_second_round_comes_closer_to_the_best(tmp_path, metric):
+    outcome, said = run(tmp_path, metric=metric)
+    lrs = [[float(r.values["schedule.base_lr"]) for r in outcome.records if r.round == n] for n in (1, 2)]
+    assert [len(each) for each in lrs] == [5, 5]
+    best = [min(each, key=lambda lr: max(lr / 8, 8 / lr)) for each in lrs]  # the stand-in's best is at 8
+    assert float(outcome.best.values["schedule.base_lr"]) == min(best, key=lambda lr: max(lr / 8, 8 / lr))
+    assert max(lrs[1]) / min(lrs[1]) <= 4  # a third of 64 in the logarithm
+    assert min(lrs[1]) <= best[0] * 2
+    assert outcome.overrides == ["--schedule.base_lr", outcome.best.values["schedule.base_lr"]]
+    assert [line for line in said if line.startswith("round ")] == [
+        "round 1 of 2, 5 trials: schedule.base_lr from 1 to 64 (log)",
+        next(line for line in said if line.startswith("round 2 of 2, 5 trials: schedule.base_lr from ")),
+    ]
+    assert len([line for line in said if line.startswith("trial ") and line.endswith(" s)")]) == 10
+    assert (tmp_path / "search.png").stat().st_size > 1000
+    assert [trial["number"] for trial in trials(tmp_path)] == list(range(1, 11))
+
+
+def test_best_yaml_is_the_whole_experiment_in_its_own_length(tmp_path):
+    outcome, _ = run(tmp_path / "study", trials=3, rounds=1, config=("--config", "quickstart", "--run.seed", "5"))
+    text = outcome.best_yaml.read_text()
+    found = load_config(["--config", str(outcome.best_yaml)])
+    lr = outcome.best.values["schedule.base_lr"]
+    assert found == load_config(["--config", "quickstart", "--run.seed", "5", "--schedule.base_lr", lr])
+    assert found.run.epochs == yaml.safe_load((PACKAGED / "quickstart.yaml").read_text())["run"]["epochs"] != 2
+    first, second = text.splitlines()[:2]
+    assert first == f"# bigbatch tune search in {tmp_path}/study: trial {outcome.best.number} of 3, of 2 epochs each"
+    assert second.startswith("# top-1 ")
+    assert second.endswith(f"% with schedule.base_lr={lr}")
+
+
+def test_a_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
+    first, _ = run(tmp_path)
+    fake = Fake()
+    again, _ = run(tmp_path, fake)
+    assert fake.made == []
+    assert again == first
+
+
+def test_trials_that_diverge_count_as_failed(tmp_path):
+    outcome, said = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
+    failed = [r for r in outcome.records if r.ended.state == "failed"]
+    assert 0 < len(failed) < 10
+    assert all(float(r.values["schedule.base_lr"]) > 16 for r in failed)
+    assert all(r.ended.reason.startswith("the loss is nan at step ") for r in failed)
+    assert any("failed: the loss is nan at step " in line for line in said)
+
+
+def test_a_search_whose_trials_all_fail_says_why(tmp_path):
+    with pytest.raises(TuneError) as caught:
+        run(tmp_path, Fake("--diverge-above", "0"), trials=4)
+    message = str(caught.value)
+    assert message.startswith(f"all 4 trials in {tmp_path} failed, 4 of them so: the loss is nan at step ")
+    assert message.endswith(": lower schedule.base_lr. Mend that, or search other values, in another --study")
+    assert "\n" not in message
+    assert not (tmp_path / "best.yaml").exists()
+    assert len(trials(tmp_path)) == 4
+
+
+def test_an_evaluation_that_is_no_number_is_a_failure(tmp_path):
+    code = """
+import json, sys, pathlib
+folder = pathlib.Path(sys.argv[sys.argv.index('--run.directory') + 1])
+folder.joinpath('metrics.jsonl').write_text(json.dumps(dict(kind='eval', step=1, epoch=1.0, loss=float('nan'), top1=0)))
+"""
+    with pytest.raises(TuneError, match="its last evaluation's result is nan"):
+        search(
+            stated(tmp_path, trials=2, metric="loss"),
+            say=lambda text: None,
+            make_argv=lambda options, **_: [sys.executable, "-c", code, *options],
+        )
+
+
+def test_values_that_do_not_go_together_fail_without_a_process(tmp_path):
+    """Each power of two divides the batch of the config, and is divided by its span; not so all pairs."""
+    fake = Fake()
+    space = ("batch.microbatch_size=log2:128:512", "batch.bn_span=log2:32:128", "batch.global_batch_size=log2:512:1024")
+    outcome, _ = run(tmp_path / "a", fake, space=space, trials=6, rounds=1)
+    assert {r.ended.state for r in outcome.records} == {"finished"}
+    space = ("batch.microbatch_size=choice:128,512", "batch.global_batch_size=choice:512,384")
+    fake = Fake()
+    outcome, _ = run(tmp_path / "b", fake, space=space, trials=12, rounds=1)
+    failed = [r for r in outcome.records if r.ended.state == "failed"]
+    assert failed
+    assert all(r.values == {"batch.microbatch_size": "512", "batch.global_batch_size": "384"} for r in failed)
+    assert "batch.global_batch_size=384 is not a multiple of batch.microbatch_size=512" in failed[0].ended.reason
+    assert len(fake.made) == 12 - len(failed)
+
+
+def test_the_worse_are_pruned_and_their_processes_end(tmp_path):
+    outcome, _ = run(tmp_path, Fake("--epoch-seconds", "0.15"), trials=12, rounds=1, epochs=10, prune=True, parallel=4)
+    pruned = [r for r in outcome.records if r.ended.state == "pruned"]
+    assert pruned
+    for record in pruned:
+        evaluated = list(read_records(tmp_path / f"trial-{record.number:04d}/metrics.jsonl"))
+        assert len(evaluated) < 10
+        assert record.ended.reason.startswith("worse than the median after ")
+        assert record.ended.reason.endswith(" of 10 epochs")
+        assert record.ended.result == pytest.approx(evaluated[-1]["top1"], abs=0.2)
+    assert outcome.best.ended.state == "finished"
+
+
+def test_trials_run_at_once(tmp_path):
+    """Each waits until all three have started."""
+    fake = Fake("--together", "3")
+    outcome, _ = run(tmp_path, fake, trials=3, rounds=1, parallel=3)
+    assert [r.ended.state for r in outcome.records] == ["finished"] * 3
+    assert len({options[1] for options in fake.made}) == 3  # folders
+
+
+def stop_after(condition, number):
+    """Send this process a signal once the condition holds."""
+
+    def wait():
+        while not condition():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_search_goes_on_with_what_it_had(tmp_path, number):
+    whole, _ = run(tmp_path / "whole", trials=6)
+    folder = tmp_path / "study"
+    before = signal.getsignal(number)
+    stop_after(lambda: (folder / "trial-0002/metrics.jsonl").exists(), number)
+    stopped, said = run(folder, Fake("--epoch-seconds", "0.4"), trials=6)
+    assert stopped is None
+    assert said[-1] == f"stopped by {signal.Signals(number).name}; the same command goes on from there"
+    assert signal.getsignal(number) == before
+    assert not (folder / "best.yaml").exists()
+    kept = (folder / "trial-0002/metrics.jsonl").read_text()
+    fake = Fake()
+    resumed, _ = run(folder, fake, trials=6)
+    assert len(fake.made) == 5  # the first is kept, the second goes on
+    assert (folder / "trial-0002/metrics.jsonl").read_text().startswith(kept)
+    assert [(r.number, r.values, r.ended.result) for r in resumed.records] == [
+        (r.number, r.values, r.ended.result) for r in whole.records
+    ]
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "END_SECONDS", 0.1)
+    output, asked = tmp_path / "trial-0001/output.txt", threading.Event()
+    ask_to_stop = running.RunningTrial.ask_to_stop
+
+    def ask(trial):
+        ask_to_stop(trial)
+        asked.set()
+
+    monkeypatch.setattr(running.RunningTrial, "ask_to_stop", ask)
+    stop_after(lambda: output.exists() and output.read_text(), signal.SIGINT)
+    stop_after(asked.is_set, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        search(stated(tmp_path), say=lambda text: None, make_argv=lambda options, **_: [sys.executable, "-c", DEAF])
+
+
+def test_the_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
+    _, said = run(tmp_path / "b", space=("optimizer.weight_decay=log2:1e-5:2e-5",), trials=2, rounds=1)
+    assert [line for line in said if "lies at an end" in line] == [
+        "the best optimizer.weight_decay lies at an end of its range: there may be better ones beyond "
+        "optimizer.weight_decay of 1e-05, 2e-05"
+    ]
+    # the best of one trial drawn between the ends, which are far away
+    _, said = run(tmp_path / "a", trials=1, rounds=1)
+    assert [line for line in said if "lies at an end" in line] == []

@@ -1,0 +1,103 @@
+"""The folder of a search: it belongs to one search, and to one process at a time."""
+
+import fcntl
+import subprocess
+import sys
+
+import pytest
+from fake_searches import Fake, poll_often, run, stated  # noqa: F401 - poll_often works by being here
+
+from bigbatch.errors import RunFolderError, TuneError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.tune.search import coarse_to_fine as search_module
+from bigbatch.trainer.tune.search import folder as folder_module
+from bigbatch.trainer.tune.search.coarse_to_fine import search
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"epochs": 3}, "--epochs 3 (was 2)"),
+        ({"space": ("schedule.base_lr=log:1:32",)}, '--space ["schedule.base_lr=log:1:32"] (was '),
+        ({"trials": 4}, "--trials 4 (was 3)"),
+        ({"metric": "loss"}, '--metric "loss" (was "top1")'),
+        ({"prune": True}, '--prune "median" (was "none")'),
+        ({"config": ("--config", "quickstart", "--run.seed", "1")}, "run.seed=1 (was 0)"),
+    ],
+)
+def test_a_folder_of_another_search_is_refused(tmp_path, changes, complaint):
+    run(tmp_path, trials=3, rounds=1)
+    with pytest.raises(TuneError) as caught:
+        run(tmp_path, **({"trials": 3, "rounds": 1} | changes))
+    assert f"{tmp_path} holds another search: {complaint}" in str(caught.value)
+    assert "choose another --study" in str(caught.value)
+
+
+def test_other_folders_are_refused(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/thesis.tex").touch()
+    with pytest.raises(TuneError, match="is not empty and holds no search: choose another --study"):
+        run(tmp_path / "used")
+    (tmp_path / "used/search.json").write_text("[")
+    with pytest.raises(TuneError, match=r"search\.json is not readable"):
+        run(tmp_path / "used")
+    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == ["search.json", "thesis.tex"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/base.yaml").write_text("of my own")
+    with pytest.raises(TuneError, match="is not empty and holds no search"):
+        run(tmp_path / "mine")
+    assert (tmp_path / "mine/base.yaml").read_text() == "of my own"
+    with pytest.raises(RunFolderError, match=r"thesis\.tex: File exists; free some disk, or name another folder"):
+        run(tmp_path / "used/thesis.tex")
+
+
+@pytest.mark.parametrize("left", [(), ("base.yaml",), (".base.yaml.77",), ("base.yaml", ".search.json.77")])
+def test_a_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
+    for name in (".search.lock", ".trials.lock", *left):
+        (tmp_path / name).write_text("")
+    outcome, _ = run(tmp_path, trials=2, rounds=1)
+    assert load_config(["--config", str(tmp_path / "base.yaml")]) == load_config(["--config", "quickstart"])
+    assert outcome.best.ended.state == "finished"
+
+
+def test_a_folder_that_is_taken_while_we_wait_for_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "require_own", lambda folder, identity: (tmp_path / "thesis.tex").touch())
+    with pytest.raises(TuneError, match="is not empty and holds no search"):
+        run(tmp_path)
+
+
+def test_two_searches_do_not_share_a_folder(tmp_path):
+    with (tmp_path / ".search.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TuneError, match="another search works in"):
+            run(tmp_path)
+
+
+def test_trials_of_a_killed_search_are_waited_for(tmp_path):
+    """What a trial inherits keeps the lock when the search is gone."""
+    tmp_path.joinpath("study").mkdir()
+    with (tmp_path / "study/.trials.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        orphan = subprocess.Popen(
+            [sys.executable, "-c", "input()"], pass_fds=(lock.fileno(),), stdin=subprocess.PIPE, text=True
+        )
+    said = []
+
+    def say(text):
+        said.append(text)
+        if len(said) == 1:
+            orphan.communicate("\n")
+
+    assert search(stated(tmp_path / "study", trials=2, rounds=1), say=say, make_argv=Fake())
+    assert orphan.returncode == 0
+    assert said[0].endswith(f"still run in {tmp_path}/study: waiting up to 600 s for their end")
+
+
+def test_trials_of_a_killed_search_are_not_waited_for_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "ORPHAN_SECONDS", 0.5)
+    with (tmp_path / ".trials.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(
+            TuneError, match=r"after 0\.5 s: repeat the command when they have ended, or end them first"
+        ):
+            run(tmp_path)

@@ -1,0 +1,94 @@
+"""The command that searches: its options, what it shows and refuses, and a search with real runs."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_searches import SPACE, stated, trials
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError, TuneError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.tune.search.options import parse_search
+
+WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
+
+
+def test_the_command_line(tmp_path):
+    found = parse_search(
+        [*WORDS[2:], str(tmp_path), "--run.seed", "3", "--launch", "mpirun --ranks 2", "--prune", "none"]
+    )
+    assert found == stated(
+        tmp_path, config=("--config", "quickstart", "--run.seed", "3"), trials=4, launch=("mpirun", "--ranks", "2")
+    )
+    with pytest.raises(ConfigError, match="is no command line"):
+        parse_search([*WORDS[2:], str(tmp_path), "--launch", "mpirun '"])
+    with pytest.raises(ConfigError, match="--study is empty: name a folder"):
+        parse_search([*WORDS[2:], ""])
+
+
+def test_a_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys):
+    folder = tmp_path / "study"
+    assert main([*WORDS, str(folder), "--dry-run", "--launch", "torchrun --ranks 2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2  # a round has two trials
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        assert words[2:6] == ["bigbatch", "launch", "torchrun", "--ranks"]
+        assert words[words.index("--run.directory") + 1] == str(folder / f"trial-000{number}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_of_a_job_is_no_search(tmp_path, monkeypatch):
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    from bigbatch.trainer.tune.search import options as search_command
+
+    with pytest.raises(TuneError, match="a search is one process, not 2: start it alone"):
+        search_command.main([*WORDS[2:], str(tmp_path)])
+
+
+SYNTHETIC = {
+    "data.loader": "synthetic",
+    "data.num_synthetic_samples": 32,
+    "data.image_size": 16,
+    "data.probe_seconds": 0,
+    "model.width": 2,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+    "run.log_every_steps": 1,
+    "run.checkpoint_every_steps": 1,
+}
+
+
+@pytest.mark.slow
+def test_real_runs_and_a_kill_in_the_midst(tmp_path):
+    """Two ranks a trial; the search is killed while its second trial trains, and started again."""
+    folder = tmp_path / "study"
+    settings = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
+    words = [*WORDS, str(folder), "--launch", "mpirun --ranks 2", *settings]
+    first = subprocess.Popen([sys.executable, "-m", "bigbatch", *words], stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 200
+    while not (folder / "trial-0002/metrics.jsonl").exists():
+        assert time.monotonic() < until
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.kill()
+    first.communicate()
+    kept = (folder / "trial-0001/summary.json").stat().st_mtime_ns
+    done = subprocess.run(
+        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "trial-0001/summary.json").stat().st_mtime_ns == kept
+    assert [trial["state"] for trial in trials(folder)] == ["finished"] * 4
+    for number in range(1, 5):
+        summary = json.loads((folder / f"trial-000{number}/summary.json").read_text())
+        assert (summary["world_size"], summary["epochs"]) == (2, 2)
+        assert summary["top1"] == trials(folder)[number - 1]["result"]
+    assert load_config(["--config", str(folder / "best.yaml")]).run.epochs == 12

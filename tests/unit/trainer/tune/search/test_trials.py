@@ -1,0 +1,415 @@
+"""The parts of a search that run no training: a trial's config and command, its process, the study."""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bigbatch.comm.rendezvous.environ import visible_gpus
+from bigbatch.errors import ConfigError, TuneError
+from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
+from bigbatch.trainer.run.folder import read_records
+from bigbatch.trainer.tune.search import running
+from bigbatch.trainer.tune.search.experiment import Search, make_experiment
+from bigbatch.trainer.tune.search.records import Ended, Record, best_record, ranked
+from bigbatch.trainer.tune.search.report import table
+from bigbatch.trainer.tune.search.running import RunningTrial, find_reason
+from bigbatch.trainer.tune.search.short_run import (
+    Launch,
+    differences,
+    gpus_of,
+    parse_launch,
+    shorten,
+    train_argv,
+)
+from bigbatch.trainer.tune.search.space import Grid, Range
+from bigbatch.trainer.tune.search.study import Round
+
+ALONE = Launch((), 1, is_here=True)
+LR = Range("schedule.base_lr", 1, 64, is_log=True, is_int=False)
+MOMENTUM = Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
+
+# a trial's config
+
+
+def test_what_is_stated_in_epochs_shrinks_with_the_run(tmp_path):
+    long = load_config(
+        [
+            *("--config", "imagenette", "--run.epochs", "20", "--data.train_sizes", "[[0,128],[1,144],[15,160]]"),
+            *("--schedule.name", "step", "--schedule.milestone_epochs", "[10,15]", "--schedule.gamma", "0.1"),
+            *("--schedule.end_lr", "null", "--schedule.power", "null", "--schedule.warmup_epochs", "2"),
+        ]
+    )
+    short = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path)
+    assert (short.run.epochs, short.run.eval_every_epochs, short.run.directory) == (4, 1, str(tmp_path))
+    assert short.schedule.warmup_epochs == pytest.approx(0.4)
+    assert short.schedule.milestone_epochs == pytest.approx((2, 3))
+    assert short.data.train_sizes == ((0, 144), (3, 160))  # the second size falls on epoch 0.2
+    assert shorten(long, epochs=4, evaluate_each=False, directory=tmp_path).run.eval_every_epochs == 4
+
+
+def test_a_decay_shrinks_too(tmp_path):
+    long = load_config(["--config", "quickstart", "--schedule.decay_epochs", "9"])
+    short = shorten(long, epochs=4, evaluate_each=False, directory=tmp_path)
+    assert short.schedule.decay_epochs == pytest.approx(3)
+
+
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_recipe_can_be_shortened_to_any_length(name, tmp_path):
+    long = load_config(["--config", name])
+    for epochs in range(1, long.run.epochs + 1):
+        schedule = shorten(
+            long, epochs=epochs, evaluate_each=True, directory=tmp_path
+        ).schedule  # checked as it is made
+        share = epochs / long.run.epochs
+        assert schedule.warmup_epochs == pytest.approx(long.schedule.warmup_epochs * share)
+        if long.schedule.decay_epochs is not None:
+            assert schedule.decay_epochs == pytest.approx(long.schedule.decay_epochs * share)
+
+
+def test_a_warmup_of_the_whole_run_can_be_shortened(tmp_path):
+    quick = load_config(["--config", "quickstart"])
+    for whole in range(2, 60):
+        long = dataclasses.replace(
+            quick,
+            run=dataclasses.replace(quick.run, epochs=whole),
+            schedule=dataclasses.replace(quick.schedule, warmup_epochs=whole),
+        )
+        for epochs in range(1, whole):
+            short = shorten(long, epochs=epochs, evaluate_each=True, directory=tmp_path)
+            assert short.schedule.warmup_epochs == pytest.approx(epochs)
+
+
+def test_a_short_run_lasts_to_its_end(tmp_path):
+    stops = ("--run.target_top1", "0.5", "--run.stop_metric", "loss", "--run.stop_after_evaluations", "1")
+    long = load_config(["--config", "quickstart", *stops, "--run.divergence_steps", "7"])
+    run = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path).run
+    stops = (run.target_top1, run.stop_metric, run.stop_after_evaluations, run.divergence_steps)
+    assert stops == (None, None, None, None)
+
+
+def test_an_average_shrinks_with_the_run(tmp_path):
+    """Else the short run would be refused: it has not so many steps."""
+    quick = load_config(["--config", "quickstart"])
+    steps = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 4}
+    words = [word for key, value in steps.items() for word in (f"--{key}", str(value))]
+    long = load_config(["--config", "quickstart", "--run.epochs", str(3 * quick.run.epochs), *words])
+    short = shorten(long, epochs=quick.run.epochs, evaluate_each=True, directory=tmp_path)
+    assert short.optimizer.ema_every_steps == 1
+    assert shorten(quick, epochs=1, evaluate_each=True, directory=tmp_path).optimizer.ema_every_steps is None
+
+
+@pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])
+def test_the_options_of_a_trial_make_its_config(name, tmp_path):
+    base = load_config(["--config", name])
+    other = load_config(["--config", name, "--schedule.base_lr", "3.5", "--data.mean", "[0.1,0.2,0.3]"])
+    short = shorten(other, epochs=2, evaluate_each=True, directory=tmp_path)
+    path = tmp_path / "base.yaml"
+    path.write_text(dump_config(base))
+    options = differences(base, short)
+    assert load_config(["--config", str(path), *options]) == short
+    assert options[:4] == ["--run.directory", str(tmp_path), "--run.epochs", "2"]
+    assert differences(base, base) == []
+
+
+# its command
+
+
+def test_commands():
+    options, base = ["--run.epochs", "2"], Path("base.yaml")
+    alone = train_argv(options, base=base, launch=ALONE, gpus=[])
+    assert alone == [sys.executable, "-m", "bigbatch", "train", "--config", "base.yaml", *options]
+    launch = parse_launch(["mpirun", "--ranks", "2"])
+    assert train_argv(options, base=base, launch=launch, gpus=["4", "5"]) == [
+        *("env", "CUDA_VISIBLE_DEVICES=4,5", sys.executable, "-m", "bigbatch", "launch", "mpirun", "--ranks", "2"),
+        *("--", "train", "--config", "base.yaml", "--run.epochs", "2"),
+    ]
+
+
+def test_launch_words(capsys):
+    assert parse_launch([]) == ALONE
+    assert parse_launch(["torchrun", "--ranks", "3"]) == Launch(("torchrun", "--ranks", "3"), 3, is_here=True)
+    words = ("mpirun", "--ranks", "4", "--hosts", "n0:2,n1:2")
+    assert parse_launch(words) == Launch(words, 4, is_here=False)
+    wrong = (["mpirun"], ["srun", "--ranks", "2"], ["mpirun", "--ranks", "0"], ["mpirun", "--ranks", "2", "--", "x"])
+    for words in (*wrong, ["mpirun", "--ranks", "two"], ["--ranks", "2"]):
+        with pytest.raises(ConfigError, match="such as 'mpirun --ranks 2'"):
+            parse_launch(words)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "gpus", "of_slots"),
+    [
+        (1, "0123", ["0", "1", "2", "3", "0"]),
+        (2, "0123", ["01", "23", "01"]),
+        (2, "012", ["01", "20", "12"]),
+        (4, "0123", ["", ""]),  # all of them anyway
+        (8, "0123", [""]),
+        (1, "", [""]),
+    ],
+)
+def test_gpus_are_taken_in_turn(num_ranks, gpus, of_slots):
+    launch = Launch(("mpirun",), num_ranks, is_here=True)
+    assert ["".join(gpus_of(slot, gpus=gpus, launch=launch)) for slot in range(len(of_slots))] == of_slots
+
+
+def test_gpus_of_other_hosts_are_left_alone():
+    assert gpus_of(0, gpus="0123", launch=Launch(("mpirun",), 1, is_here=False)) == []
+
+
+def test_gpus_have_the_names_that_their_user_gave():
+    assert visible_gpus(2, {}) == ["0", "1"]
+    assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "4,GPU-8f"}) == ["4", "GPU-8f"]
+    assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+# its process
+
+
+def start(code, folder):
+    with (folder / "lock").open("a") as lock:
+        return RunningTrial([sys.executable, "-c", code], folder / "trial", inherits=lock)
+
+
+ON_SIGTERM = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
+WAIT = "; print('ready', flush=True)\nwhile True: time.sleep(60)"
+
+
+def wait_for(trial, seconds=30.0):
+    until = time.monotonic() + seconds
+    while trial.exit_code() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return trial.exit_code()
+
+
+def wait_for_word(trial):
+    until = time.monotonic() + 30
+    while "ready" not in (trial.folder / running.OUTPUT).read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_the_reason_of_this_process_and_not_of_an_earlier_one(tmp_path):
+    assert wait_for(start("import sys; sys.exit('bigbatch: first')", tmp_path)) == 1
+    second = start("import sys; print('bigbatch: second'); sys.exit(1)", tmp_path)
+    assert wait_for(second) == 1
+    assert second.reason() == "second"
+    silent = start("import sys; sys.exit(3)", tmp_path)
+    assert wait_for(silent) == 3
+    assert silent.reason() == "it ended with exit code 3 and without a word"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "start\nbigbatch: the loss is nan at step 3: lower it\n-----\nprterun detected\n",
+            "the loss is nan at step 3: lower it",
+        ),
+        ("bigbatch: rank 0\nbigbatch: rank 1\n", "rank 1"),
+        ("Traceback\nValueError: bad\n\n", "ValueError: bad"),
+        ("", ""),
+    ],
+)
+def test_reasons(text, reason):
+    assert find_reason(text) == reason
+
+
+def test_a_trial_is_asked_to_stop(tmp_path):
+    trial = start(f"{ON_SIGTERM}sys.exit(130)){WAIT}", tmp_path)
+    wait_for_word(trial)
+    assert trial.exit_code() is None
+    assert not trial.was_asked
+    trial.ask_to_stop()
+    assert wait_for(trial) == 130
+
+
+def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "PATIENCE_SECONDS", (0.1, 0.1))
+    trial = start(f"{ON_SIGTERM}print('asked', flush=True)){WAIT}", tmp_path)
+    wait_for_word(trial)
+    trial.ask_to_stop()
+    assert wait_for(trial) == -9
+    assert (trial.folder / running.OUTPUT).read_text().split() == ["ready", "asked", "asked"]
+
+
+def test_metrics_are_read_again_only_when_they_have_grown(tmp_path, monkeypatch):
+    trial, reads = start("", tmp_path), []
+    monkeypatch.setattr(running, "read_records", lambda path: reads.append(path) or read_records(path))
+    wait_for(trial)
+    path = tmp_path / "trial/metrics.jsonl"
+    assert trial.new_evaluations() == []
+    for epoch in (1.0, 2.0):
+        with path.open("a") as file:
+            file.write(json.dumps({"kind": "eval", "epoch": epoch}) + "\n")
+        assert [record["epoch"] for record in trial.new_evaluations()] == [epoch]
+        assert [trial.new_evaluations() for _ in range(5)] == [[]] * 5
+        assert trial.last_evaluation()["epoch"] == epoch
+    assert len(reads) == 2
+
+
+# the study
+
+
+def open_round(path, *axes, number=1, maximize=True, prune_from_epoch=1):
+    return Round(
+        path / "journal.log",
+        axes or (LR, MOMENTUM),
+        number=number,
+        maximize=maximize,
+        prune_from_epoch=prune_from_epoch,
+        seed=0,
+    )
+
+
+def finished(result):
+    return Ended("finished", result, "", 1.0)
+
+
+def test_values_are_spread_evenly(tmp_path):
+    study = open_round(tmp_path)
+    values = []
+    for _ in range(9):
+        index, chosen = study.ask()
+        study.tell(index, finished(0.5))
+        values.append(chosen)
+    # after a first one by chance, eight of Sobol's points: one in each eighth of the range, four of each choice
+    eighths = sorted(int(8 * math.log(float(each["schedule.base_lr"])) / math.log(64)) for each in values[1:])
+    assert eighths == list(range(8))
+    assert [each["optimizer.momentum"] for each in values[1:]].count("0.9") == 4
+
+
+def test_what_a_killed_search_left_goes_on_with_the_same_values(tmp_path):
+    first = open_round(tmp_path)
+    done, left = first.ask(), first.ask()
+    first.tell(done[0], finished(0.3))
+    again = open_round(tmp_path)
+    assert again.unfinished() == [left]
+    assert again.ended() == [(*done, finished(0.3))]
+    new = again.ask()
+    assert new[0] == 2
+    assert new[1] not in (done[1], left[1])
+    again.tell(left[0], Ended("failed", None, "a reason", 2.0))
+    assert open_round(tmp_path).ended()[1] == (*left, Ended("failed", None, "a reason", 2.0))
+
+
+def test_a_trial_of_which_nothing_was_chosen_yet_gets_values(tmp_path):
+    """A search that was killed between the birth of a trial and the choice of its values."""
+    study = open_round(tmp_path)
+    study._study.ask()
+    ((index, values),) = open_round(tmp_path).unfinished()
+    assert (index, set(values)) == (0, {"schedule.base_lr", "optimizer.momentum"})
+
+
+def test_rounds_try_other_values_and_do_not_count_each_other(tmp_path):
+    first, second = open_round(tmp_path), open_round(tmp_path, number=2)
+    assert first.ask()[1] != second.ask()[1]
+    assert (len(first.unfinished()), len(second.unfinished())) == (1, 1)
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_the_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
+    study = open_round(tmp_path, maximize=maximize, prune_from_epoch=2)
+    sign = 1 if maximize else -1
+    for result in (0.1, 0.2, 0.3, 0.4):
+        index, _ = study.ask()
+        for epoch in (1, 2):
+            assert not study.should_stop(index, epoch=epoch, result=sign * result)
+        study.tell(index, finished(sign * result))
+    index, _ = study.ask()
+    assert not study.should_stop(index, epoch=1, result=sign * 0.0)  # in the warm-up
+    assert study.should_stop(index, epoch=2, result=sign * 0.24)  # the median is 0.25
+    study.tell(index, Ended("pruned", None, "worse", 1.0))
+    better, _ = study.ask()
+    assert not study.should_stop(better, epoch=2, result=sign * 0.26)
+    assert not study.should_stop(better, epoch=2, result=sign * 0.1)  # a resumed trial comes by again
+    assert study.ended()[-1][2] == Ended("pruned", sign * 0.24, "worse", 1.0)
+
+
+@pytest.mark.parametrize("missing", ["optuna", "scipy.stats.qmc"])
+def test_a_missing_package_names_the_extra(missing, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(TuneError, match=r"pip install 'bigbatch\[tune\]'"):
+        open_round(tmp_path)
+
+
+# the whole search, as far as it can be checked without running
+
+
+def make(tmp_path, **changes):
+    stated = {
+        "config": ("--config", "quickstart"),
+        "space": ("schedule.base_lr=log:1:64",),
+        "folder": tmp_path,
+        "trials": 7,
+        "rounds": 3,
+        "epochs": 2,
+        "metric": "top1",
+        "prune": True,
+        "parallel": 1,
+        "launch": (),
+    }
+    return make_experiment(Search(**(stated | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"trials": 0}, "--trials 0 must be at least 1"),
+        ({"parallel": 0}, "--parallel 0 must be at least 1"),
+        ({"epochs": 0}, "--epochs 0 must be"),
+        ({"rounds": 8}, "--rounds 8 exceed --trials 7"),
+        ({"space": ("optimizer.momentum=linear:0.5:1.5",)}, "at 1.5, optimizer.momentum=1.5 must be at least 0"),
+        ({"space": ("optimizer.momentum=choice:0.9,high",)}, "at high, "),
+        ({"space": ("schedule.base_lr=log:1e-5:1",)}, "at 1e-05, schedule.end_lr"),
+        ({"launch": ("mpirun", "--ranks", "3")}, "is not a multiple of"),
+        ({"config": ("--config", "quickstart", "--run.epoch", "2")}, "unknown key run.epoch"),
+    ],
+)
+def test_refused_before_anything_runs(tmp_path, changes, complaint):
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path, **changes)
+    assert complaint in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trials_are_shared_out_among_rounds(tmp_path):
+    assert make(tmp_path).round_sizes() == [3, 2, 2]
+    assert make(tmp_path, rounds=1).round_sizes() == [7]
+
+
+@pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("2", 1), ("6", 2), ("9", 2)])
+def test_nothing_is_pruned_in_the_warmup(tmp_path, warmup, epoch):
+    """Quickstart's 12 epochs become 2, so a warm-up of 6 is one of the two."""
+    assert (
+        make(tmp_path, config=("--config", "quickstart", "--schedule.warmup_epochs", warmup)).prune_from_epoch == epoch
+    )
+
+
+# what came out
+
+
+def test_ranks_and_table():
+    def record(number, result, state="finished"):
+        return Record(number, 1, {"schedule.base_lr": str(number)}, Ended(state, result, "" if result else "nan", 9.87))
+
+    records = [record(1, 0.25), record(2, None, "failed"), record(3, 0.75), record(4, 0.75)]
+    assert [each.number for each in ranked(records, metric="top1")] == [3, 4, 1, 2]
+    assert [each.number for each in ranked(records, metric="loss")] == [1, 3, 4, 2]
+    assert best_record(records, metric="loss") == records[0]
+    assert best_record(records[1:2], metric="top1") is None
+    assert table(records, metric="top1") == [
+        "trial  round  schedule.base_lr  top-1 (%)  seconds  outcome",
+        "    3      1                 3      75.00      9.9  finished",
+        "    4      1                 4      75.00      9.9  finished",
+        "    1      1                 1      25.00      9.9  finished",
+        "    2      1                 2          -      9.9  failed: nan",
+    ]
+    many = table([record(number, 0.5) for number in range(1, 24)], metric="loss")
+    assert (len(many), many[-1]) == (22, "and 3 more in trials.jsonl")

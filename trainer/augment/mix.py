@@ -1,0 +1,102 @@
+"""MixUp and CutMix within ghost batches, so that any world size and accumulation mixes the same pairs.
+
+Each sample is mixed with the one before it in its ghost batch, the first with the last; which lam and which box
+is a hash of (seed, epoch, the ghost batch's first sample).
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from bigbatch.trainer.augment.crops import uniforms
+from bigbatch.trainer.augment.pipeline import Stream
+
+
+def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
+    """Beta(alpha, alpha) from two uniform draws in [0, 1) each, exact for every alpha > 0, without rejection.
+
+    A Student-t value T of 2 * alpha degrees of freedom by the polar method, mapped by
+    1/2 + T / (2 * sqrt(2 * alpha + T^2)). Sources: Bailey 1994 (Math. Comp. 62), Devroye 1996 (WSC).
+    """
+    radius_G = (1 - draws_G2[:, 0]) ** (1 / alpha)  # in (0, 1], or 0 by underflow
+    cosine_G = np.cos(2 * math.pi * draws_G2[:, 1])
+    rest_G = 1 - radius_G
+    return 0.5 + 0.5 * cosine_G * np.sqrt(rest_G) / np.sqrt(radius_G + cosine_G**2 * rest_G)
+
+
+def cutmix_box(*, lam: float, centre: tuple[float, float], height: int, width: int) -> tuple[int, int, int, int]:
+    """x1, y1, x2, y2 of a box of about 1 - lam of the area around centre (draws for x, y), cut at the border.
+
+    Source: Yun et al. 2019 (arXiv 1905.04899), as torchvision's CutMix rounds it.
+    """
+    reach = 0.5 * math.sqrt(1 - lam)
+    x, y = int(centre[0] * width), int(centre[1] * height)
+    wide, high = int(reach * width), int(reach * height)
+    return max(x - wide, 0), max(y - high, 0), min(x + wide, width), min(y + high, height)
+
+
+class Mix:
+    """Mixes normalised pictures and their labels; each ghost batch by MixUp or CutMix, or half and half by chance.
+
+    An alpha of 0 leaves one out. Sources: Zhang et al. 2018 (arXiv 1710.09412), Yun et al. 2019 (arXiv 1905.04899).
+    """
+
+    def __init__(
+        self, *, seed: int, num_classes: int, bn_span: int, mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0
+    ) -> None:
+        """Raises: ValueError naming the senseless setting."""
+        for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
+            if not 0 <= alpha < math.inf:
+                raise ValueError(f"{name}={alpha} must be a number of at least 0")
+        if not mixup_alpha and not cutmix_alpha:
+            raise ValueError("mixup_alpha and cutmix_alpha are both 0: nothing to mix, set one above 0")
+        if bn_span < 2:
+            raise ValueError(f"bn_span={bn_span} must be at least 2: samples are mixed within a ghost batch")
+        from torchvision.transforms.v2 import CutMix, MixUp  # takes a second, which only who mixes has to wait
+
+        self._seed = seed
+        self._num_classes = num_classes
+        self._bn_span = bn_span
+        self._mixup_alpha = mixup_alpha
+        self._cutmix_alpha = cutmix_alpha
+        self._mixup = MixUp()
+        self._cutmix = CutMix()
+
+    def __call__(
+        self, images_BCHW: Tensor, labels_B: Tensor, *, epoch: int, indices_B: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """Mixed pictures in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
+
+        Raises: ValueError if the batch is no whole number of ghost batches.
+        """
+        if len(indices_B) % self._bn_span:
+            raise ValueError(f"batch of {len(indices_B)} samples is not a multiple of bn_span {self._bn_span}")
+        targets_BK = one_hot(labels_B, self._num_classes).float()
+        mixed_BCHW, mixed_BK = torch.empty_like(images_BCHW), torch.empty_like(targets_BK)
+        draws_G5 = uniforms(
+            seed=self._seed, epoch=epoch, indices_B=indices_B[:: self._bn_span], num_draws=5, stream=Stream.MIX
+        )
+        for ghost, draws_5 in enumerate(draws_G5):
+            part = slice(ghost * self._bn_span, (ghost + 1) * self._bn_span)
+            mixed_BCHW[part], mixed_BK[part] = self._mix_ghost(images_BCHW[part], targets_BK[part], draws_5=draws_5)
+        return mixed_BCHW, mixed_BK
+
+    def _mix_ghost(self, images_BCHW: Tensor, targets_BK: Tensor, *, draws_5: np.ndarray) -> tuple[Tensor, Tensor]:
+        """draws_5: which of the two, two for lam, two for the centre of the box."""
+        share_of_mixup = self._mixup_alpha and (0.5 if self._cutmix_alpha else 1.0)
+        # the library's arithmetic with our parameters: its own come from torch's hidden random state
+        params = {"labels": targets_BK, "batch_size": len(targets_BK)}
+        if draws_5[0] < share_of_mixup:
+            lam = symmetric_beta(draws_5[None, 1:3], alpha=self._mixup_alpha).item()
+            # lam of the picture is lam of the label, and the order of dimensions does not matter
+            images_BHWC = self._mixup.transform(images_BCHW.permute(0, 2, 3, 1), params | {"lam": lam})
+            return images_BHWC.permute(0, 3, 1, 2), self._mixup.transform(targets_BK, params | {"lam": lam})
+        lam = symmetric_beta(draws_5[None, 1:3], alpha=self._cutmix_alpha).item()
+        height, width = images_BCHW.shape[2:]
+        centre = (float(draws_5[3]), float(draws_5[4]))
+        x1, y1, x2, y2 = box = cutmix_box(lam=lam, centre=centre, height=height, width=width)
+        params |= {"box": box, "lam_adjusted": 1 - (x2 - x1) * (y2 - y1) / (width * height)}
+        return self._cutmix.transform(images_BCHW, params), self._cutmix.transform(targets_BK, params)

@@ -1,0 +1,188 @@
+"""RandAugment of a whole microbatch on its device: samples are grouped by operation, and nothing waits for the GPU.
+
+Which sample gets which operation is known on the host, so every index and parameter is made there.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, grid_sample
+
+from bigbatch.trainer.input.on_device import on_device
+
+MAX_MAGNITUDE = 30
+"""Magnitudes are 0..30: the 31 bins that torchvision's RandAugment has by default."""
+
+
+@cache
+def vision() -> ModuleType:
+    """torchvision's operations. To import them takes a second, which only who augments has to wait."""
+    from torchvision.transforms.v2 import functional
+
+    return functional
+
+
+class Op(IntEnum):
+    """The 14 operations, in torchvision's order; those that work on the same groups are neighbours."""
+
+    IDENTITY = 0
+    SHEAR_X = 1
+    SHEAR_Y = 2
+    TRANSLATE_X = 3
+    TRANSLATE_Y = 4
+    ROTATE = 5
+    BRIGHTNESS = 6
+    COLOR = 7
+    CONTRAST = 8
+    SHARPNESS = 9
+    POSTERIZE = 10
+    SOLARIZE = 11
+    AUTOCONTRAST = 12
+    EQUALIZE = 13
+
+
+def rand_augment(images_BCHW: Tensor, *, num_ops: int, magnitude: int, draws_BD: np.ndarray) -> Tensor:
+    """num_ops operations one after the other on each picture, each uniform over Op, all at one magnitude.
+
+    draws_BD are uniform in [0, 1), two per operation: which one, and its sign where it has one.
+    Operations and ranges are those of torchvision's RandAugment. Source: Cubuk et al. 2020 (arXiv 1909.13719).
+    """
+    for number in range(num_ops):
+        ops_B = np.floor(draws_BD[:, 2 * number] * len(Op)).astype(np.int64)
+        signs_B = np.where(draws_BD[:, 2 * number + 1] < 0.5, -1.0, 1.0)
+        images_BCHW = apply_ops(images_BCHW, ops_B=ops_B, signs_B=signs_B, magnitude=magnitude)
+    return images_BCHW
+
+
+def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    """One operation per picture; what each family of operations does is computed for its samples only."""
+    order_B = np.argsort(ops_B, kind="stable")
+    rows_B = on_device(order_B, images_BCHW.device)
+    images_BHWC = images_BCHW.permute(0, 2, 3, 1)  # index_select keeps the order of dimensions, not channels-last
+    result_BHWC = images_BHWC.clone()
+    for (first, last), transform in _FAMILIES.items():
+        start, end = np.searchsorted(ops_B[order_B], (first, last + 1))
+        if start == end:
+            continue
+        members, rows = order_B[start:end], rows_B[start:end]
+        family_BCHW = images_BHWC.index_select(0, rows).permute(0, 3, 1, 2)
+        changed = transform(family_BCHW, ops_B=ops_B[members], signs_B=signs_B[members], magnitude=magnitude)
+        result_BHWC.index_copy_(0, rows, changed.permute(0, 2, 3, 1))
+    return result_BHWC.permute(0, 3, 1, 2)
+
+
+def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> Tensor:
+    """factor * image + (1 - factor) * other, cut to 0..255 and truncated, as torchvision's adjust_* do.
+
+    other is black for BRIGHTNESS, the grey picture for COLOR (saturation) and its mean for CONTRAST.
+    """
+    table_4B = np.stack([factors_B, 1 - factors_B, ops_B == Op.COLOR, ops_B == Op.CONTRAST]).astype(np.float32)
+    factors, rests, is_color, is_contrast = on_device(table_4B, images_BCHW.device).view(4, -1, 1, 1, 1)
+    grey_B1HW = vision().rgb_to_grayscale(images_BCHW)
+    # a float64 sum of bytes is exact, so the mean does not depend on how a device orders it
+    mean_B111 = grey_B1HW.mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()
+    other_B1HW = grey_B1HW * is_color + mean_B111 * is_contrast
+    return (images_BCHW * factors).addcmul_(other_B1HW, rests).clamp_(0, 255).to(torch.uint8)
+
+
+def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int, height: int, width: int) -> np.ndarray:
+    """Where an output pixel (x, y, 1) comes from, (B, 2, 3), in pixels from the centre of the picture.
+
+    Shears hold the top left corner, rotations the centre; translations are whole pixels.
+    """
+
+    def amounts(op: Op, maximum: float) -> np.ndarray:
+        return np.where(ops_B == op, signs_B * _level(maximum, magnitude=magnitude), 0.0)
+
+    shear_x, shear_y = amounts(Op.SHEAR_X, 0.3), amounts(Op.SHEAR_Y, 0.3)
+    left = np.trunc(amounts(Op.TRANSLATE_X, 150 / 331 * width))
+    down = np.trunc(amounts(Op.TRANSLATE_Y, 150 / 331 * height))
+    turn = np.radians(amounts(Op.ROTATE, 30.0))
+    rows_x = [np.cos(turn), shear_x - np.sin(turn), shear_x * height / 2 - left]
+    rows_y = [shear_y + np.sin(turn), np.cos(turn), shear_y * width / 2 - down]
+    return np.stack([np.stack(rows_x, axis=1), np.stack(rows_y, axis=1)], axis=1)
+
+
+def _level(end: float, *, magnitude: int, start: float = 0.0) -> float:
+    """The magnitude's bin between start and end, in torchvision's float32, so that pixels come out equal."""
+    return float(torch.linspace(start, end, MAX_MAGNITUDE + 1)[magnitude])
+
+
+def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    """Shear, translate or rotate: the nearest pixel, black outside.
+
+    The grid is made by products and sums, not by affine_grid: its matrix product may round by batch size,
+    and with TF32 by about a tenth of a pixel.
+    """
+    height, width = images_BCHW.shape[2:]
+    matrices_B23 = sampling_matrices(ops_B, signs_B=signs_B, magnitude=magnitude, height=height, width=width)
+    shares_B23 = matrices_B23 / np.array([[width / 2], [height / 2]])  # grid_sample's unit: half the picture
+    device = images_BCHW.device
+    factors = on_device(shares_B23.astype(np.float32), device)[..., None, None]
+    xs_W = torch.arange(width, device=device) - (width - 1) / 2
+    ys_H1 = torch.arange(height, device=device)[:, None] - (height - 1) / 2
+    grid_B2HW = factors[:, :, 0] * xs_W + (factors[:, :, 1] * ys_H1 + factors[:, :, 2])
+    grid_BHW2 = grid_B2HW.permute(0, 2, 3, 1)
+    moved = grid_sample(images_BCHW.float(), grid_BHW2, mode="nearest", padding_mode="zeros", align_corners=False)
+    return moved.to(torch.uint8)
+
+
+def _blended(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    """Brightness, colour or contrast."""
+    return blend(images_BCHW, ops_B=ops_B, factors_B=1 + signs_B * _level(0.9, magnitude=magnitude))
+
+
+def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    """torchvision's adjust_sharpness with a factor per sample; its own copies a kernel to the GPU and waits.
+
+    The blur's weighted sums are whole numbers and never tie when divided by 13, so it is exact everywhere.
+    """
+    rests = on_device((-signs_B * _level(0.9, magnitude=magnitude)).astype(np.float32), images_BCHW.device).view(
+        -1, 1, 1, 1
+    )
+    pixels_BCHW = images_BCHW.float()
+    inner_BCHW = pixels_BCHW[:, :, 1:-1, 1:-1]
+    sums_BCHW = avg_pool2d(pixels_BCHW, 3, stride=1, divisor_override=1) + 4 * inner_BCHW
+    blurred_BCHW = (sums_BCHW / 13).round_()
+    inner_BCHW.addcmul_(blurred_BCHW - inner_BCHW, rests)
+    return pixels_BCHW.clamp_(0, 255).to(torch.uint8)
+
+
+def _posterized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    """The highest 8 to 4 bits."""
+    posterized: Tensor = vision().posterize(images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4)))
+    return posterized
+
+
+def _solarized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    """Inverted from a threshold on, which falls from 255 to 0."""
+    threshold = 255 * _level(0.0, magnitude=magnitude, start=1.0)
+    solarized: Tensor = vision().solarize(images_BCHW, threshold=threshold)
+    return solarized
+
+
+def _autocontrasted(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    autocontrasted: Tensor = vision().autocontrast(images_BCHW)
+    return autocontrasted
+
+
+def _equalized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+    equalized: Tensor = vision().equalize(images_BCHW)
+    return equalized
+
+
+# first and last operation -> what computes them, for all its samples at once; the identity needs nothing
+_FAMILIES: dict[tuple[Op, Op], Callable[..., Tensor]] = {
+    (Op.SHEAR_X, Op.ROTATE): _moved,
+    (Op.BRIGHTNESS, Op.CONTRAST): _blended,
+    (Op.SHARPNESS, Op.SHARPNESS): _sharpened,
+    (Op.POSTERIZE, Op.POSTERIZE): _posterized,
+    (Op.SOLARIZE, Op.SOLARIZE): _solarized,
+    (Op.AUTOCONTRAST, Op.AUTOCONTRAST): _autocontrasted,
+    (Op.EQUALIZE, Op.EQUALIZE): _equalized,
+}

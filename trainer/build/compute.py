@@ -1,0 +1,124 @@
+"""How a model's forward and backward are computed, and whether this machine can compile them."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import ComputeError, ConfigError
+from bigbatch.trainer.config.compute import require_one_microbatch
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import ComputeConfig
+from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
+from bigbatch.trainer.step.compiling import compile_failure
+from bigbatch.trainer.step.execution import CudaCapture, CudaGraphExecution, EagerExecution, Execution
+
+MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""torch.compile's names. Its own CUDA graphs would end at each region, and own the memory of gradients."""
+
+
+def memory_format(compute: ComputeConfig) -> torch.memory_format:
+    """Of weights and pictures."""
+    return torch.channels_last if compute.channels_last else torch.contiguous_format
+
+
+def set_up_compute_(
+    config: Config,
+    model: nn.Module,
+    communicator: Communicator,
+    *,
+    normalize: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]],
+) -> list[str]:
+    """Compile and recompute, in place, as the config asks for it; lines for the log. Collective.
+
+    Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
+    forward: makes what surrounds the model's forward, as Precision.forward does.
+    Raises: ComputeError, on all ranks alike, where one of them cannot compile.
+    """
+    notes = []
+    if config.compute.compile is not None:
+        if communicator.rank == 0:
+            print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
+        compile_regions_(model, mode=MODES[config.compute.compile])
+        failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
+        failure = _common_failure(failure, communicator)
+        if failure and not config.compute.compile_fallback:
+            raise ComputeError(
+                f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
+                "compute.compile_fallback=true to go on without"
+            )
+        if failure:
+            restore_regions_(model)
+            notes.append(f"not compiled: {failure}")
+    recompute_(model, config.compute.recomputed_blocks)
+    return notes
+
+
+def require_capturable(communicator: Communicator, *, accumulation_steps: int) -> None:
+    """Raise ConfigError where steps cannot be captured as CUDA graphs."""
+    remedy = "set compute.cuda_graph to false"
+    if communicator.device.type != "cuda":
+        raise ConfigError(f"compute.cuda_graph=True needs a GPU, and this rank has none: {remedy}")
+    if communicator.backend.name not in ("single", "nccl"):
+        raise ConfigError(
+            f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, which the host takes "
+            f"part in: {remedy}, or comm.backend to nccl"
+        )
+    require_one_microbatch(accumulation_steps)
+
+
+def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
+    """How steps get to the device."""
+    if not config.compute.cuda_graph:
+        return EagerExecution()
+    # no operation of its own: the stall inspector sees when the device has not come to the end of the replay
+    watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
+    return CudaGraphExecution(CudaCapture(communicator.device), optimizer=optimizer, watch=watch)
+
+
+def _run_once(
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    normalize: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """All that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
+
+    model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
+    """
+    data, count = config.data, config.batch.microbatch_size
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def logits(size: int) -> Tensor:
+        pixels_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
+        images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
+        with forward():
+            logits_BK: Tensor = model.forward(images_BCHW)
+        return logits_BK.float()
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model.train()
+        for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
+            logits_BK = logits(size)
+            labels_B = torch.zeros(count, dtype=torch.int64, device=logits_BK.device)
+            torch.autograd.grad(F.cross_entropy(logits_BK, labels_B), weights)
+        model.eval()
+        with torch.no_grad():
+            logits(data.image_size)
+        model.train()
+
+
+def _common_failure(own: str, communicator: Communicator) -> str:
+    """The first rank's that has one, by name where there are several ranks. Collective."""
+    for rank, failure in enumerate(communicator.gather_text(own)):
+        if failure:
+            return f"rank {rank}: {failure}" if communicator.world_size > 1 else failure
+    return ""

@@ -1,0 +1,233 @@
+"""From a config to the input of a run: splits, loaders, batches and what prepares them for the model."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
+from bigbatch.trainer.augment.mix import Mix
+from bigbatch.trainer.augment.normalize import Normalize
+from bigbatch.trainer.augment.pipeline import Augment
+from bigbatch.trainer.build.compute import memory_format
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input import order as imagenet
+from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, Request
+from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
+from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
+from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.step.loop import Plan
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of the data: how many samples, and a loader for them (index is None for generated ones)."""
+
+    num_samples: int
+    loader: Loader
+    index: ImageSource | None
+
+
+def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
+    """Training and validation data. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        train = _synthetic_split(config, communicator, image_size=_train_size(config))
+        return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
+    train_index, val_index = _read_indices(config, communicator)
+    train = _image_split(config, communicator, train_index, crop=_train_crop(config), image_size=_train_size(config))
+    return train, split_of(config, communicator, val_index)
+
+
+def make_eval_split(config: Config, communicator: Communicator) -> Split:
+    """Validation data alone: of training, only the class names are read. Collective. Raises: DataError; ConfigError."""
+    if config.data.loader == "synthetic":
+        return _synthetic_split(config, communicator, image_size=_eval_size(config))
+    root = Path(config.data.root)
+    index = open_split(root, "val", classes=read_classes(root, "train"))
+    _require_num_classes(config, index)
+    communicator.agree(f"the pictures in {root}", f"{len(index)} validation pictures ({_digest(index)})")
+    return split_of(config, communicator, index)
+
+
+def _read_indices(config: Config, communicator: Communicator) -> tuple[ImageSource, ImageSource]:
+    root = Path(config.data.root)
+    train_index = open_split(root, "train")
+    val_index = open_split(root, "val", classes=train_index.classes)
+    _require_num_classes(config, train_index)
+    communicator.agree(
+        f"the pictures in {root}",
+        f"{len(train_index)} training pictures ({_digest(train_index)}), "
+        f"{len(val_index)} validation pictures ({_digest(val_index)})",
+    )
+    return train_index, val_index
+
+
+def _require_num_classes(config: Config, index: ImageSource) -> None:
+    if len(index.classes) != config.data.num_classes:
+        raise ConfigError(
+            f"data.num_classes={config.data.num_classes}, but {config.data.root} holds {len(index.classes)} classes"
+        )
+
+
+def _digest(index: ImageSource) -> str:
+    """Of class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
+    digest = _digest_of_labels(index)
+    sizes_N2 = index.sizes(np.arange(len(index)))
+    if sizes_N2 is not None:
+        digest.update(sizes_N2.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def samples_digest(split: Split) -> str | None:
+    """Of class names and labels: the same for folders and packed copies; None for generated samples.
+
+    Where it differs, the positions in an epoch's order are those of other pictures.
+    """
+    return None if split.index is None else _digest_of_labels(split.index).hexdigest()[:16]
+
+
+def _digest_of_labels(index: ImageSource) -> "hashlib._Hash":
+    digest = hashlib.sha256("\0".join(index.classes).encode("utf-8", "surrogateescape"))
+    digest.update(index.labels_N.tobytes())
+    return digest
+
+
+def _train_size(config: Config) -> ImageSize:
+    pairs = config.data.train_sizes or ((0, config.data.image_size),)
+    return lambda epoch: [size for first, size in pairs if first <= epoch][-1]
+
+
+def _eval_size(config: Config) -> ImageSize:
+    return lambda epoch: config.data.image_size
+
+
+def _synthetic_split(config: Config, communicator: Communicator, *, image_size: ImageSize) -> Split:
+    loader = SyntheticLoader(
+        num_classes=config.data.num_classes,
+        image_size=image_size,
+        microbatch_size=config.batch.microbatch_size,
+        device=communicator.device,
+        seed=config.run.seed,
+    )
+    assert config.data.num_synthetic_samples is not None
+    return Split(config.data.num_synthetic_samples, loader, None)
+
+
+def _train_crop(config: Config) -> Crop:
+    data = config.data
+    if data.crop == "padded":
+        return padded_crop(seed=config.run.seed, size=data.image_size, flip=data.flip)
+    assert data.crop_area_min is not None
+    return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
+
+
+def split_of(config: Config, communicator: Communicator, index: ImageSource) -> Split:
+    """Any pictures, cropped and resized as for evaluation."""
+    crop = center_crop(fraction=config.data.eval_crop_fraction)
+    return _image_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
+
+
+def _image_split(
+    config: Config, communicator: Communicator, index: ImageSource, *, crop: Crop, image_size: ImageSize
+) -> Split:
+    data = config.data
+    if data.loader == "resident":
+        resident = ResidentLoader(
+            index=index,
+            crop=crop,
+            image_size=data.image_size,
+            microbatch_size=config.batch.microbatch_size,
+            device=communicator.device,
+            num_threads=data.num_threads,
+            patience_seconds=data.patience_seconds,
+        )
+        return Split(len(index), resident, index)
+    loader = make_image_loader(
+        data.loader,
+        index,
+        crop=crop,
+        image_size=image_size,
+        microbatch_size=config.batch.microbatch_size,
+        num_threads=data.num_threads,
+        prefetch_batches=data.prefetch_batches,
+        device_id=communicator.device.index,
+        hardware_share=data.hardware_share,
+        pin_memory=communicator.device.type == "cuda",
+        patience_seconds=data.patience_seconds,
+        max_skipped=data.max_skipped,
+    )
+    return Split(len(index), loader, index)
+
+
+def make_normalize(config: Config, communicator: Communicator) -> Normalize:
+    """From the loader's bytes to the model's numbers."""
+    return Normalize(
+        mean=config.data.mean,
+        std=config.data.std,
+        device=communicator.device,
+        dtype=COMPUTE_DTYPES[config.optimizer.precision],
+        memory_format=memory_format(config.compute),
+    )
+
+
+def make_prepare(config: Config, communicator: Communicator, *, normalize: Normalize) -> PrepareBatch:
+    """From a training batch to what a step takes."""
+    augment = config.augment
+    fill = [round(255 * mean) for mean in config.data.mean]
+    mix = None
+    if augment.mixup_alpha or augment.cutmix_alpha:
+        mix = Mix(
+            seed=config.run.seed,
+            num_classes=config.data.num_classes,
+            bn_span=config.batch.bn_span,
+            mixup_alpha=augment.mixup_alpha,
+            cutmix_alpha=augment.cutmix_alpha,
+        )
+    change = Augment(
+        seed=config.run.seed,
+        fill=(fill[0], fill[1], fill[2]),
+        jitter_strength=augment.color_jitter,
+        num_ops=augment.randaugment_ops,
+        magnitude=augment.randaugment_magnitude or 0,
+        cutout_size=augment.cutout_size,
+    )
+    return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
+
+
+def train_requests(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Request]:
+    """Those of this rank's microbatches from first_step to the end of the run."""
+    return imagenet.train_requests(
+        seed=config.run.seed,
+        num_samples=split.num_samples,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        start_step=plan.first_step,
+        end_step=plan.num_steps,
+        ranks_per_ghost=plan.ranks_per_ghost,
+    )
+
+
+def train_batches(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Batch]:
+    """This rank's microbatches from first_step to the end of the run, across epochs without a pause."""
+    return split.loader.load(train_requests(config, communicator, split, plan=plan))
+
+
+def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:
+    """This rank's share of a split, in whole microbatches with padding marked."""
+    return split.loader.load(
+        imagenet.eval_requests(
+            num_samples=split.num_samples,
+            microbatch_size=config.batch.microbatch_size,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+        )
+    )

@@ -1,0 +1,128 @@
+"""Copies packed data to every node before a run, while the ranks keep in touch."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import DataError
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.datasets.stage import stage
+
+BEAT_SECONDS = 1.0
+"""Between two exchanges: a node that copies for minutes must not look dead to one that has finished."""
+LINE_SECONDS = 10.0
+"""Between two lines of progress."""
+NUM_WORKERS = 4
+State = dict[str, Any]
+"""Of a rank: its failure; or the seconds and summary of its copy; or share and progress of one that goes on."""
+
+
+def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:
+    """The config with data.root at the copy, and a line for the log; as it was where data.stage is null. Collective.
+
+    The first rank of a node copies, the others wait for it. Raises: DataError, on all ranks alike, as soon as one
+    node fails, or gets no byte for comm.timeout_seconds.
+    """
+    if config.data.stage is None:
+        return config, None
+    state: Callable[[], State] = _nothing_to_copy
+    if communicator.env.local_rank == 0:
+        state = _Copy(
+            Path(config.data.root),
+            Path(config.data.stage),
+            host=communicator.env.host,
+            timeout_seconds=config.comm.timeout_seconds,
+        ).state
+    slowest = max(_wait_for_all(state, communicator), key=lambda copy: copy["seconds"])
+    staged = replace(config, data=replace(config.data, root=config.data.stage))
+    return staged, f"data staged in {config.data.stage}: {slowest['summary']}"
+
+
+def _nothing_to_copy() -> State:
+    return {"seconds": 0.0, "summary": ""}
+
+
+def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> list[State]:
+    """The last state of each rank; rank 0 tells now and then of the node that is furthest behind. Collective."""
+    said = time.monotonic()
+    while True:
+        states = [json.loads(text) for text in communicator.gather_text(json.dumps(state()))]
+        if failures := [each["failure"] for each in states if "failure" in each]:
+            raise DataError(failures[0])
+        under_way = [each for each in states if "share" in each]
+        if not under_way:
+            return states
+        if communicator.rank == 0 and time.monotonic() - said >= LINE_SECONDS:
+            said = time.monotonic()
+            last = min(under_way, key=lambda each: float(each["share"]))
+            print(f"staging: {last['progress']}", file=sys.stderr, flush=True)
+
+
+class _Copy:
+    """One node's copy, made by a thread of its own."""
+
+    def __init__(self, source: Path, target: Path, *, host: str, timeout_seconds: float) -> None:
+        self._source, self._target, self._host, self._timeout_seconds = source, target, host, timeout_seconds
+        self._done_bytes = self._total_bytes = 0
+        self._waits = False
+        self._seen: tuple[int, int] | None = None
+        self._seen_at = time.monotonic()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="bigbatch-stage")
+        self._copy = thread.submit(
+            stage, source, target, num_workers=NUM_WORKERS, on_progress=self._progress, on_wait=self._wait
+        )
+        thread.shutdown(wait=False)  # where another rank is lost, this one leaves at once, its copy unfinished
+
+    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._done_bytes, self._total_bytes, self._waits = done_bytes, total_bytes, False
+
+    def _wait(self) -> None:
+        self._waits = True
+
+    def state(self) -> State:
+        """What came of it, or after a beat how far it is. Raises: what is no DataError, a defect."""
+        wait([self._copy], timeout=BEAT_SECONDS)
+        if not self._copy.done():
+            return {"failure": self._stuck()} if self._is_stuck() else self._under_way()
+        error = self._copy.exception()
+        if error is None:
+            return {"seconds": self._copy.result().seconds, "summary": str(self._copy.result())}
+        if not isinstance(error, DataError):
+            raise error
+        return {"failure": str(error)}
+
+    def _is_stuck(self) -> bool:
+        """Nothing was copied or checked for too long, neither by this process nor by the one that it waits for."""
+        seen = self._done_bytes, bytes_in(self._target)
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, time.monotonic()
+        return time.monotonic() - self._seen_at > self._timeout_seconds
+
+    def _stuck(self) -> str:
+        return (
+            f"{self._target}: no byte came from {self._source} for comm.timeout_seconds={self._timeout_seconds:g} on "
+            f"{self._host}; see what holds it up and start again: what is copied is kept"
+        )
+
+    def _under_way(self) -> State:
+        text = f"{self._done_bytes / 1e9:.4g} of {self._total_bytes / 1e9:.4g} GB on {self._host}"
+        if self._waits:
+            text = f"waiting for another process, which stages into {self._target} on {self._host}"
+        return {"share": self._done_bytes / max(self._total_bytes, 1), "progress": text}
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files of the splits that are staged in folder, finished or not."""
+    total = 0
+    for path in folder.glob("*/*"):
+        try:
+            total += path.stat().st_size
+        except OSError:  # renamed or deleted since
+            continue
+    return total

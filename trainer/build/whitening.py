@@ -1,0 +1,53 @@
+"""Fits a model's input whitening to the training pictures, once, before the first step of a run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.broadcast import broadcast_parameters
+from bigbatch.trainer.build.input import Split
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input import order as imagenet
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
+from bigbatch.trainer.models.whitening import PATCH, PatchWhitening, patch_sums, whitening_filters
+
+NUM_IMAGES = 10_000
+"""As many as Page took; here evenly spaced over the training set, which may be in order of its classes."""
+
+
+@torch.no_grad()
+def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicator: Communicator) -> None:
+    """Set the weights of model.whitening_eps, in place, to the same bits on all ranks; nothing where it is null.
+
+    Weights that model.weights gave stay as they are. Collective. Raises: DataError.
+    """
+    eps = config.model.whitening_eps
+    if eps is None or config.model.weights is not None:
+        return
+    sums = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=communicator.device)
+    for batch in _batches(split, config=config, communicator=communicator):
+        sums += patch_sums(batch.images_BCHW[batch.valid_B.to(batch.images_BCHW.device)].to(sums.device))
+    communicator.sum_(sums.view(-1), label="all-reduce of patches")
+    filters = whitening_filters(sums, std=config.data.std, eps=eps).float().to(sums.device)
+    broadcast_parameters({"whitening": filters}, communicator)  # ranks may have other libraries: other last digits
+    for layer in model.modules():
+        if isinstance(layer, PatchWhitening):
+            layer.weight.copy_(filters)
+
+
+def _batches(split: Split, *, config: Config, communicator: Communicator) -> Iterator[Batch]:
+    """This rank's share: whole pictures with resident, whose crops reach over the edge, else crops of epoch 0."""
+    chosen_N = np.linspace(0, split.num_samples - 1, min(NUM_IMAGES, split.num_samples)).round().astype(np.int64)
+    requests = imagenet.eval_requests(
+        num_samples=len(chosen_N),
+        microbatch_size=config.batch.microbatch_size,
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+    )
+    loader = split.loader.uncropped() if isinstance(split.loader, ResidentLoader) else split.loader
+    return loader.load(replace(request, indices_B=chosen_N[request.indices_B]) for request in requests)

@@ -1,0 +1,1 @@
+"""What a run is: sections, their defaults and checks, files."""

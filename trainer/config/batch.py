@@ -1,0 +1,121 @@
+"""Which global batches, microbatches, ghost batches and numbers of ranks go together."""
+
+import math
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.sections import BatchConfig
+
+
+def check_batch(batch: BatchConfig) -> None:
+    """What can be said before the number of ranks is known. Raises: ConfigError."""
+    microbatch_size, bn_span = batch.microbatch_size, batch.bn_span
+    if microbatch_size % bn_span and bn_span % microbatch_size:
+        raise ConfigError(
+            f"batch.bn_span={bn_span} is neither a divisor nor a multiple of batch.microbatch_size={microbatch_size}: "
+            f"{largest_divisor(microbatch_size, bn_span)} is"
+        )
+    _check_division(batch, num_ranks=ranks_per_ghost(batch))
+    if batch.virtual_ranks is not None:
+        _check_virtual_ranks(batch, batch.virtual_ranks)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of number that is at most limit."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+def ranks_per_ghost(batch: BatchConfig) -> int:
+    """Neighbouring ranks that share each ghost batch; 1 where a microbatch holds whole ones."""
+    return max(1, batch.bn_span // batch.microbatch_size)
+
+
+def ghosts_per_microbatch(batch: BatchConfig) -> int:
+    """Ghost batches that a microbatch belongs to: all of several, or a part of one."""
+    return max(1, batch.microbatch_size // batch.bn_span)
+
+
+def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
+    """Microbatches per rank per update.
+
+    Raises: ConfigError when the ranks do not divide the global batch into whole microbatches, cannot share ghost
+    batches, or do not divide the virtual ranks.
+    """
+    _check_groups(batch, world_size=world_size)
+    if batch.virtual_ranks is not None and batch.virtual_ranks % world_size:
+        shares = ranks_per_ghost(batch)
+        fitting = shares * largest_divisor(batch.virtual_ranks // shares, world_size // shares)
+        raise ConfigError(
+            f"batch.virtual_ranks={batch.virtual_ranks} is not a multiple of the {world_size} rank(s) of this job, "
+            f"which are to do the same work each: start {fitting} rank(s)"
+        )
+    _check_division(batch, num_ranks=world_size)
+    return batch.global_batch_size // (batch.microbatch_size * world_size)
+
+
+def _check_division(batch: BatchConfig, *, num_ranks: int) -> None:
+    if batch.global_batch_size % (batch.microbatch_size * num_ranks):
+        raise ConfigError(
+            f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
+            f"batch.microbatch_size={batch.microbatch_size} x {num_ranks} rank(s): "
+            f"{_batch_remedy(batch, num_ranks=num_ranks)}"
+        )
+
+
+def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
+    """The change that fits: a smaller microbatch (same update) where there is one, else another global batch."""
+    whole = _fitting_microbatch(batch, num_ranks=num_ranks, least_shares=1, most_shares=1)
+    shared = _fitting_microbatch(
+        batch, num_ranks=num_ranks, least_shares=max(2, ranks_per_ghost(batch)), most_shares=batch.bn_span
+    )
+    per_step = batch.microbatch_size * num_ranks
+    other_batch = f"set batch.global_batch_size to {max(1, batch.global_batch_size // per_step) * per_step}"
+    if ranks_per_ghost(batch) > 1:
+        return f"set batch.microbatch_size to {shared}" if shared else other_batch
+    if whole:
+        return f"set batch.microbatch_size to {whole}"
+    or_shared = f", or, without mixup and cutmix, batch.microbatch_size to {shared}" if shared else ""
+    return other_batch + or_shared
+
+
+def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:
+    """The largest microbatch up to the config's own that divides all, where so many ranks share a ghost batch."""
+    for size in range(batch.microbatch_size, 0, -1):
+        shares, rest = divmod(batch.bn_span, size) if size < batch.bn_span else (1, size % batch.bn_span)
+        divides = rest == 0 and num_ranks % shares == 0 and batch.global_batch_size % (size * num_ranks) == 0
+        if divides and least_shares <= shares <= most_shares:
+            return size
+    return None
+
+
+def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
+    shares = ranks_per_ghost(batch)
+    if world_size % shares == 0:
+        return
+    fewer = math.gcd(shares, world_size)
+    size = batch.bn_span // fewer
+    remedy = f"start {_fitting_ranks(batch, limit=world_size)} ranks"
+    if batch.virtual_ranks is not None:
+        remedy = (
+            f"set batch.microbatch_size to {size} and batch.virtual_ranks to {batch.virtual_ranks * fewer // shares}"
+        )
+    elif batch.global_batch_size % (size * world_size) == 0:
+        remedy = f"set batch.microbatch_size to {size}"
+    raise ConfigError(
+        f"batch.bn_span={batch.bn_span} is spread over {shares} ranks by batch.microbatch_size="
+        f"{batch.microbatch_size}, and {world_size} rank(s) do not form such groups: {remedy}"
+    )
+
+
+def _fitting_ranks(batch: BatchConfig, *, limit: int) -> int:
+    """The largest number of ranks up to limit that can share the global batch; the least there is, where all exceed."""
+    shares, num_parts = ranks_per_ghost(batch), batch.global_batch_size // max(batch.bn_span, batch.microbatch_size)
+    return shares * largest_divisor(num_parts, max(1, limit // shares))
+
+
+def _check_virtual_ranks(batch: BatchConfig, virtual_ranks: int) -> None:
+    fitting = _fitting_ranks(batch, limit=virtual_ranks)
+    if virtual_ranks != fitting:
+        raise ConfigError(
+            f"batch.virtual_ranks={virtual_ranks} cannot share batch.global_batch_size={batch.global_batch_size} in "
+            f"microbatches of {batch.microbatch_size} and ghost batches of {batch.bn_span}: {fitting} can"
+        )

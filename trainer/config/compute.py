@@ -1,0 +1,55 @@
+"""What goes together in the computation of forward and backward."""
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.batch import ranks_per_ghost
+from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.sections import BatchConfig, CommConfig, ComputeConfig, OptimizerConfig
+
+RESIDUAL_BLOCKS = {
+    "resnet18": 8,
+    "resnet34": 16,
+    "resnet50": 16,
+    "resnet101": 33,
+    "resnet152": 50,
+    "resnet9": 2,
+    "alexnet_bn": 0,
+}
+
+
+def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> None:
+    """Raises: ConfigError."""
+    if compute.compile is None and compute.compile_fallback:
+        raise ConfigError("compute.compile_fallback=True has no meaning without compute.compile: set it to false")
+    if compute.compile is not None and ranks_per_ghost(batch) > 1:
+        raise ConfigError(
+            f"compute.compile={compute.compile} cannot have ranks exchange statistics within a graph, which "
+            f"batch.bn_span={batch.bn_span} over ranks of batch.microbatch_size={batch.microbatch_size} needs: set "
+            f"compute.compile to null, or batch.bn_span to at most {batch.microbatch_size}"
+        )
+    num_blocks = RESIDUAL_BLOCKS[model]
+    if compute.recomputed_blocks > num_blocks:
+        has = f"{num_blocks} residual blocks: give at most {num_blocks}" if num_blocks else "none: set it to 0"
+        raise ConfigError(f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}")
+
+
+def require_one_microbatch(accumulation_steps: int) -> None:
+    """Raise ConfigError where steps have more than compute.cuda_graph can capture."""
+    if accumulation_steps > 1:
+        raise ConfigError(
+            f"compute.cuda_graph=True captures steps of one microbatch, and these have {accumulation_steps}: set "
+            f"compute.cuda_graph to false, or batch.microbatch_size to {accumulation_steps} times as much"
+        )
+
+
+def check_cuda_graph(optimizer: OptimizerConfig, comm: CommConfig) -> None:
+    """What a captured step cannot have. Raises: ConfigError."""
+    if is_foreign(optimizer.name):
+        raise ConfigError(
+            f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}, for which the host waits every "
+            "step: set compute.cuda_graph to false"
+        )
+    if comm.timeline_steps is not None:
+        raise ConfigError(
+            f"comm.timeline_steps={list(comm.timeline_steps)} cannot look into the steps of compute.cuda_graph=True: "
+            "set one of them to null or false"
+        )

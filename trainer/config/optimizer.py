@@ -1,0 +1,80 @@
+"""Which settings of the optimizer go together."""
+
+from bigbatch.errors import ConfigError, nearest
+from bigbatch.trainer.config.sections import CommConfig, OptimizerConfig
+
+OPTIMIZERS = ("lars", "lamb", "sgd", "adamw")
+STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_decay"}
+"""Arguments of an optimizer -> the keys of the config that give them."""
+
+
+def is_foreign(name: str) -> bool:
+    """The optimizer is a class of some package, by its dotted name."""
+    return "." in name
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Raise ConfigError for a name that is none, and for settings that contradict each other."""
+    name = optimizer.name
+    if not is_foreign(name) and name not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}; the nearest is "
+            f"{nearest(name.lower(), OPTIMIZERS)}. Others go by their dotted names, such as "
+            "schedulefree.SGDScheduleFree"
+        )
+    if is_foreign(name):
+        _check_foreign(optimizer)
+    elif optimizer.options is not None:
+        raise ConfigError(
+            f"optimizer.options={optimizer.options} has no meaning with optimizer.name={name}: set it to null"
+        )
+    if optimizer.nesterov and optimizer.momentum == 0:
+        raise ConfigError("optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false")
+    if name in ("lamb", "adamw") and optimizer.eps == 0:
+        raise ConfigError(f"optimizer.eps={optimizer.eps} must be positive with optimizer.name={name}: 1e-6 is usual")
+
+
+def _check_foreign(optimizer: OptimizerConfig) -> None:
+    if any(not part.isidentifier() for part in optimizer.name.split(".")):
+        raise ConfigError(
+            f"optimizer.name={optimizer.name} is no dotted name of a class: schedulefree.SGDScheduleFree is one"
+        )
+    if optimizer.sharded:
+        raise ConfigError(
+            f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which may need whole tensors: "
+            f"set it to false, or take one of {', '.join(OPTIMIZERS)}"
+        )
+    for argument, key in STATED_ELSEWHERE.items():
+        if argument in (optimizer.options or {}):
+            raise ConfigError(f"optimizer.options must not give {argument}: {key} does")
+    if "fused" in (optimizer.options or {}):
+        raise ConfigError(
+            "optimizer.options must not give fused: where a first update is skipped, torch's fused kernels go on from "
+            f"memory that nobody wrote. Leave it out, or take one of {', '.join(OPTIMIZERS)}"
+        )
+
+
+def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> None:
+    """Raise ConfigError for what a sharded update does not go with."""
+    if not optimizer.sharded:
+        return
+    if comm.wire_dtype is not None:
+        raise ConfigError(
+            f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, whose gradients travel in "
+            "their own precision: set it to null, and optimizer.precision to bf16 for half the bytes"
+        )
+    if optimizer.ema_decay is not None:
+        raise ConfigError(
+            f"optimizer.ema_decay={optimizer.ema_decay} does not go with optimizer.sharded=True, which keeps no whole "
+            "weights to average: set one of them to null or false"
+        )
+
+
+def optimizer_notes(settings: OptimizerConfig) -> list[str]:
+    """What the log says of an optimizer."""
+    notes = []
+    if is_foreign(settings.name):
+        notes += [f"{settings.name} knows nothing of skipped updates: the host waits for the device every step"]
+    if settings.sharded:
+        notes += ["sharded update: gradients travel by reduce-scatter, weights by all-gather, not by comm.algorithm"]
+    return notes

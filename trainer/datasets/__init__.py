@@ -1,0 +1,1 @@
+"""Making, checking, packing and staging data sets."""

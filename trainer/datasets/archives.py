@@ -1,0 +1,198 @@
+"""Tar archives as they were published: found, checked, and read member by member without a temporary copy."""
+
+import gzip
+import hashlib
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import IO
+from urllib.request import Request, urlopen
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.show_progress import Report
+
+MAX_MEMBER_BYTES = 1 << 30
+"""A header may claim any length; what is read into memory stays below this (the largest CIFAR file has 155 MB)."""
+
+TIMEOUT_SECONDS = 60.0
+"""How long a server may be silent before a download is given up."""
+
+_MAX_TAR_BYTES = 1 << 50
+_AGAIN = "download the archive again"
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A published archive; what is None was not published, and is not checked."""
+
+    names: tuple[str, ...]
+    """File names that it goes by, the official one first."""
+    num_bytes: int | None = None
+    md5: str | None = None
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """A regular file in an archive; read it before the next one is drawn."""
+
+    origin: str
+    """The archive, or the archives one in the other, for messages."""
+    path: PurePosixPath
+    num_bytes: int
+    file: IO[bytes]
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {str(self.path)!r}"
+
+    def read(self) -> bytes:
+        """All bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
+        if self.num_bytes > MAX_MEMBER_BYTES:
+            raise DataError(f"{self}: claims {self.num_bytes:,} bytes; this is not the official archive")
+        with _named_errors(str(self)):
+            return self.file.read()
+
+
+def find_archive(folder: Path, archive: Archive) -> Path:
+    """Where the archive lies in folder. Raises: DataError if it is missing or has another length."""
+    with _named_errors(str(folder)):
+        path = next((folder / name for name in archive.names if (folder / name).is_file()), None)
+        found = path.stat().st_size if path else 0
+    if path is None:
+        raise DataError(f"{folder}: holds no {' or '.join(archive.names)}; download it there, or correct --archives")
+    if archive.num_bytes not in (None, found):
+        raise DataError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_AGAIN}")
+    return path
+
+
+def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
+    """Compare the MD5 sum with the published one. Raises: DataError if it differs, or none was published."""
+    if archive.md5 is None:
+        raise DataError(f"{path}: no MD5 sum was published; leave out --check-md5")
+    with _named_errors(str(path)), open(path, "rb") as file:
+        digest, total = hashlib.md5(usedforsecurity=False), path.stat().st_size
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            on_progress(f"checking {path.name}", file.tell(), total)
+    if digest.hexdigest() != archive.md5:
+        raise DataError(f"{path}: has MD5 {digest.hexdigest()}, not the published {archive.md5}; {_AGAIN}")
+
+
+def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
+    """Bring an archive into folder, unless it lies there whole; it gets its name when its MD5 sum is right.
+
+    Raises: DataError naming the address, the file and the way out.
+    """
+    path = folder / archive.names[0]
+    part = path.with_name(f".{path.name}.part")
+    try:
+        if path.is_file():
+            with suppress(DataError):  # if it is another file, or a part of it, it is replaced
+                check_md5(path, archive, on_progress=on_progress)
+                return
+        folder.mkdir(parents=True, exist_ok=True)
+        _fetch(archive, part, what=f"downloading {path.name}", on_progress=on_progress)
+        os.replace(part, path)
+    except (OSError, HTTPException) as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        advice = "try again, or fetch it elsewhere and name its folder with --archives"
+        raise DataError(f"{archive.url}: cannot be downloaded to {path} ({one_line(error)}); {advice}") from error
+
+
+def _fetch(archive: Archive, path: Path, *, what: str, on_progress: Report) -> None:
+    """Raises: OSError or HTTPException if not all came, or something else."""
+    assert archive.url is not None
+    digest, done = hashlib.md5(usedforsecurity=False), 0
+    request = Request(archive.url, headers={"User-Agent": "bigbatch"})
+    with urlopen(request, timeout=TIMEOUT_SECONDS) as response, open(path, "wb") as file:
+        total = response.length or 0  # a server need not say it
+        while piece := response.read(1 << 20):
+            file.write(piece)
+            digest.update(piece)
+            done += len(piece)
+            on_progress(what, done, max(total, done))
+    if done < total:
+        raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
+    if digest.hexdigest() != archive.md5:
+        raise OSError(f"what came has MD5 {digest.hexdigest()}, not {archive.md5}")
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text: tarfile and pickle write several."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
+
+
+def read_members(archive: Path | Member) -> Iterator[Member]:
+    """Yield the regular files of an archive, or of one within another, in the order in which they lie.
+
+    Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
+    sparse file or a name that comes twice; naming the archive if it is no tar, cut off or damaged.
+    """
+    origin, seen = str(archive), set()
+    with _named_errors(origin), _open(archive) as tar:
+        for info in tar:
+            path = PurePosixPath(info.name)
+            problem = "comes twice" if path in seen and not info.isdir() else _problem(info)
+            if problem:
+                raise DataError(f"{origin}: member {info.name!r} {problem}; this is not the official archive")
+            seen.add(path)
+            if info.isfile():
+                file = tar.extractfile(info)
+                assert file is not None
+                yield Member(origin, path, info.size, file)
+        _require_end(tar)
+
+
+def _open(archive: Path | Member) -> tarfile.TarFile:
+    """Compression is found out, not told by the name: ImageNet-V2's .tar.gz is a plain tar. No set uses bz2 or xz."""
+    if isinstance(archive, Member):
+        return tarfile.open(fileobj=archive.file, mode="r:")
+    with open(archive, "rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    return tarfile.open(archive, mode="r:gz" if is_gzip else "r:")
+
+
+def _problem(info: tarfile.TarInfo) -> str | None:
+    """Why a member must not be unpacked; None for a file or folder that stays inside."""
+    path = PurePosixPath(info.name)
+    reasons = {
+        "has an absolute name": path.is_absolute(),
+        "leads out of the archive": ".." in path.parts,
+        "has an unprintable name": not info.name.isprintable(),  # a zero byte, a terminal's commands
+        "has an impossible length": not 0 <= info.size < _MAX_TAR_BYTES,  # tarfile would seek there
+        "is a symbolic link": info.issym(),
+        "is a hard link": info.islnk(),
+        "is a device or a pipe": info.isdev(),
+        "is a sparse file": info.issparse(),
+        "is no file": not (info.isfile() or info.isdir()),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _require_end(tar: tarfile.TarFile) -> None:
+    """tarfile takes a cut or damaged header for the end, and a class would lack pictures unseen."""
+    assert tar.fileobj is not None
+    if isinstance(tar.fileobj, gzip.GzipFile):
+        while tar.fileobj.read(1 << 20):  # up to the checksum of all; to seek back would unpack all again
+            pass
+        return
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError(f"no member and no end at byte {tar.offset:,}")
+
+
+@contextmanager
+def _named_errors(origin: str) -> Iterator[None]:
+    """What the operating system refuses is no damage: to download again would not help."""
+    try:
+        yield
+    except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"{origin}: cannot be read ({error.strerror}); check its permissions and disk") from error
+        raise DataError(f"{origin}: is cut off or damaged ({one_line(error)}); {_AGAIN}") from error

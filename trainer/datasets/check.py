@@ -1,0 +1,256 @@
+"""Is a data set fit for a run? What its splits hold, and what is wrong with them."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
+from bigbatch.trainer.datasets.listing import Listing, open_listing
+from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+
+SPLITS = ("train", "val")
+IMAGENET_CLASSES = 1000
+IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
+"""How many pictures there are, and how many of each class where these are equal; 10,000 are ImageNet-V2's."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All cases of one kind in one place."""
+
+    kind: str
+    where: str
+    cases: tuple[str, ...]
+    """One line each, most begin with a path."""
+    is_problem: bool
+    """Else a remark: the data set is fit for training with it."""
+    meaning: str = ""
+    """What to do, or what the loaders make of it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of a quantity over classes or pictures; zeros where there are none."""
+
+    smallest: int = 0
+    median: float = 0.0
+    largest: int = 0
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """What a split holds. Sides and forms are those of its good pictures."""
+
+    num_images: int
+    num_classes: int
+    num_bytes: int
+    per_class: Spread
+    short_side_pixels: Spread
+    long_side_pixels: Spread
+    forms: dict[str, int]
+    """Number of pictures of each form, such as JPEG RGB, the most frequent first."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Everything that a check found."""
+
+    root: str
+    decoded: bool
+    seconds: float
+    splits: dict[str, SplitFacts]
+    problems: tuple[Finding, ...]
+    remarks: tuple[Finding, ...]
+
+
+def check_dataset(
+    root: Path, *, decode: bool = True, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None
+) -> CheckReport:
+    """Look at every picture of root/train and root/val; on_progress gets the number done and the total.
+
+    decode False reads all files and headers, so that only damage inside of a picture remains unseen.
+    Raises: DataError if root has neither split; ConfigError for an impossible num_workers.
+    """
+    start = time.monotonic()
+    listings = {split: open_listing(root, split) for split in SPLITS if (root / split).is_dir()}
+    if not listings:
+        raise DataError(f"{root}: holds neither train/ nor val/; name the folder that contains them")
+    splits = {split: listing.images for split, listing in listings.items()}
+    total, num_done = sum(map(len, splits.values())), 0
+    rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
+    faults: dict[str, list[Fault]] = {split: [] for split in splits}
+    for part in examine_all(splits, decode=decode, num_workers=num_workers):
+        rows[part.split].append(part.rows_N)
+        faults[part.split] += part.faults
+        num_done += len(part.rows_N)
+        if on_progress:
+            on_progress(num_done, total)
+    tables = {split: np.concatenate(parts) for split, parts in rows.items()}
+    findings = class_findings(root, splits)
+    for split, images in splits.items():
+        findings += listing_findings(split, listings[split])
+        findings += fault_findings(split, faults[split])
+        findings += trait_findings(split, images, rows_N=tables[split])
+    findings += duplicate_findings(splits, tables)
+    return CheckReport(
+        root=str(root),
+        decoded=decode,
+        seconds=time.monotonic() - start,
+        splits={split: split_facts(images, tables[split]) for split, images in splits.items()},
+        problems=tuple(finding for finding in findings if finding.is_problem),
+        remarks=tuple(finding for finding in findings if not finding.is_problem),
+    )
+
+
+def spread(values_N: np.ndarray) -> Spread:
+    """Smallest, median and largest."""
+    if not len(values_N):
+        return Spread()
+    return Spread(int(values_N.min()), float(np.median(values_N)), int(values_N.max()))
+
+
+def _class_counts(images: Images) -> np.ndarray:
+    return np.bincount(images.labels_N, minlength=len(images.classes))
+
+
+def split_facts(images: Images, rows_N: np.ndarray) -> SplitFacts:
+    """Counts and sizes of one split."""
+    good_N = rows_N[rows_N["fit"]]
+    return SplitFacts(
+        num_images=len(images),
+        num_classes=len(images.classes),
+        num_bytes=int(rows_N["num_bytes"].sum()),
+        per_class=spread(_class_counts(images)),
+        short_side_pixels=spread(good_N["sides"].min(axis=1)),
+        long_side_pixels=spread(good_N["sides"].max(axis=1)),
+        forms={form.decode(): count for form, count in Counter(good_N["form"].tolist()).most_common()},
+    )
+
+
+def listing_findings(split: str, listing: Listing) -> list[Finding]:
+    """Folders that cannot be listed, and what nobody reads."""
+    findings = (
+        Finding("folder that cannot be listed", split, listing.unlisted, is_problem=True),
+        Finding("other files", split, listing.strays, is_problem=False, meaning="not read by the loaders"),
+    )
+    return [finding for finding in findings if finding.cases]
+
+
+def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
+    """One problem per kind of bad picture."""
+    kinds: dict[str, list[str]] = {}
+    for fault in faults:
+        kinds.setdefault(fault.kind, []).append(fault.reason)
+    return [Finding(kind, split, tuple(reasons), is_problem=True) for kind, reasons in kinds.items()]
+
+
+def trait_findings(split: str, images: Images, *, rows_N: np.ndarray) -> list[Finding]:
+    """One remark per trait that some picture has, with what the loaders make of it."""
+    findings = []
+    for bit, (trait, meaning) in enumerate(TRAITS.items()):
+        positions = np.flatnonzero(rows_N["traits"] >> bit & 1)
+        if len(positions):
+            cases = tuple(images.name(int(position)) for position in positions)
+            findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))
+    return findings
+
+
+def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
+    """Missing splits, classes without pictures or in one split only, and counts that are not ImageNet's."""
+    findings = []
+    missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
+    if missing:
+        meaning = "training reads train/, evaluation reads val/"
+        findings.append(Finding("missing split", str(root), missing, is_problem=True, meaning=meaning))
+    for split, images in splits.items():
+        counts = _class_counts(images)
+        empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
+        if empty:
+            meaning = f"fill or remove it; a picture ends in {', '.join(IMAGE_SUFFIXES)}"
+            findings.append(Finding("class without pictures", split, empty, is_problem=True, meaning=meaning))
+        if not images.classes:
+            cases = (f"{root / split}: expected {split}/<class>/<picture>",)
+            findings.append(Finding("no class folders", split, cases, is_problem=True))
+        for other in splits.keys() - {split}:
+            lacking = tuple(f"{root / split / name}" for name in sorted({*images.classes} - {*splits[other].classes}))
+            if lacking:
+                meaning = "give both splits the same class folders: a label is the position among them"
+                kind = f"class that {other} lacks"
+                findings.append(Finding(kind, split, lacking, is_problem=True, meaning=meaning))
+        findings += imagenet_findings(split, images)
+    return findings
+
+
+def imagenet_findings(split: str, images: Images) -> list[Finding]:
+    """For 1,000 classes that are named by WordNet ids: is it the whole of ILSVRC-2012, or of ImageNet-V2?"""
+    is_wnid = re.compile(r"n\d{8}").fullmatch
+    if len(images.classes) != IMAGENET_CLASSES or not all(map(is_wnid, images.classes)):
+        return []
+    cases, known = [], IMAGENET_COUNTS[split]
+    if len(images) not in known:
+        cases.append(f"{len(images):,} pictures instead of {' or '.join(f'{count:,}' for count in known)}")
+    elif per_class := known[len(images)]:
+        cases += [
+            f"{name}: {count} pictures instead of {per_class}"
+            for name, count in zip(images.classes, _class_counts(images).tolist(), strict=True)
+            if count != per_class
+        ]
+    meaning = (
+        "accuracies are comparable only for the whole set: 1,281,167 pictures in train and 50,000 in val, 50 of each "
+        "class; 10,000 and 10 in ImageNet-V2"
+    )
+    return [Finding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)] if cases else []
+
+
+def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
+    """Positions that share a digest, in groups of two and more, each in ascending order."""
+    order_N = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
+    is_new_N = np.ones(len(order_N), bool)
+    is_new_N[1:] = (digests_N2[order_N[1:]] != digests_N2[order_N[:-1]]).any(axis=1)
+    starts = np.flatnonzero(is_new_N)
+    stops = np.append(starts[1:], len(order_N))
+    return sorted(order_N[start:stop].tolist() for start, stop in zip(starts, stops, strict=False) if stop - start > 1)
+
+
+def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.ndarray]) -> list[Finding]:
+    """The same bytes twice: in train and val a problem, inside a split a remark."""
+    good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
+    owners = np.repeat(list(good), [len(positions) for positions in good.values()])
+    positions_N = np.concatenate(list(good.values()))
+    cases: dict[_Kind, list[str]] = {}
+    for group in equal_groups(np.concatenate([tables[split]["digest"][good[split]] for split in good])):
+        members = [(str(owners[number]), int(positions_N[number])) for number in group]
+        case = " = ".join(splits[split].name(position) for split, position in members)
+        cases.setdefault(_kind_of_duplicate(splits, members), []).append(case)
+    return [
+        Finding(each.kind, each.where, tuple(lines), is_problem=each.is_problem, meaning=each.meaning)
+        for each, lines in cases.items()
+    ]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A finding without its cases."""
+
+    kind: str
+    where: str
+    is_problem: bool
+    meaning: str
+
+
+def _kind_of_duplicate(splits: Mapping[str, Images], members: Sequence[tuple[str, int]]) -> _Kind:
+    where = sorted({split for split, _ in members})
+    if len(where) > 1:
+        meaning = "leakage: the accuracy would be too good; remove it from one of them"
+        return _Kind("same picture in train and val", " and ".join(where), True, meaning)
+    labels = {int(splits[split].labels_N[position]) for split, position in members}
+    if len(labels) > 1:
+        return _Kind("same picture in several classes", where[0], False, "at most one of its labels can be right")
+    return _Kind("same picture twice", where[0], False, "counts as often as it is there")

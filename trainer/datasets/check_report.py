@@ -1,0 +1,96 @@
+"""A check of a data set for a person to read, and for a program."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts, Spread
+
+
+def print_report(report: CheckReport, *, console: Console) -> None:
+    """The splits side by side, the findings, the verdict; without lines and colours where no terminal is."""
+    title, *rows = table_rows(report)
+    if console.is_terminal:
+        table = Table(*title, title=report.root)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        widths = [max(map(len, column)) for column in zip(title, *rows, strict=True)]
+        for row in (title, *rows):
+            cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            console.print("  ".join((row[0].ljust(widths[0]), *cells)).rstrip(), soft_wrap=True, highlight=False)
+    for line in finding_lines(report):
+        style = "red" if line.startswith("problem") else None
+        console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
+    console.print(verdict(report), style="bold", soft_wrap=True, highlight=False, markup=False)
+
+
+def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
+    """A title row, then a row per fact with a cell per split."""
+    splits = report.splits.values()
+    forms = list(dict.fromkeys(form for facts in splits for form in facts.forms))
+    columns = [(split, *_cells(facts, forms)) for split, facts in report.splits.items()]
+    names = ["", "pictures", "classes", "pictures per class", "median", "MB"]
+    names += ["smallest side (pixels)", "median sides (short x long)", "largest side", *forms]
+    return list(zip(names, *columns, strict=True))
+
+
+def _cells(facts: SplitFacts, forms: list[str]) -> list[str]:
+    short, long = facts.short_side_pixels, facts.long_side_pixels
+    return [
+        f"{facts.num_images:,}",
+        f"{facts.num_classes:,}",
+        _range(facts.per_class),
+        f"{facts.per_class.median:,.0f}",
+        f"{facts.num_bytes / 1e6:,.1f}",
+        f"{short.smallest:,}",
+        f"{short.median:,.0f} x {long.median:,.0f}",
+        f"{long.largest:,}",
+        *(f"{facts.forms.get(form, 0):,}" for form in forms),
+    ]
+
+
+def _range(values: Spread) -> str:
+    if values.smallest == values.largest:
+        return f"{values.smallest:,}"
+    return f"{values.smallest:,} to {values.largest:,}"
+
+
+def finding_lines(report: CheckReport) -> Iterator[str]:
+    """A line per finding: where, what, how many, the first case."""
+    for finding in (*report.problems, *report.remarks):
+        word = "problem" if finding.is_problem else "remark"
+        yield f"{word:7}  {finding.where}: {finding.kind} ({len(finding.cases):,}){_meaning(finding)}"
+        more = f"   and {len(finding.cases) - 1:,} more" if len(finding.cases) > 1 else ""
+        # a file name need not be valid text
+        yield f"         {finding.cases[0]}{more}".encode(errors="backslashreplace").decode()
+
+
+def _meaning(finding: Finding) -> str:
+    return f": {finding.meaning}" if finding.meaning else ""
+
+
+def verdict(report: CheckReport) -> str:
+    """The last line."""
+    num_images = sum(facts.num_images for facts in report.splits.values())
+    num_problems = sum(len(finding.cases) for finding in report.problems)
+    what = "fit for training" if not num_problems else f"NOT fit for training: {num_problems:,} problem(s)"
+    done = "decoded" if report.decoded else "read, not decoded,"
+    rate = num_images / max(report.seconds, 1e-9)
+    return f"{report.root}: {what}; {num_images:,} pictures {done} in {report.seconds:.1f} s ({rate:,.0f} pictures/s)"
+
+
+def write_json(report: CheckReport, path: Path) -> None:
+    """All cases of all findings. Raises: DataError if path cannot be written."""
+    try:
+        path.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror}); name another file") from error

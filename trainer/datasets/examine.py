@@ -1,0 +1,183 @@
+"""One look at every picture of a data set, as the loaders would take it, by many processes."""
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from PIL import Image
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.formats import (
+    PNG_END,
+    PNG_START,
+    UnsupportedImageError,
+    encoded_size,
+    jpeg_size,
+    open_image,
+)
+from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+
+PART_IMAGES = 64
+"""Per task of a process: half a second of decoding, so that the progress moves and a task costs next to nothing."""
+
+TRAITS = {
+    # what is worth knowing about a picture: what the loaders make of it
+    "progressive JPEG": "decoded as any other, more slowly",
+    "grayscale": "red, green and blue all get the one channel",
+    "CMYK": "converted to RGB by the plain formula, without a colour profile",
+    "PNG named as JPEG, or JPEG as PNG": "decoded by content, whatever the name says",
+    "EXIF rotation": "used as stored: the rotation is not applied, neither in training nor in evaluation",
+    "16 bit": "reduced to 8 bits",
+    "palette": "expanded to RGB",
+    "transparency": "ignored: the colour under it shows",
+    "several pictures in one file": "the first is used",
+}
+
+IMAGE = np.dtype(
+    [("digest", "u8", 2), ("num_bytes", "i8"), ("sides", "i4", 2), ("form", "S12"), ("traits", "u2"), ("fit", "?")]
+)
+"""One row per picture; sides are (height, width), traits a bit for each of TRAITS in order, form such as JPEG RGB.
+
+sides, form and traits are zero unless fit. 47 bytes, so that a million pictures take little."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A picture on which training would stop."""
+
+    path: str
+    kind: str
+    reason: str
+    """One line that begins with path."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some pictures of a split, in order."""
+
+    split: str
+    rows_N: np.ndarray
+    """Of dtype PICTURE."""
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True)
+class _Job:
+    splits: Mapping[str, Images]
+    decode: bool
+
+
+def kind_of_fault(data: bytes, error: Exception) -> str:
+    """What a file on which the decoder raised error seems to be."""
+    if not data:
+        return "empty file"
+    for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (PNG_START[:4], PNG_END)):
+        if data.startswith(start):
+            if end not in data[len(start) :]:
+                return "cut off picture"
+            return "unsupported picture" if isinstance(error, UnsupportedImageError) else "damaged picture"
+    if data[:100].lstrip().startswith(b"<"):
+        return "HTML or XML instead of a picture"
+    return "neither JPEG nor PNG"
+
+
+def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], str, int]:
+    """(height, width) of the stored picture, its form, its traits; with decode False from the headers alone.
+
+    Raises: DataError naming path.
+    """
+    if decode:
+        image = open_image(data, path=path)
+        size = jpeg_size(data) or (image.height, image.width)
+    else:
+        size = encoded_size(data, path=path)
+        image = _open_header(data, path=path)
+    kind = "JPEG" if image.format == "MPO" else str(image.format)
+    found = _traits(image, data=data, path=path)
+    return size, f"{kind} {image.mode}", sum(1 << bit for bit, trait in enumerate(TRAITS) if found.get(trait))
+
+
+def _open_header(data: bytes, *, path: str) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data))
+    except OSError:
+        return open_image(data, path=path)  # which says what is wrong with it
+
+
+def _traits(image: Image.Image, *, data: bytes, path: str) -> dict[str, bool]:
+    is_png, mode, info = image.format == "PNG", image.mode, image.info
+    suffix = os.path.splitext(path)[1].lower()  # a picture in a shard has none
+    return {
+        "progressive JPEG": "progressive" in info,
+        "grayscale": mode in ("1", "L", "LA"),
+        "CMYK": mode == "CMYK",
+        "PNG named as JPEG, or JPEG as PNG": suffix in IMAGE_SUFFIXES and is_png != (suffix == ".png"),
+        "16 bit": is_png and data[24] == 16,  # the bit depth in PNG's first chunk
+        "palette": mode in ("P", "PA"),
+        "transparency": mode in ("LA", "PA", "RGBA") or "transparency" in info,
+        "several pictures in one file": image.format == "MPO",
+        "EXIF rotation": _is_rotated(image),
+    }
+
+
+def _is_rotated(image: Image.Image) -> bool:
+    try:
+        return image.getexif().get(0x0112, 1) in range(2, 9)
+    except Exception:  # older versions of Pillow stumble over broken EXIF; the loaders never look at it
+        return False
+
+
+def examine_part(images: Images, positions: range, *, split: str, decode: bool) -> Part:
+    """Read and examine the pictures at positions; a bad one becomes a fault."""
+    rows_N, faults = np.zeros(len(positions), IMAGE), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large pictures
+        for row, position in enumerate(positions):
+            path = images.name(position)
+            try:
+                data = images.read(position)
+            except (OSError, DataError) as error:
+                faults.append(Fault(path, "unreadable file", _reason(path, error)))
+                continue
+            rows_N[row]["num_bytes"] = len(data)
+            try:
+                rows_N[row] = (_digest(data), len(data), *examine(data, path=path, decode=decode), True)
+            except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
+                faults.append(Fault(path, kind_of_fault(data, error), _reason(path, error)))
+    return Part(split, rows_N, tuple(faults))
+
+
+def _reason(path: str, error: Exception) -> str:
+    if isinstance(error, DataError):
+        return str(error)
+    what = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+    return f"{path}: cannot be used ({what}); replace or remove it"
+
+
+def _digest(data: bytes) -> np.ndarray:
+    return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
+
+
+def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int) -> Iterator[Part]:
+    """Parts of all splits, in order, each as soon as it is there; in this process if one is enough.
+
+    Raises: ConfigError for an impossible num_workers; DataError if a process dies.
+    """
+    tasks = [
+        (split, range(first, min(first + PART_IMAGES, len(images))))
+        for split, images in splits.items()
+        for first in range(0, len(images), PART_IMAGES)
+    ]
+    return in_parallel(partial(_run, _Job(splits, decode)), tasks, num_workers=num_workers)
+
+
+def _run(job: _Job, task: tuple[str, range]) -> Part:
+    split, positions = task
+    return examine_part(job.splits[split], positions, split=split, decode=job.decode)

@@ -1,0 +1,290 @@
+"""The embedded data set of the quick start: ten classes of shapes and textures in ImageNet's folder layout.
+
+Each picture is a pure function of (seed, split, label, number). Colours, sign of the contrast, place, angle,
+size, clutter and noise all vary, so a linear classifier on pixels fails where a small ResNet succeeds.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.datasets.processes import in_parallel
+
+DATASET_VERSION = 1
+"""Raise it with every change that alters a pixel: old folders are then refused instead of mixed up."""
+
+SPLITS = ("train", "val")
+MANIFEST = "manifest.json"
+JPEG_QUALITY = 90
+CHUNK_IMAGES = 50
+_MEND = "delete the folder to generate it again, or name a new one"
+LUMA_3 = np.array([0.299, 0.587, 0.114])
+
+Chunk = tuple[str, int, range]
+"""(split, label, numbers): what a worker process writes at a time."""
+
+Shape = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
+"""(u, v, rng) -> signed distance, about negative inside and positive outside, where the radius is about 1."""
+
+
+def _disk(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.hypot(u, v) - 1
+
+
+def _ring(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.abs(np.hypot(u, v) - 0.8) - rng.uniform(0.12, 0.2)
+
+
+def _crescent(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.maximum(np.hypot(u, v) - 1, rng.uniform(0.8, 0.95) - np.hypot(u - 0.5, v))
+
+
+def _square(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.maximum(np.abs(u), np.abs(v)) - 0.85
+
+
+def _triangle(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.maximum(-v, np.abs(u) * 0.866 + v * 0.5) - 0.62
+
+
+def _cross(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    half_width = rng.uniform(0.2, 0.3)
+    short, long = np.minimum(np.abs(u), np.abs(v)), np.maximum(np.abs(u), np.abs(v))
+    return np.maximum(short - half_width, long - 1.05)
+
+
+def _stripes(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    frequency = rng.uniform(8, 11)
+    return _in_patch(np.sin(frequency * u + rng.uniform(0, 6.28)) / frequency, u, v)
+
+
+def _checkerboard(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    frequency = rng.uniform(5.5, 8)
+    phase_u, phase_v = rng.uniform(0, 6.28, 2)
+    return _in_patch(np.sin(frequency * u + phase_u) * np.sin(frequency * v + phase_v) / frequency, u, v)
+
+
+def _dots(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    period = rng.uniform(0.5, 0.65)
+    offset_u, offset_v = rng.uniform(0, period, 2)
+    cell_u, cell_v = (u + offset_u) % period - period / 2, (v + offset_v) % period - period / 2
+    return _in_patch(np.hypot(cell_u, cell_v) - rng.uniform(0.28, 0.34) * period, u, v)
+
+
+def _spiral(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    frequency, handedness = rng.uniform(8, 11), rng.choice([-1, 1])
+    return _in_patch(np.sin(frequency * np.hypot(u, v) + handedness * np.arctan2(v, u)) / frequency, u, v)
+
+
+def _in_patch(distance: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Cut a texture to a disk a little larger than the shapes."""
+    return np.maximum(distance, np.hypot(u, v) - 1.1)
+
+
+SHAPES: dict[str, Shape] = {
+    "checkerboard": _checkerboard,
+    "crescent": _crescent,
+    "cross": _cross,
+    "disk": _disk,
+    "dots": _dots,
+    "ring": _ring,
+    "spiral": _spiral,
+    "square": _square,
+    "stripes": _stripes,
+    "triangle": _triangle,
+}
+CLASSES = tuple(sorted(SHAPES))
+"""Folder names; the position is the label, as in every reader that sorts folders."""
+
+
+@dataclass(frozen=True)
+class ShapesRecipe:
+    """What decides every byte of the data set; the manifest states it."""
+
+    seed: int
+    train_per_class: int
+    val_per_class: int
+    side_pixels: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        low, high = self.side_pixels
+        legal = {
+            "seed": self.seed >= 0,
+            "train_per_class": self.train_per_class >= 1,
+            "val_per_class": self.val_per_class >= 1,
+            "side_pixels": 32 <= low <= high,
+        }
+        for key, is_legal in legal.items():
+            if not is_legal:
+                hint = "two numbers, 32 <= low <= high" if key == "side_pixels" else "a larger whole number"
+                raise ConfigError(f"{key}={getattr(self, key)} is not possible; give {hint}")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pictures per class of each split."""
+        return {"train": self.train_per_class, "val": self.val_per_class}
+
+
+def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple[int, int] = (72, 112)) -> np.ndarray:
+    """Draw one picture: uint8, height x width x 3, both sides drawn from side_pixels (inclusive)."""
+    rng = np.random.default_rng([seed, SPLITS.index(split), label, number])
+    height, width = rng.integers(side_pixels[0], side_pixels[1] + 1, 2)
+    radius_pixels = min(height, width) / 2
+    y = (np.arange(height, dtype=np.float32)[:, None] - (height - 1) / 2) / radius_pixels
+    x = (np.arange(width, dtype=np.float32)[None, :] - (width - 1) / 2) / radius_pixels
+    back_3, front_3 = _colours(rng)
+    image_HW3 = back_3 + _shading(x, y, rng)
+    for _ in range(rng.integers(2, 6)):
+        _paint_(image_HW3, _stroke(x, y, rng) * radius_pixels, rng.uniform(20, 235, 3))
+    u, v, scale = _object_frame(x, y, rng)
+    distance = SHAPES[CLASSES[label]](u, v, rng) * scale * radius_pixels
+    _paint_(image_HW3, distance, front_3 + _shading(x, y, rng))
+    image_HW3 += rng.standard_normal(image_HW3.shape, dtype=np.float32) * rng.uniform(2, 10)
+    return image_HW3.clip(0, 255).astype(np.uint8)
+
+
+def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two colours of random hue, 80 to 140 grey levels apart in luminance.
+
+    In one picture of five the object is the darker: without, its mean brightness would be a linear clue.
+    """
+    gap = rng.uniform(80, 140) * rng.choice([-1, 1], p=[0.2, 0.8])
+    middle = rng.uniform(110, 145)
+    hue_2x3 = rng.uniform(-60, 60, (2, 3))
+    hue_2x3 -= hue_2x3 @ LUMA_3[:, None]
+    back_3, front_3 = (hue_2x3 + np.array([[middle - gap / 2], [middle + gap / 2]])).astype(np.float32)
+    return back_3, front_3
+
+
+def _shading(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A slow wave of light across the picture, at most 22 grey levels either way (height x width x 1)."""
+    along_x, along_y = rng.uniform(-2.5, 2.5, 2)
+    wave = np.sin(along_x * x + along_y * y + rng.uniform(0, 6.28)) * rng.uniform(5, 22)
+    return wave.astype(np.float32)[:, :, None]
+
+
+def _stroke(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Signed distance to a short thick line: clutter that belongs to no class."""
+    centre_x, centre_y = rng.uniform(-1.2, 1.2, 2)
+    angle, half_length, half_width = rng.uniform(0, 3.15), rng.uniform(0.0, 0.25), rng.uniform(0.03, 0.07)
+    u, v = _turn(x - centre_x, y - centre_y, angle)
+    return np.hypot(np.maximum(np.abs(u) - half_length, 0), v) - half_width
+
+
+def _object_frame(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, float]:
+    """Coordinates in which the object is upright with radius 1, and that radius in half sides."""
+    scale, stretch = rng.uniform(0.6, 0.85), rng.uniform(1, 1.15)
+    centre_x, centre_y = rng.uniform(-1, 1, 2) * (1 - scale) * 0.8
+    u, v = _turn(x - centre_x, y - centre_y, rng.uniform(0, 6.28))
+    return u / scale * stretch, v / scale, scale
+
+
+def _turn(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.ndarray]:
+    cos, sin = float(np.cos(angle)), float(np.sin(angle))
+    return x * cos + y * sin, y * cos - x * sin
+
+
+def _paint_(image_HW3: np.ndarray, distance_pixels: np.ndarray, colour: np.ndarray) -> None:
+    """Blend colour in where the distance is negative, with an edge one pixel wide."""
+    cover = (0.5 - distance_pixels).clip(0, 1).astype(np.float32)[:, :, None]
+    image_HW3 += cover * (colour - image_HW3)
+
+
+def write_dataset(
+    root: Path,
+    *,
+    seed: int = 0,
+    train_per_class: int = 500,
+    val_per_class: int = 100,
+    side_pixels: tuple[int, int] = (72, 112),
+    num_workers: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> bool:
+    """Write root/{train,val}/<class>/*.JPEG, all or nothing; False where root already holds exactly this.
+
+    num_workers processes share the work (1: none are started) and do not change a byte. on_progress gets
+    (pictures done, pictures in all). With equal versions of numpy and Pillow the bytes are equal too.
+    Raises: ConfigError for an impossible setting; DataError where root holds something else or cannot be
+    written.
+    """
+    recipe = ShapesRecipe(seed, train_per_class, val_per_class, side_pixels)
+    if _is_complete(root, recipe):
+        return False
+    root = root.absolute()
+    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        _write_all(unfinished, recipe=recipe, num_workers=num_workers, on_progress=on_progress)
+        os.replace(unfinished, root)  # also replaces an empty folder
+    except OSError as error:
+        if _is_complete(root, recipe):  # another process was faster
+            return False
+        raise DataError(f"{root}: cannot write the generated data set: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return True
+
+
+def _manifest(recipe: ShapesRecipe) -> dict[str, object]:
+    fixed = {"name": "bigbatch generated shapes", "version": DATASET_VERSION, "jpeg_quality": JPEG_QUALITY}
+    return {**fixed, **asdict(recipe), "side_pixels": list(recipe.side_pixels), "classes": list(CLASSES)}
+
+
+def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
+    """True for exactly this data set, False for nothing at all; anything else in root is a DataError."""
+    try:
+        found = json.loads((root / MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        if (root.is_dir() and not any(root.iterdir())) or not root.exists():
+            return False
+        raise DataError(f"{root}: holds something else than a generated data set; name a new folder") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{root / MANIFEST}: cannot be read ({error}); {_MEND}") from error
+    if found != _manifest(recipe):
+        raise DataError(f"{root / MANIFEST}: states another data set than {recipe}; {_MEND}")
+    for split, per_class in recipe.counts.items():
+        expected, num_found = per_class * len(CLASSES), sum(1 for _ in (root / split).glob("*/*.JPEG"))
+        if num_found != expected:
+            raise DataError(f"{root / split}: holds {num_found} of {expected} pictures; {_MEND}")
+    return True
+
+
+def _write_all(
+    folder: Path, *, recipe: ShapesRecipe, num_workers: int, on_progress: Callable[[int, int], None] | None
+) -> None:
+    chunks = [
+        (split, label, range(first, min(first + CHUNK_IMAGES, per_class)))
+        for split, per_class in recipe.counts.items()
+        for label in range(len(CLASSES))
+        for first in range(0, per_class, CHUNK_IMAGES)
+    ]
+    # refuses an impossible num_workers before anything is written
+    written = in_parallel(partial(_write_chunk, folder, recipe), chunks, num_workers=num_workers)
+    for split in SPLITS:
+        for name in CLASSES:
+            (folder / split / name).mkdir(parents=True)
+    num_done, total = 0, sum(recipe.counts.values()) * len(CLASSES)
+    for num_written in written:
+        num_done += num_written
+        if on_progress:
+            on_progress(num_done, total)
+    (folder / MANIFEST).write_text(json.dumps(_manifest(recipe), indent=2) + "\n")
+
+
+def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: Chunk) -> int:
+    """Write the pictures of one chunk; returns how many."""
+    split, label, numbers = chunk
+    for number in numbers:
+        name, sides = CLASSES[label], recipe.side_pixels
+        image = render(seed=recipe.seed, split=split, label=label, number=number, side_pixels=sides)
+        path = folder / split / name / f"{name}_{number:05d}.JPEG"
+        Image.fromarray(image).save(path, "JPEG", quality=JPEG_QUALITY)
+    return len(numbers)

@@ -1,0 +1,63 @@
+"""Work for many processes, such that a Ctrl-C or a killed parent leaves none of them behind."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from typing import Any, TypeVar
+
+from bigbatch.errors import ConfigError, DataError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_works: list[Callable[[Any], Any]] = []
+"""The one work of a process of the pool: sent once, as it may hold the names of a million pictures."""
+
+
+def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:
+    """work of each task, in order, in num_workers processes (1: in this one).
+
+    Raises: ConfigError for an impossible num_workers, at the call; DataError if a process dies.
+    """
+    if num_workers < 1:
+        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
+    if num_workers == 1 or len(tasks) < 2:
+        return map(work, tasks)
+    return _in_processes(work, tasks, num_processes=min(num_workers, len(tasks)))
+
+
+def _in_processes(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_processes: int) -> Iterator[Result]:
+    # a fork would copy the state of CUDA, MPI and running threads
+    context = get_context("spawn")
+    try:
+        pool = ProcessPoolExecutor(num_processes, context, initializer=_start_worker, initargs=(work,))
+        try:
+            yield from pool.map(_work_here, tasks)
+        finally:
+            # map cancels on its own, but not where a Ctrl-C comes while it still hands the tasks over
+            pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool as error:
+        hint = "out of memory? give fewer --workers; from a script of your own, guard it by if __name__ == '__main__'"
+        raise DataError(f"a worker process died: {hint}") from error
+
+
+def _start_worker(work: Callable[[Any], Any]) -> None:
+    """Leave Ctrl-C to the parent, which lets the tasks at work be finished; end with a parent that was killed."""
+    _works[:] = [work]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _work_here(task: Any) -> Any:
+    return _works[0](task)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

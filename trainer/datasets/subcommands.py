@@ -1,0 +1,142 @@
+"""`bigbatch data`: the pictures, before a run."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.trainer.datasets.prepare_options import add_prepare
+from bigbatch.trainer.datasets.stage_options import add_stage
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand of `bigbatch data`; the exit code."""
+    arguments = _parser().parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bigbatch data", description="Prepare pictures for training.")
+    commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="write the embedded data set: 10 classes of generated shapes and textures",
+        description="Write JPEG pictures of 10 classes in ImageNet's folder layout, train/<class>/ and val/<class>/. "
+        "The same seed gives the same bytes. A folder that is complete already is left as it is.",
+    )
+    generate.add_argument("root", type=Path, help="folder to write, such as data/shapes")
+    generate.add_argument("--seed", type=int, default=0, help="which pictures (default: %(default)s)")
+    generate.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    generate.set_defaults(run=_generate)
+    add_prepare(commands)
+    _add_check(commands)
+    _add_pack(commands)
+    add_stage(commands)
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from bigbatch.trainer.datasets.generated import write_dataset
+    from bigbatch.trainer.datasets.show_progress import show_progress
+
+    with show_progress(f"writing {arguments.root}") as on_progress:
+        is_new = write_dataset(
+            arguments.root, seed=arguments.seed, num_workers=arguments.workers, on_progress=on_progress
+        )
+    print(f"{arguments.root}: {'written' if is_new else 'complete already'}")
+    return 0
+
+
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    check = commands.add_parser(
+        "check",
+        help="look at every picture of a data set: is it fit for training?",
+        description="Decode every picture of ROOT/train and ROOT/val and report what they hold: counts, sizes, "
+        "formats, bad files, duplicates inside a split and across them. Exit code 0 when fit for training, 1 when "
+        "there are problems; remarks do not count.",
+    )
+    check.add_argument("root", type=Path, help="folder with train/ and val/, such as data/imagenet")
+    check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write everything found, all paths, to FILE")
+    check.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    check.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from bigbatch.trainer.datasets.check import check_dataset
+    from bigbatch.trainer.datasets.check_report import print_report, write_json
+    from bigbatch.trainer.datasets.show_progress import show_progress
+
+    with show_progress(f"checking {arguments.root}") as on_progress:
+        report = check_dataset(
+            arguments.root, decode=not arguments.no_decode, num_workers=arguments.workers, on_progress=on_progress
+        )
+    print_report(report, console=Console())
+    if arguments.json:
+        write_json(report, arguments.json)
+    return 1 if report.problems else 0
+
+
+def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="pack class folders into tar shards with an index",
+        description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<picture>. Any tool "
+        "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
+        "Without --max-side the pictures stay byte for byte what they are.",
+    )
+    pack.add_argument("source", type=Path, nargs="?", metavar="SRC", help="folder with train/ and val/")
+    pack.add_argument("target", type=Path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
+    pack.add_argument(
+        "--shard-mb", type=int, default=512, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"
+    )
+    pack.add_argument(
+        "--max-side",
+        type=int,
+        metavar="N",
+        help="shrink pictures whose shorter side exceeds N pixels to N; their EXIF data is dropped, and the "
+        "orientation in it with it, as the loaders ignore it",
+    )
+    pack.add_argument(
+        "--quality", type=int, default=90, help="of the JPEGs that shrunk pictures become (default: %(default)s)"
+    )
+    pack.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
+    pack.add_argument(
+        "--verify", type=Path, metavar="DST", help="pack nothing: read all of DST again and compare it with its index"
+    )
+    pack.set_defaults(run=_pack, parser=pack)
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    if arguments.verify and not arguments.source:
+        return _verify(arguments)
+    if arguments.verify or not arguments.target:
+        arguments.parser.error("give SRC and DST, or --verify DST alone")
+    from bigbatch.trainer.datasets.pack import pack
+    from bigbatch.trainer.datasets.shard_writer import PackRecipe
+    from bigbatch.trainer.datasets.show_progress import show_progress
+
+    with show_progress(f"packing {arguments.target}") as on_progress:
+        summary = pack(
+            arguments.source,
+            arguments.target,
+            recipe=PackRecipe(arguments.shard_mb * 10**6, arguments.max_side, arguments.quality),
+            splits=arguments.splits.split(","),
+            num_workers=arguments.workers,
+            on_progress=on_progress,
+        )
+    print(f"{arguments.target}: {summary}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from bigbatch.trainer.datasets.show_progress import show_progress
+    from bigbatch.trainer.datasets.verify_shards import verify
+
+    with show_progress(f"verifying {arguments.verify}", unit="shards") as on_progress:
+        num_images = verify(arguments.verify, num_workers=arguments.workers, on_progress=on_progress)
+    print(f"{arguments.verify}: all {num_images} pictures are as they were packed")
+    return 0

@@ -1,0 +1,200 @@
+"""`bigbatch doctor`: its command line, what a person sees meanwhile, and the files that it writes."""
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bigbatch import __version__
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.errors import ConfigError, DoctorError
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor.candidates import change, part_of_step
+from bigbatch.trainer.doctor.child import Child
+from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Findings, Request, examine
+from bigbatch.trainer.doctor.probes import Measuring, Probes
+from bigbatch.trainer.doctor.report import WIDTH, print_report
+from bigbatch.trainer.doctor.speedups import SPEEDUPS
+from bigbatch.trainer.run.folder import writing
+
+INTERRUPTED = 130
+TURNS, SECONDS, LIMIT = (5, 3), (3.0, 1.0), (900.0, 300.0)
+"""Each: usually, and with --quick."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine what argv states; the exit code: 0, or 130 after Ctrl-C, which prints what was found so far.
+
+    Raises: ConfigError; DoctorError where the config itself cannot be measured; RunFolderError.
+    """
+    if argv[:1] == ["probe"]:  # of another doctor, in a process of its own
+        from bigbatch.trainer.doctor import probe  # torch takes seconds to import
+
+        return probe.main(argv[1:])
+    arguments, overrides = _parser().parse_known_args(argv)
+    _check(arguments)
+    whole = load_config(["--config", arguments.config, *overrides], prog="bigbatch doctor")
+    if isinstance(why_not := change(whole, {}, world_size=arguments.ranks), str):
+        raise ConfigError(why_not)
+    config = part_of_step(whole, world_size=arguments.ranks)
+    files = [path for path in (arguments.json, arguments.out) if path]
+    for path in files:  # before anything takes long
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+    try:
+        return _report(argv, arguments, overrides, config=config, whole=whole)
+    finally:
+        for path in files:
+            if path.stat().st_size == 0:
+                path.unlink()
+
+
+def _report(
+    argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence[str], *, config: Config, whole: Config
+) -> int:
+    """Examine, print and write; the exit code."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    print(introduction(config, whole, num_ranks=arguments.ranks), flush=True)
+    findings, code, load = Findings(), 0, os.getloadavg()[0]
+    try:
+        _examine(arguments, findings, console, config=config, whole=whole)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    command = ["bigbatch", "train", "--config", arguments.config, *overrides]
+    print_report(findings, console, config=config, command=command)
+    if arguments.json:
+        record = {"conditions": _conditions(argv, load=load), **dataclasses.asdict(findings)}
+        with writing(arguments.json):
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.out and findings.is_complete:
+        recommended = change(whole, findings.advice, world_size=arguments.ranks)
+        assert isinstance(recommended, Config), "candidates are legal"
+        with writing(arguments.out):
+            arguments.out.write_text(dump_config(recommended))
+        print(f"written: {arguments.out}")
+    return code
+
+
+def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
+    """What is measured, in a line or two."""
+    batch = config.batch
+    steps = batch.global_batch_size // (num_ranks * batch.microbatch_size)
+    text = (
+        f"{config.model.name}, {config.data.image_size} pixels, {config.optimizer.precision}, loader "
+        f"{config.data.loader}; a step of {batch.global_batch_size} pictures = {num_ranks} rank(s) x {steps} "
+        f"microbatches x {batch.microbatch_size}"
+    )
+    if batch.global_batch_size == whole.batch.global_batch_size:
+        return text
+    return f"{text}\n(a part of the global batch of {whole.batch.global_batch_size}, which so few ranks take long for)"
+
+
+def _examine(
+    arguments: argparse.Namespace, findings: Findings, console: Console, *, config: Config, whole: Config
+) -> None:
+    limit = arguments.limit or LIMIT[arguments.quick]
+    request = Request(
+        config=config,
+        whole=whole,
+        batches=TENSORS if arguments.generated or config.data.loader == "synthetic" else IMAGES,
+        seconds=arguments.seconds or SECONDS[arguments.quick],
+        turns=TURNS[arguments.quick],
+        only=tuple(arguments.only or ()),
+    )
+    numbers = count()
+    with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
+
+        def start(values: Mapping[str, Any]) -> Measuring:
+            changed = change(config, values, world_size=arguments.ranks)
+            if isinstance(changed, str):  # together with what was taken
+                raise DoctorError(changed)
+            folder = Path(place) / str(next(numbers))
+            return Child(changed, folder, num_ranks=arguments.ranks, start_seconds=limit)
+
+        probes = Probes(start, limit_seconds=limit)
+        try:
+            examine(request, probes, findings, say=say)
+        finally:
+            probes.kill_all()
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """What goes on: one changing line in a terminal, a line each elsewhere."""
+    if not console.is_terminal:
+        yield lambda text: print(f"  {text} ...", flush=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _conditions(argv: Sequence[str], *, load: float) -> dict[str, Any]:
+    return {
+        "command": shlex.join(["bigbatch", "doctor", *argv]),
+        "bigbatch": __version__,
+        "commit": source_commit(),
+        "cores": os.cpu_count(),
+        "load_average_before": load,
+    }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("seconds", "limit"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} {value:g} is no length of time; give some seconds")
+    if read_process_env().world_size > 1:
+        raise ConfigError("bigbatch doctor starts the ranks that it measures: run it once, without bigbatch launch")
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks} must be a number from 1 on")
+    for name in arguments.only or ():
+        if name not in SPEEDUPS:
+            raise ConfigError(f"--only {name} is no known speedup; choose from {', '.join(SPEEDUPS)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch doctor",
+        usage="bigbatch doctor --config NAME_OR_FILE [--quick] [--ranks N] [OPTION ...] [--section.key VALUE ...]",
+        description="Find what limits a run on this machine: its input, its model or its network; where the time of a "
+        "step goes; and what each known speedup is worth here. Each is tried in processes of its own, turn by turn "
+        "beside the best so far, and taken where it beats the noise; all that was taken is measured once more beside "
+        "the config as it is. Never touched is what an update learns from: the global batch and its ghost batches. "
+        "Trains nothing and writes no run folder; Ctrl-C prints what was found so far.",
+        epilog="examples: bigbatch doctor --config quickstart --quick; bigbatch doctor --config "
+        "imagenet/resnet50_8k --ranks 8 --only workers microbatch --out faster.yaml",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="YAML file, or name of a packaged experiment")
+    add("--quick", action="store_true", help=f"{TURNS[1]} short turns instead of {TURNS[0]}: a rough answer, sooner")
+    add("--ranks", type=int, default=1, help="on this host, as bigbatch launch local starts them (default: 1)")
+    add("--generated", action="store_true", help="try speedups on generated tensors: the model alone, without input")
+    add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(SPEEDUPS)} (default: all)")
+    add(
+        "--seconds",
+        type=float,
+        help=f"of steps in each turn, one step at least (default: {SECONDS[0]:g}, with --quick {SECONDS[1]:g})",
+    )
+    add(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"a start or a turn that takes longer has failed (default: {LIMIT[0]:g}, with --quick {LIMIT[1]:g})",
+    )
+    add("--out", type=Path, metavar="FILE.yaml", help="write the recommended config there")
+    add("--json", type=Path, metavar="FILE", help="write all that was measured there")
+    return parser

@@ -1,0 +1,106 @@
+"""Accuracy over a whole split: every picture counted once, at any number of ranks."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count as count_up
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import DataError
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.stream import gather_replaced
+
+BATCHES_BETWEEN_EXCHANGES = 8
+"""A rank whose input failed waits for the others no longer than they need for so many batches."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterator[Batch],
+    *,
+    normalize: Callable[[Tensor], Tensor],
+    communicator: Communicator,
+    num_samples: int,
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    flip: bool = False,
+    skipped: Callable[[dict[int, str]], None] = lambda images: None,
+) -> dict[str, Any]:
+    """top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
+
+    forward: makes what surrounds the model's forward, as Precision.forward does.
+    flip: the mean of the logits for the picture and for its mirror image. skipped is told the positions of bad
+    pictures and why; they are not counted.
+    Collective, with equally many batches on all ranks. Leaves the model in evaluation mode.
+    Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples pictures.
+    """
+    start = time.perf_counter()
+    device = communicator.device
+    model.eval()
+    sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
+    replaced: dict[int, str] = {}
+    for batch in in_touch(batches, communicator):
+        labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
+        with forward():
+            logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
+        sums_4 += count_batch(logits_BK, labels_B, valid_B)
+        replaced |= {image.position: image.reason for image in batch.replaced}
+    skipped_1 = torch.tensor([len(replaced)], dtype=torch.float64, device=device)
+    top1, top5, loss, count, num_skipped = communicator.sum_(
+        torch.cat([sums_4, skipped_1]), label="sums of the evaluation"
+    ).tolist()
+    if num_skipped:
+        replaced = gather_replaced(communicator, replaced)
+        skipped(replaced)
+    if int(count) != num_samples - len(replaced):
+        raise DataError(f"evaluation counted {int(count)} pictures of {num_samples}; the loader is broken")
+    return {
+        "top1": top1 / count,
+        "top5": top5 / count,
+        "loss": loss / count,
+        "count": int(count),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
+    """The batches, while all ranks tell each other every now and then, and at the end, that theirs came.
+
+    A rank whose input fails comes to the next exchange at once: each is the end for all, or for none. Without a sync
+    with the device. Collective. Raises: DataError where the input of any rank failed.
+    """
+    for number in count_up():
+        batch, failure = None, ""
+        try:
+            batch = next(batches, None)
+        except DataError as error:
+            failure = str(error)
+        if batch is None or number % BATCHES_BETWEEN_EXCHANGES == 0:
+            failures = map(json.loads, communicator.gather_text(json.dumps(failure)))  # paths may be no UTF-8
+            if text := next(filter(None, failures), ""):
+                raise DataError(text)
+        if batch is None:
+            return
+        yield batch
+
+
+def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
+    """Logits in fp32; with flip, their mean over the picture and its mirror image."""
+    logits_BK = model(images_BCHW).float()
+    return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
+
+
+def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
+    """Sums over the valid samples of a batch: top-1 correct, top-5 correct, loss, samples (float64)."""
+    ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+    hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
+    loss_B = F.cross_entropy(logits_BK, labels_B, reduction="none") * valid_B
+    sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())
+    return torch.stack([s.double() for s in sums])

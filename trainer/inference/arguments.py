@@ -1,0 +1,125 @@
+"""What a command about trained weights starts from: a run folder, or an experiment and a file of weights."""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.errors import CheckpointError, ConfigError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.shards import read_classes
+from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints
+from bigbatch.trainer.run.folder import RunDir, load_run_config
+
+
+def trained_parser(prog: str, *, description: str, takes_images: bool = False) -> ArgumentParser:
+    """A command line that names trained weights; takes_images: and then pictures, which read_trained returns."""
+    images = " PICTURE ..." if takes_images else ""
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE){images} "
+        "[--section.key VALUE ...]",
+        description=f"{description} Any key of the config can be overridden, such as --data.root or "
+        "--batch.microbatch_size.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, such as runs/quickstart")
+    parser.add_argument("--checkpoint", type=Path, help="another checkpoint of RUN than the best")
+    parser.add_argument("--config", help="without a run folder: the experiment, such as imagenet/resnet50_8k")
+    parser.add_argument("--weights", type=Path, help="its weights: as model.weights, a file of ours or of others")
+    parser.set_defaults(images=[] if takes_images else None)
+    return parser
+
+
+def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Config, Path]:
+    """The parsed command line, the config and where the weights are.
+
+    Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for a command line that makes no sense.
+    """
+    arguments, overrides = parser.parse_known_args(_joined(argv))
+    if arguments.images is not None:
+        overrides = _take_images(arguments, overrides)
+    overrides = [*_batch_alone(overrides), *_precision_alone(overrides), *overrides]
+    if arguments.run is None:
+        if arguments.config is None or arguments.weights is None:
+            parser.error("name a run folder, or --config and --weights")
+        if arguments.checkpoint is not None:
+            parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
+        return arguments, load_config(["--config", arguments.config, *overrides], prog=parser.prog), arguments.weights
+    if arguments.config is not None or arguments.weights is not None:
+        parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
+    rundir = RunDir(arguments.run)
+    config = load_run_config(rundir, overrides, prog=parser.prog)
+    return arguments, config, arguments.checkpoint or _best_path(rundir)
+
+
+def class_names(config: Config) -> tuple[str, ...] | None:
+    """Those of the training folders in data.root, in the order of the logits; None where it is not there.
+
+    Raises: ConfigError for data of other classes; DataError.
+    """
+    data = config.data
+    classes = None if data.loader == "synthetic" else read_classes(Path(data.root), "train")
+    if classes is not None and len(classes) != data.num_classes:
+        raise ConfigError(
+            f"data.root={data.root} holds {len(classes)} classes and data.num_classes is {data.num_classes}: name the "
+            "data of these weights, or a folder that is not there to do without the names of classes"
+        )
+    return classes
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """--section.key VALUE as one word: argparse, which does not know the key, would take VALUE for the run folder."""
+    joined: list[str] = []
+    for word in argv:
+        last = joined[-1] if joined else ""
+        if last.startswith("--") and "." in last and "=" not in last and not word.startswith("--"):
+            joined[-1] = f"{last}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
+    """Put the pictures among words where they belong; the other words.
+
+    argparse has no positional for them: of two it would give the second what stands before the first option.
+    """
+    arguments.images = [Path(word) for word in words if not word.startswith("--")]
+    if arguments.config is not None and arguments.run is not None:
+        arguments.images.insert(0, arguments.run)
+        arguments.run = None
+    return [word for word in words if word.startswith("--")]
+
+
+def _batch_alone(overrides: Sequence[str]) -> list[str]:
+    """With a given microbatch, the rest of the batch: it must not be refused for what only training asks of it."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("--batch.microbatch_size=")]
+    if not given:
+        return []
+    return [
+        f"--batch.global_batch_size={given[-1]}",
+        f"--batch.bn_span={given[-1]}",
+        "--batch.virtual_ranks=null",
+        "--augment.mixup_alpha=0",
+        "--augment.cutmix_alpha=0",
+    ]
+
+
+def _precision_alone(overrides: Sequence[str]) -> list[str]:
+    """With a given precision, the loss scale that goes with it: only training has a loss."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("--optimizer.precision=")]
+    if not given:
+        return []
+    scale = 1 if given[-1] in SCALED else "null"
+    return [f"--optimizer.loss_scale={scale}", "--optimizer.loss_scale_growth_steps=null"]
+
+
+def _best_path(rundir: RunDir) -> Path:
+    found = list_checkpoints(rundir.checkpoints)
+    best = best_checkpoint(found) or (found[-1] if found else None)
+    if best is None:
+        raise CheckpointError(f"{rundir.checkpoints} holds no checkpoint: train the run first, or give --checkpoint")
+    return best.path

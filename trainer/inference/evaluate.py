@@ -1,0 +1,126 @@
+"""Accuracy of a run's checkpoint or of anybody's weights: `bigbatch evaluate`."""
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.inference.accuracy import evaluate, predict
+from bigbatch.trainer.inference.arguments import read_trained, trained_parser
+from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
+from bigbatch.trainer.input.bad_images import require_few
+from bigbatch.trainer.run.progress import describe_evaluation
+from bigbatch.trainer.run.weights import digest
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate the weights that argv names; the exit code. Collective over the job's ranks."""
+    arguments, config, path = read_trained(_parser(), argv)
+    env = read_process_env()
+    config = build.without_choices(config, world_size=env.world_size)
+    build.bind_rank(config, env)
+    communicator, _ = build.join_job(config, env)
+    plain = build.make_plain_model(config, weights=path)
+    communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}")
+    config, _ = stage_data(config, communicator)
+    split = build_input.make_eval_split(config, communicator)
+    precision = config.optimizer.precision
+    model = for_inference(
+        plain,
+        device=communicator.device,
+        dtype=COMPUTE_DTYPES[precision],
+        fold=arguments.fold,
+        channels_last=config.compute.channels_last,
+    )
+    speed = {
+        "model_images_per_second": _model_rate(model, config, communicator, is_compiled=arguments.compile),
+        "precision": precision,
+        "num_norms": num_norms(plain),
+        "num_folded": num_norms(plain) - num_norms(model),
+        "compiled": arguments.compile,
+    }
+    record, skipped = _evaluate(model, config, communicator, split)
+    if communicator.rank == 0:
+        for reason in skipped:
+            print(f"skipped: {reason}")
+        record |= {"images_per_second": record["count"] / record["seconds"], **speed}
+        size = config.data.image_size
+        print(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
+        print(_describe_speed(record))
+        if arguments.json:
+            print(json.dumps({"checkpoint": str(path), **record}))
+    communicator.close()
+    return 0
+
+
+def _evaluate(
+    model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split
+) -> tuple[dict[str, Any], list[str]]:
+    """The record, and why pictures were skipped. Collective. Raises: DataError."""
+    skipped: dict[int, str] = {}
+    record = evaluate(
+        model,
+        build_input.eval_batches(config, communicator, split),
+        normalize=build_input.make_normalize(config, communicator),
+        communicator=communicator,
+        num_samples=split.num_samples,
+        forward=partial(in_forward, config.optimizer.precision, device=communicator.device),
+        flip=config.data.eval_flip,
+        skipped=skipped.update,
+    )
+    split.loader.close()
+    require_few(list(skipped.values()), max_skipped=config.data.max_skipped)
+    return record, list(skipped.values())
+
+
+def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:
+    """Images per second of the model alone on all ranks, as many times that of the slowest; compiles it before.
+
+    Collective. Raises: ComputeError.
+    """
+    size, count, device = config.data.image_size, config.batch.microbatch_size, communicator.device
+    pixels_BHWC = torch.randint(256, (count, size, size, 3), dtype=torch.uint8)
+    images_BCHW = build_input.make_normalize(config, communicator)(pixels_BHWC.permute(0, 3, 1, 2))
+    with in_forward(config.optimizer.precision, device=device):
+        if is_compiled:
+            compile_(model, images_BCHW)
+        rate = forward_rate(
+            lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
+        )
+    return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
+
+
+def _describe_speed(record: dict[str, Any]) -> str:
+    """One line: with pictures from the storage, without, and what was done for it."""
+    done = [record["precision"]]
+    if record["num_folded"]:
+        done.append(f"{record['num_folded']} of {record['num_norms']} norms folded")
+    if record["compiled"]:
+        done.append("compiled")
+    return (
+        f"speed: {record['images_per_second']:,.0f} images/s, of the model alone "
+        f"{record['model_images_per_second']:,.0f} ({', '.join(done)})"
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = trained_parser(
+        "bigbatch evaluate",
+        description="Count the correct answers of a run's best checkpoint, or of any weights, on the validation "
+        "pictures.",
+    )
+    parser.add_argument("--fold", action="store_true", help="fold batch norms into the convolutions before them")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--json", action="store_true", help="also print the record as JSON")
+    return parser

@@ -1,0 +1,118 @@
+"""Trained weights for others to use: `bigbatch export`."""
+
+import json
+import os
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch import __version__
+from bigbatch.errors import ExportError
+from bigbatch.trainer.build.parts import make_plain_model
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
+from bigbatch.trainer.inference.folding import fold_norms, num_norms
+from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, require_format
+
+TRACED_BATCH, COMPARED_BATCH = 2, 3
+"""Pictures: two numbers, since the batch must stay free."""
+TOLERANCE = 1e-4
+"""Share of the largest logit. Sums in another order were seen to move fp32 logits by 1e-6 of it."""
+STREAM_WRITER = "inline_container.cc"
+"""What a RuntimeError of torch.save names where the disk is full."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the file that argv describes, compare it with our model, tell of it in JSON beside it; the exit code."""
+    arguments, config, weights = read_trained(_parser(), argv)
+    out: Path = arguments.out
+    chosen = require_format(arguments.format, config, out, fold=arguments.fold)
+    facts = {"format": arguments.format, "weights": str(weights), **_describe(config)}
+    model = make_plain_model(config, weights=weights)
+    written = fold_norms(model) if arguments.fold else model
+    facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
+    aside = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.write(written, _images(TRACED_BATCH, config), aside)
+        facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
+        aside.replace(out)
+        Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    except ExportError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise ExportError(_explain(error, out, form=arguments.format)) from error
+    finally:
+        aside.unlink(missing_ok=True)
+    if arguments.fold:
+        print(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
+    print(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")
+    return 0
+
+
+def _explain(error: OSError | RuntimeError, out: Path, *, form: str) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, OSError) or STREAM_WRITER in reason:
+        return f"cannot write {out}: {reason}; free some disk or name another --out"
+    return f"this model cannot be written as {form}: {reason}; choose another --format, and please report it"
+
+
+def _parser() -> ArgumentParser:
+    parser = trained_parser(
+        "bigbatch export",
+        description="Write a run's best checkpoint, or any weights, in a form that others read.",
+    )
+    parser.add_argument("--format", required=True, choices=FORMATS, help="who will read it")
+    parser.add_argument("--fold", action="store_true", help="onnx, torch_export: fold batch norms into convolutions")
+    parser.add_argument("--out", type=Path, required=True, help="the file, such as resnet50.onnx")
+    return parser
+
+
+def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> float | None:
+    """Largest difference of the logits on random pictures; None without the library that would read the file.
+
+    Raises: ExportError where it is more than rounding.
+    """
+    try:
+        classify = read()
+    except ImportError as error:
+        print(f"not compared with our model: {error}")
+        return None
+    images_BCHW = _images(COMPARED_BATCH, config)
+    with torch.inference_mode():
+        ours_BK, theirs_BK = model(images_BCHW), classify(images_BCHW)
+    largest, difference = float(ours_BK.abs().max()), float((ours_BK - theirs_BK).abs().max())
+    text = f"its logits differ from our model's by at most {difference:.2g}, the largest is {largest:.3g}"
+    if not difference <= TOLERANCE * largest:
+        raise ExportError(f"{text}: that is more than rounding, and nothing was written; please report it")
+    print(f"{text} ({COMPARED_BATCH} random pictures)")
+    return difference
+
+
+def _images(count: int, config: Config) -> Tensor:
+    """Of normal noise, as if normalised."""
+    size = config.data.image_size
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+
+
+def _describe(config: Config) -> dict[str, Any]:
+    """What serving needs to know besides the file. Raises: ConfigError for data of other classes; DataError."""
+    data = config.data
+    return {
+        "model": config.model.name,
+        "input": {
+            "name": INPUT,
+            "shape": ["batch", 3, data.image_size, data.image_size],
+            "dtype": "float32",
+            "values": "(RGB / 255 - mean) / std",
+            "mean": data.mean,
+            "std": data.std,
+            "eval_crop_fraction": data.eval_crop_fraction,
+        },
+        "output": {"name": OUTPUT, "shape": ["batch", data.num_classes], "classes": class_names(config)},
+        "made_by": f"bigbatch {__version__}, torch {torch.__version__}",
+    }

@@ -1,0 +1,118 @@
+"""The forms in which a model leaves: each is a writer, and a reader that stands for those who will use it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.errors import ExportError
+from bigbatch.trainer.config.schema import RESNETS, Config
+from bigbatch.trainer.models.exchange import to_torchvision
+
+Classify = Callable[[Tensor], Tensor]
+"""From images_BCHW to logits_BK, on the CPU."""
+INPUT, OUTPUT = "images", "logits"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One form. suffix is None where any file name will do."""
+
+    suffix: str | None
+    write: Callable[[nn.Module, Tensor, Path], None]
+    """The model, images_BCHW to trace it with, the file."""
+    read: Callable[[Path, Config], Classify]
+    """Raises: ImportError where the library of those who will use it is not installed."""
+    only_resnets: bool = False
+    """What it takes is the library's own model."""
+
+
+def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Format:
+    """The format of that name. Raises: ExportError where model, fold or the file's name does not go with it."""
+    chosen = FORMATS[name]
+    if out.is_dir():
+        file = out / f"{config.model.name}{chosen.suffix or '.pth'}"
+        raise ExportError(f"--out {out} is a folder: name a file in it, such as {file}")
+    if chosen.only_resnets and config.model.name not in RESNETS:
+        raise ExportError(f"{name} has no {config.model.name}: choose --format onnx or torch_export")
+    if chosen.only_resnets and config.model.blurpool:
+        raise ExportError(
+            f"{name}'s {config.model.name} does not blur and this one does (model.blurpool): choose --format onnx or "
+            "torch_export"
+        )
+    if chosen.only_resnets and fold:
+        raise ExportError(f"{name}'s {config.model.name} has batch norms: leave out --fold, or choose --format onnx")
+    if chosen.suffix is not None and out.suffix != chosen.suffix:
+        raise ExportError(f"--out {out}: {name} writes {chosen.suffix}; name it {out.with_suffix(chosen.suffix)}")
+    return chosen
+
+
+def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path) -> None:
+    torch.save(to_torchvision(model.state_dict()), path)
+
+
+def _read_torchvision(path: Path, config: Config) -> Classify:
+    import torchvision
+
+    return _with_state(torchvision.models.get_model(config.model.name, num_classes=config.data.num_classes), path)
+
+
+def _read_timm(path: Path, config: Config) -> Classify:
+    import timm
+
+    return _with_state(timm.create_model(config.model.name, num_classes=config.data.num_classes), path)
+
+
+def _with_state(model: nn.Module, path: Path) -> Classify:
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return model.eval()
+
+
+def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path) -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ExportError(
+            f"--format onnx needs onnx and onnxscript ({error}): pip install 'bigbatch[export]'"
+        ) from error
+    torch.onnx.export(
+        model,
+        (images_BCHW,),
+        path,
+        dynamo=True,
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamic_shapes=_any_batch(),
+        external_data=False,  # one file; the largest model, AlexNet-BN, has a tenth of the 2 GB that fit
+        verbose=False,
+    )
+
+
+def _read_onnx(path: Path, config: Config) -> Classify:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images_BCHW: torch.from_numpy(session.run([OUTPUT], {INPUT: images_BCHW.numpy()})[0])
+
+
+def _write_program(model: nn.Module, images_BCHW: Tensor, path: Path) -> None:
+    torch.export.save(torch.export.export(model, (images_BCHW,), dynamic_shapes=_any_batch()), path)
+
+
+def _read_program(path: Path, config: Config) -> Classify:
+    return torch.export.load(path).module()
+
+
+def _any_batch() -> tuple[dict[int, torch.export.Dim]]:
+    return ({0: torch.export.Dim("batch")},)
+
+
+FORMATS = {
+    "torchvision": Format(None, _write_state, _read_torchvision, only_resnets=True),
+    "timm": Format(None, _write_state, _read_timm, only_resnets=True),
+    "onnx": Format(".onnx", _write_onnx, _read_onnx),
+    "torch_export": Format(".pt2", _write_program, _read_program),
+}

@@ -1,0 +1,144 @@
+"""Classes of any pictures by a trained model: `bigbatch predict`, and the same in Python."""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.inference import accuracy as evaluation
+from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
+from bigbatch.trainer.inference.folding import for_inference
+from bigbatch.trainer.input.order import ImageIndex
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one picture the most probable classes, the first one first, and their probabilities."""
+
+    image: Path
+    classes: tuple[str, ...]
+    """Names of data.root's folders; numbers from 0 where it is not there."""
+    probabilities: tuple[float, ...]
+
+
+class Classifier:
+    """A trained model and the way of a picture into it, which is that of the validation pictures."""
+
+    def __init__(self, config: Config, weights: Path) -> None:
+        """Raises: ConfigError; CheckpointError; DataError for class folders that cannot be listed."""
+        if config.data.loader == "synthetic":
+            raise ConfigError("data.loader=synthetic reads no pictures: give the keys of data as for real ones")
+        env = read_process_env()
+        if env.world_size > 1:
+            raise ConfigError(
+                f"predict works in one process, this job has {env.world_size}: start it without a launcher"
+            )
+        # a stand-in for a bad picture would get that picture's answer
+        self._config = build.without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
+        names = class_names(config)
+        self._names = names or tuple(map(str, range(config.data.num_classes)))
+        plain = build.make_plain_model(config, weights=weights)
+        self._communicator: Communicator = build.join_job(self._config, env)[0]
+        self._model: nn.Module = for_inference(
+            plain,
+            device=self._communicator.device,
+            dtype=COMPUTE_DTYPES[config.optimizer.precision],
+            channels_last=config.compute.channels_last,
+        )
+
+    def __call__(self, images: Sequence[Path | str], *, top: int = 5) -> Iterator[Prediction]:
+        """The top classes of each picture, in order. Raises: DataError naming a picture that cannot be read."""
+        paths = [Path(image) for image in images]
+        for path in paths:
+            if not path.is_file():
+                raise DataError(f"{path}: {'is a folder: name its pictures' if path.is_dir() else 'no such picture'}")
+        return self._predict(paths, top=min(top, len(self._names))) if paths else iter(())
+
+    @torch.no_grad()
+    def _predict(self, paths: list[Path], *, top: int) -> Iterator[Prediction]:
+        config = _with_microbatch(self._config, min(self._config.batch.microbatch_size, len(paths)))
+        split = build_input.split_of(config, self._communicator, _index(paths))
+        normalize, found = build_input.make_normalize(config, self._communicator), iter(paths)
+        with closing(split.loader):
+            for batch in build_input.eval_batches(config, self._communicator, split):
+                images_BCHW = normalize(batch.images_BCHW)[: int(batch.valid_B.sum())]
+                with in_forward(config.optimizer.precision, device=self._communicator.device):
+                    logits_BK = evaluation.predict(self._model, images_BCHW, flip=config.data.eval_flip)
+                shares_BT, classes_BT = logits_BK.softmax(1).topk(top)
+                for shares, classes in zip(shares_BT.tolist(), classes_BT.tolist(), strict=True):
+                    yield Prediction(next(found), tuple(self._names[each] for each in classes), tuple(shares))
+
+    def close(self) -> None:
+        """Leave the process group of the one rank."""
+        self._communicator.close()
+
+
+def load_classifier(*argv: str) -> Classifier:
+    """From what the command line takes: a run folder, then keys of its config to override.
+
+    Such as load_classifier("runs/quickstart", "--optimizer.precision=bf16"). Raises: as read_trained and Classifier.
+    """
+    _, config, weights = read_trained(_parser(), argv)
+    return Classifier(config, weights)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the classes of the pictures that argv names; the exit code."""
+    parser = _parser()
+    arguments, config, weights = read_trained(parser, argv)
+    if not arguments.images:
+        parser.error("name one or more pictures")
+    if arguments.top < 1:
+        parser.error(f"--top {arguments.top} is not possible: give 1 or more")
+    classify = Classifier(config, weights)
+    for found in classify(arguments.images, top=arguments.top):
+        answers = list(zip(found.classes, found.probabilities, strict=True))
+        if arguments.json:
+            facts = [{"class": name, "probability": share} for name, share in answers]
+            print(json.dumps({"picture": str(found.image), "classes": facts}))
+        else:
+            print(f"{found.image}: {', '.join(f'{name} {100 * share:.1f}%' for name, share in answers)}")
+    classify.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = trained_parser(
+        "bigbatch predict",
+        description="Classify pictures, as evaluation does. Names of classes are those of the folders in data.root, "
+        "else numbers.",
+        takes_images=True,
+    )
+    parser.add_argument("--top", type=int, default=5, help="classes to print of each picture (default 5)")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each picture")
+    return parser
+
+
+def _with_microbatch(config: Config, size: int) -> Config:
+    """Small enough that nothing is decoded to fill it up."""
+    batch = replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size)
+    augment = replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0)  # a picture alone has no other to mix with
+    return replace(config, batch=batch, augment=augment)
+
+
+def _index(paths: list[Path]) -> ImageIndex:
+    """Pictures of no split: below the root of all files, of no known class."""
+    return ImageIndex(
+        root="",
+        classes=(),
+        paths=[str(path.absolute()).lstrip("/") for path in paths],
+        labels_N=np.zeros(len(paths), np.int64),
+    )

@@ -1,0 +1,1 @@
+"""From a picture on disk to a batch on the device, and what limits it."""

@@ -1,0 +1,110 @@
+"""What flows from the input to the loop: requests go in, batches come out."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:  # torch takes seconds to import, which processes that only read pictures need not spend
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One microbatch to fetch: a pure function of (seed, epoch, step, rank, world size).
+
+    epoch feeds the random draws; indices_B (int64) are positions in the split; valid_B (bool) is False
+    where a sample only pads the batch to its fixed size and must not be counted.
+    """
+
+    epoch: int
+    indices_B: np.ndarray
+    valid_B: np.ndarray
+
+
+@dataclass(frozen=True)
+class BadImage:
+    """A picture that could not be used."""
+
+    position: int
+    """In its split: the same wherever the data lie."""
+    reason: str
+    """Where it lies, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pictures as uint8 in channels-last memory (shape B, 3, H, W), class indices (int64), validity (bool).
+
+    The tensors belong to the caller until the next batch is drawn from the loader's iterator.
+    """
+
+    images_BCHW: "Tensor"
+    labels_B: "Tensor"
+    valid_B: "Tensor"
+    """False where a sample only pads, or stands in for a bad picture."""
+    request: Request
+    replaced: tuple[BadImage, ...] = ()
+    """Those for which the next usable pictures of the split stand in."""
+
+
+Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""(epoch, indices_B, sizes_B2) -> (boxes_B4 int32, flips_B bool).
+
+sizes are (height, width) in pixels of the stored picture, EXIF orientation ignored; boxes are
+(top, left, height, width) inside it. Every draw depends on (seed, epoch, index) alone."""
+
+ImageSize = Callable[[int], int]
+"""epoch -> height and width of its pictures, in pixels."""
+
+
+class Images(Protocol):
+    """The encoded pictures of one split, wherever they lie."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names in the order of the labels."""
+        ...
+
+    @property
+    def labels_N(self) -> np.ndarray:
+        """Position of each picture's class in classes, int64."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def name(self, position: int) -> str:
+        """Where the picture lies, for messages; without I/O."""
+        ...
+
+    def read(self, position: int) -> bytes:
+        """The picture as it is stored; from any thread. Raises: StorageError naming the picture."""
+        ...
+
+
+class ImageSource(Images, Protocol):
+    """What loaders read from: class folders or packed shards."""
+
+    def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
+        """(height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""
+        ...
+
+    def close(self) -> None:
+        """Release open files; safe to call twice, and a later read opens them again."""
+        ...
+
+
+class Loader(Protocol):
+    """Turns requests into batches, in order, working ahead of the consumer."""
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """Yield one batch per request, in the order of the requests; may end the iterator of an earlier load.
+
+        Raises: DataError naming the path.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop background work; safe to call twice, and with an iterator half consumed."""
+        ...

@@ -1,0 +1,1 @@
+"""Loaders: who reads, decodes and crops the pictures of a batch."""

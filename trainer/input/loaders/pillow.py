@@ -1,0 +1,61 @@
+"""Pillow in threads: needs nothing but Pillow, and is the peer that the DALI decoder is compared with."""
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.input.ahead import ahead
+from bigbatch.trainer.input.bad_images import UndecodableError
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.loaders.encoded import as_batch
+from bigbatch.trainer.input.loaders.resize import resize_all
+from bigbatch.trainer.input.reading import EncodedBatch
+
+
+class PillowDecoder:
+    """Decodes in threads (Pillow lets go of the interpreter lock), working prefetch_batches ahead.
+
+    No worker processes: to fork is unsafe once MPI, gloo or CUDA have started threads.
+    """
+
+    def __init__(self, *, num_threads: int, prefetch_batches: int, pin_memory: bool = False) -> None:
+        """pin_memory: decode into page-locked memory, from which a copy to a GPU does not wait for the device."""
+        self._num_threads = num_threads
+        self._prefetch_batches = prefetch_batches
+        self._pin_memory = pin_memory
+
+    def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
+        """Yield one batch for each, in order. Raises: UndecodableError naming the picture."""
+        return ahead(self._batches(encoded), depth=self._prefetch_batches)
+
+    def close(self) -> None:
+        """Nothing is kept between calls."""
+
+    def _batches(self, encoded: Generator[EncodedBatch, None, None]) -> Iterator[Batch]:
+        with closing(encoded), ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-decode") as threads:
+            for batch in encoded:
+                yield self._decode(batch, threads)
+
+    def _decode(self, batch: EncodedBatch, threads: ThreadPoolExecutor) -> Batch:
+        images_BHWC = resize_all(
+            lambda row: decoded_box(batch, row),
+            batch,
+            threads=threads,
+            num_threads=self._num_threads,
+            pin_memory=self._pin_memory,
+        )
+        return as_batch(batch, images_BHWC)
+
+
+def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
+    """The box of one picture, uint8 (height, width, 3). Raises: UndecodableError naming the picture."""
+    try:
+        image = open_image(batch.images[row], path=batch.names[row])
+    except DataError as error:
+        raise UndecodableError(str(error), position=batch.positions[row]) from error
+    top, left, height, width = batch.boxes_B4[row].tolist()
+    return np.array(image.crop((left, top, left + width, top + height)).convert("RGB"))

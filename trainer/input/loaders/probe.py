@@ -1,0 +1,156 @@
+"""What the input delivers on its own: the whole loader, and each of its stages with nothing else beside it."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.input.base import Batch, Loader, Request
+from bigbatch.trainer.input.formats import encoded_size
+from bigbatch.trainer.input.loaders.encoded import ImageLoader
+from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.input.reading import EncodedBatch
+
+T = TypeVar("T")
+
+FILL_SHARE = 0.25
+"""Of the time for a part, at most, that goes by before batches are counted."""
+NUM_KEPT = 2
+"""Batches that are read once more, to be decoded over and over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputRates:
+    """Pictures per second of this rank; None for a stage that its input has not."""
+
+    loader: float
+    read: float | None
+    decode: float | None
+    copy: float | None
+    """From the host to the device."""
+    augment: float
+    """All that PrepareBatch does on the device: augment, normalise, mix."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found out: rates, and (height, width) of some stored pictures where the loader reads any."""
+
+    rates: InputRates
+    sizes: tuple[tuple[int, int], ...]
+
+
+def probe_input(
+    loader: Loader,
+    requests: Callable[[], Iterator[Request]],
+    *,
+    prepare: PrepareBatch,
+    seconds: float,
+    num_fill: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Probe | None:
+    """Measure for about so many seconds; None where a picture is bad, which training meets again at its place.
+
+    requests: makes the run's own, at least one; they begin anew where they are too few. num_fill: batches that
+    fill queues. Leaves loader as it was. Longer only where a batch takes long: each part makes two.
+    """
+    try:
+        with loader.trial() if isinstance(loader, ImageLoader) else nullcontext():
+            return _probe(
+                loader,
+                _endless(requests),
+                prepare=prepare,
+                seconds=seconds,
+                timed=partial(rate, num_fill=num_fill, clock=clock),
+            )
+    except DataError:
+        return None
+
+
+def rate(
+    batches: Iterator[Batch | EncodedBatch], *, seconds: float, num_fill: int, clock: Callable[[], float]
+) -> float:
+    """Pictures per second of an iterator that does not end.
+
+    The first batch, and up to num_fill within FILL_SHARE of the seconds, are not counted: they start threads and fill
+    queues. At least one is, however long it takes.
+    """
+    start, num_filled, num_images = clock(), 0, 0
+    while num_filled == 0 or (num_filled < num_fill and clock() - start < FILL_SHARE * seconds):
+        next(batches)
+        num_filled += 1
+    start = clock()
+    while num_images == 0 or clock() - start < (1 - FILL_SHARE) * seconds:
+        num_images += len(next(batches).request.indices_B)
+    return num_images / (clock() - start)
+
+
+def _probe(
+    loader: Loader, requests: Iterator[Request], *, prepare: PrepareBatch, seconds: float, timed: Callable[..., float]
+) -> Probe:
+    batches: deque[Batch] = deque(maxlen=NUM_KEPT)
+    whole = timed(_kept(_ready(loader.load(requests)), batches), seconds=0.4 * seconds)
+    encoded: list[EncodedBatch] = []
+    read = decode = None
+    if isinstance(loader, ImageLoader):
+        loader.end()
+        # goes on where the loader stopped: pictures that were read before would come from memory
+        with closing(loader.reader.read(requests)) as fresh:
+            read = timed(fresh, seconds=0.2 * seconds)
+        # those of the loader are all decodable, or replaced
+        encoded += loader.reader.read([batch.request for batch in batches])
+        with closing(loader.decoder.decode(_repeated(encoded))) as decoded:
+            decode = timed(_ready(decoded), seconds=0.2 * seconds)
+    last = batches[-1]
+    copied = _on_device(last, prepare)
+    is_there = last.images_BCHW.device == copied.images_BCHW.device
+    copies = (_on_device(batch, prepare) for batch in _repeated([last]))
+    copy = None if is_there else timed(_ready(copies), seconds=0.1 * seconds)
+    augmented = (_augmented(batch, prepare) for batch in _repeated([copied]))
+    augment = timed(_ready(augmented), seconds=0.1 * seconds)
+    rates = InputRates(loader=whole, read=read, decode=decode, copy=copy, augment=augment)
+    return Probe(rates, tuple(size for batch in encoded for size in _sizes(batch)))
+
+
+def _endless(requests: Callable[[], Iterator[Request]]) -> Iterator[Request]:
+    assert next(requests(), None) is not None, "a run without a step left is not measured"
+    while True:
+        yield from requests()
+
+
+def _repeated(items: Sequence[T]) -> Generator[T, None, None]:
+    while True:
+        yield from items
+
+
+def _kept(items: Iterable[T], last: "deque[T]") -> Iterator[T]:
+    """items as they are; the last ones stay in last."""
+    for item in items:
+        last.append(item)
+        yield item
+
+
+def _ready(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """batches, each when the device has made it. The stream, not the device: decoding of later ones goes on."""
+    for batch in batches:
+        if batch.images_BCHW.is_cuda:
+            torch.cuda.current_stream(batch.images_BCHW.device).synchronize()
+        yield batch
+
+
+def _on_device(batch: Batch, prepare: PrepareBatch) -> Batch:
+    return replace(batch, images_BCHW=prepare.copy(batch))
+
+
+def _augmented(batch: Batch, prepare: PrepareBatch) -> Batch:
+    return replace(batch, images_BCHW=prepare(batch).images_BCHW)
+
+
+def _sizes(batch: EncodedBatch) -> list[tuple[int, int]]:
+    return [encoded_size(data, path=name) for data, name in zip(batch.images, batch.names, strict=True)]

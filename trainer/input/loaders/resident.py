@@ -1,0 +1,126 @@
+"""The whole split decoded once into the device's memory: for small pictures, as those of CIFAR."""
+
+import copy
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.augment.crops import center_crop
+from bigbatch.trainer.input.base import Batch, Crop, ImageSource, Request
+from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.retry import PatientReads
+
+
+class ResidentLoader:
+    """Gathers, shifts and flips pictures of image_size on the device; what lies outside of one is black.
+
+    Boxes may reach over the edge (padded_crop: torchvision's RandomCrop with padding) but not change size.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: ImageSource,
+        crop: Crop,
+        image_size: int,
+        microbatch_size: int,
+        device: torch.device | str,
+        num_threads: int = 4,
+        patience_seconds: float = 20.0,
+    ) -> None:
+        """patience_seconds: a picture that cannot be read is tried again for so long.
+
+        Raises: DataError naming the first picture that is not image_size x image_size, or one that cannot be read.
+        """
+        reads = PatientReads(index, patience_seconds=patience_seconds, num_threads=num_threads)
+        images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads)
+        self._images_NHWC = images_NHWC.to(device)
+        self._labels_N = index.labels_N
+        self._crop = crop
+        self._microbatch_size = microbatch_size
+        self._is_open = True
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """Yield one batch per request, in order, until the loader is closed."""
+        for request in requests:
+            if not self._is_open:
+                return
+            yield self._gather(request)
+
+    def uncropped(self) -> "ResidentLoader":
+        """The same pictures in the same memory, each whole and as it is."""
+        whole = copy.copy(self)
+        whole._crop = center_crop(fraction=1.0)
+        return whole
+
+    def close(self) -> None:
+        """End all iterators and let the device's memory go."""
+        self._is_open = False
+        self._images_NHWC = self._images_NHWC[:0]
+
+    def _gather(self, request: Request) -> Batch:
+        """Raises: ValueError if the request has not microbatch_size samples, or a box is not image_size."""
+        indices_B = request.indices_B
+        size = self._images_NHWC.shape[1]
+        if len(indices_B) != self._microbatch_size:
+            raise ValueError(f"got {len(indices_B)} samples, microbatch_size is {self._microbatch_size}")
+        boxes_B4, flips_B = self._crop(request.epoch, indices_B, np.full((len(indices_B), 2), size, np.int64))
+        if (boxes_B4[:, 2:] != size).any():
+            raise ValueError(f"the resident loader does not resize: every box must be {size} x {size}")
+        images_BHWC = shifted(self._images_NHWC, indices_B=indices_B, tops_lefts_B2=boxes_B4[:, :2], flips_B=flips_B)
+        return Batch(
+            images_BCHW=images_BHWC.permute(0, 3, 1, 2),
+            labels_B=torch.from_numpy(self._labels_N[indices_B]),
+            valid_B=torch.from_numpy(request.valid_B),
+            request=request,
+        )
+
+
+def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:
+    """Square pictures of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
+
+    Without a host sync: the index tables are made on the host and copied over once per batch.
+    """
+    size = images_NHWC.shape[1]
+    steps_S = np.arange(size)
+    rows_BS = tops_lefts_B2[:, :1] + steps_S
+    columns_BS = tops_lefts_B2[:, 1:] + np.where(flips_B[:, None], steps_S[::-1], steps_S)
+    tables = np.stack([np.broadcast_to(indices_B[:, None], rows_BS.shape), rows_BS, columns_BS])
+    indices_BS, rows_BS, columns_BS = on_device(tables, images_NHWC.device)
+    rows_BS1, columns_B1S = rows_BS[:, :, None], columns_BS[:, None, :]
+    inside_BSS = (rows_BS1 >= 0) & (rows_BS1 < size) & (columns_B1S >= 0) & (columns_B1S < size)
+    last = size - 1
+    images_BSSC = images_NHWC[indices_BS[:, :1, None], rows_BS1.clamp(0, last), columns_B1S.clamp(0, last)]
+    return images_BSSC * inside_BSS[..., None]
+
+
+def _decode_all(index: ImageSource, reads: PatientReads, *, image_size: int, num_threads: int) -> Tensor:
+    """Every picture of the split, uint8 (N, image_size, image_size, 3)."""
+    images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
+
+    def fill(part: int, positions: list[int]) -> None:
+        for position in positions:
+            data = reads.read(position, thread=part)
+            images_NHWC[position] = _decoded(data, path=index.name(position), image_size=image_size)
+
+    with reads.threads() as threads:
+        shares = np.array_split(np.arange(len(index)), num_threads)
+        parts = [threads.submit(fill, part, share.tolist()) for part, share in enumerate(shares)]
+        reads.wait_for(parts)
+        for done in parts:
+            done.result()  # raises what fill raised, the first in order
+    index.close()
+    return torch.from_numpy(images_NHWC)
+
+
+def _decoded(data: bytes, *, path: str, image_size: int) -> np.ndarray:
+    """uint8 (image_size, image_size, 3). Raises: DataError."""
+    image = open_image(data, path=path)
+    if image.size != (image_size, image_size):
+        wide, high = image.size
+        raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
+    return np.asarray(image.convert("RGB"))

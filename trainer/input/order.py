@@ -1,0 +1,210 @@
+"""Which picture comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigbatch.errors import DataError, StorageError
+from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.input.microbatches import rank_microbatches
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+@dataclass(frozen=True)
+class ImageIndex:
+    """The pictures of one split in class folders, sorted by class and then by file name: an ImageSource."""
+
+    root: str
+    """Folder of the split; paths are relative to it."""
+    classes: tuple[str, ...]
+    paths: Sequence[str]
+    labels_N: np.ndarray
+    """Position of each picture's class in classes, int64."""
+
+    def full_path(self, position: int) -> str:
+        """Where the picture at position lies on disk."""
+        return f"{self.root}/{self.paths[position]}"
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, position: int) -> str:
+        return self.full_path(position)
+
+    def read(self, position: int) -> bytes:
+        """Raises: StorageError naming the path."""
+        return read_file(self.full_path(position))
+
+    def sizes(self, positions_B: np.ndarray) -> None:
+        return None
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a picture. Raises: StorageError naming path."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError as error:
+        raise StorageError(f"{path}: {read_problem(error)}") from error
+
+
+def read_problem(error: OSError, *, file: str = "it") -> str:
+    """Why reading failed, and what to do."""
+    if error.errno == errno.EMFILE:
+        return "too many open files; raise the limit, such as by `ulimit -n 65536`"
+    return f"cannot be read ({error.strerror or error}); was {file} moved since the start?"
+
+
+def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
+    """List root/split/<class>/<picture>; classes, if given, are those that the split must have (train's).
+
+    Raises: DataError for a missing or unreadable folder, an empty class, or classes that differ.
+    """
+    folder = Path(root) / split
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<picture> below {root}")
+    found, _ = list_names(folder, want_folders=True)
+    if not found:
+        raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<picture>")
+    if classes is not None:
+        require_same_classes(folder, found=found, expected=classes)
+    paths: list[str] = []
+    counts = []
+    for name in found:
+        images, _ = list_names(folder / name, want_folders=False)
+        if not images:
+            raise DataError(f"{folder / name}: holds no {', '.join(IMAGE_SUFFIXES)}; fill or remove the folder")
+        paths.extend(f"{name}/{image}" for image in images)
+        counts.append(len(images))
+    labels_N = np.repeat(np.arange(len(found), dtype=np.int64), counts)
+    return ImageIndex(root=str(folder), classes=tuple(found), paths=paths, labels_N=labels_N)
+
+
+def list_names(folder: Path, *, want_folders: bool) -> tuple[list[str], list[str]]:
+    """Of what lies directly in folder: sorted names of class folders, or of pictures, and those of all else.
+
+    Raises: DataError.
+    """
+    wanted: list[str] = []
+    others: list[str] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if want_folders:
+                    is_wanted = entry.is_dir() and not entry.name.startswith(".")
+                else:
+                    is_wanted = entry.name.lower().endswith(IMAGE_SUFFIXES)
+                (wanted if is_wanted else others).append(entry.name)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
+    return sorted(wanted), sorted(others)
+
+
+def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise DataError unless both have the same names: labels are positions, so one more would shift them."""
+    problems = [
+        f"{kind} {len(names)} class(es): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for kind, names in (
+            ("lacks", sorted(set(expected) - set(found))),
+            ("has in excess", sorted(set(found) - set(expected))),
+        )
+        if names
+    ]
+    if problems:
+        raise DataError(f"{folder}: {'; '.join(problems)}; give it the same classes as the training split")
+
+
+def epoch_order(*, seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    """The order of an epoch: a permutation of num_samples positions (int64), from (seed, epoch) alone.
+
+    Sorts raw Philox words instead of calling Generator.permutation: numpy promises that a bit generator's
+    stream never changes (NEP 19), but not that a shuffle's does, and a resumed run may meet a newer numpy.
+    """
+    words_N = np.random.Philox(np.random.SeedSequence((seed, epoch))).random_raw(num_samples)
+    return np.argsort(words_N, kind="stable").astype(np.int64, copy=False)
+
+
+def train_requests(
+    *,
+    seed: int,
+    num_samples: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    rank: int,
+    world_size: int,
+    start_step: int,
+    end_step: int,
+    ranks_per_ghost: int = 1,
+) -> Iterator[Request]:
+    """This rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
+
+    Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. Each rank, or
+    group of ranks_per_ghost ranks, takes one contiguous part of every global batch, so all world sizes see the same
+    global order.
+    Raises: ValueError when the sizes do not divide, or no global batch fits into an epoch.
+    """
+    if global_batch_size % (world_size * microbatch_size):
+        raise ValueError(
+            f"global_batch_size {global_batch_size} is not a multiple of "
+            f"world_size {world_size} x microbatch_size {microbatch_size}"
+        )
+    if world_size % ranks_per_ghost:
+        raise ValueError(f"world_size {world_size} is not a multiple of ranks_per_ghost {ranks_per_ghost}")
+    if num_samples < global_batch_size:
+        raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")
+    microbatches = rank_microbatches(
+        rank=rank,
+        accumulation_steps=global_batch_size // (world_size * microbatch_size),
+        ranks_per_ghost=ranks_per_ghost,
+    )
+    return _train_requests(
+        seed=seed,
+        num_samples=num_samples,
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        microbatches=microbatches,
+        steps=range(start_step, end_step),
+    )
+
+
+def _train_requests(
+    *,
+    seed: int,
+    num_samples: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    microbatches: range,
+    steps: range,
+) -> Iterator[Request]:
+    """Cut the order of each step's global batch into microbatches, and take those of these numbers."""
+    steps_per_epoch = num_samples // global_batch_size
+    known_epoch, order_N = -1, np.empty(0, np.int64)
+    for step in steps:
+        epoch, step_in_epoch = divmod(step, steps_per_epoch)
+        if epoch != known_epoch:
+            known_epoch, order_N = epoch, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
+        for microbatch in microbatches:
+            first = step_in_epoch * global_batch_size + microbatch * microbatch_size
+            indices_B = order_N[first : first + microbatch_size]
+            yield Request(epoch=epoch, indices_B=indices_B, valid_B=np.ones(microbatch_size, bool))
+
+
+def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_size: int) -> Iterator[Request]:
+    """This rank's microbatches of one pass in which every picture is valid exactly once over all ranks.
+
+    All ranks get equally many, full microbatches (a collective may follow each); what exceeds the split
+    repeats its last picture with valid_B False.
+    """
+    stride = microbatch_size * world_size
+    for start in range(rank * microbatch_size, num_samples + rank * microbatch_size, stride):
+        positions_B = np.arange(start, start + microbatch_size, dtype=np.int64)
+        valid_B = positions_B < num_samples
+        yield Request(epoch=0, indices_B=np.minimum(positions_B, num_samples - 1), valid_B=valid_B)

@@ -1,0 +1,167 @@
+"""Pictures read ahead of use, with the box and the flip that each is to get."""
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from bigbatch.errors import DataError, StorageError
+from bigbatch.trainer.input.ahead import ahead
+from bigbatch.trainer.input.bad_images import BadImages
+from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
+from bigbatch.trainer.input.formats import encoded_size
+from bigbatch.trainer.input.retry import Draw, PatientReads
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """One request with its files in memory: what is left is to decode each box, resize and flip it."""
+
+    request: Request
+    positions: list[int]
+    """Of the pictures in the split: those of the request, or what stands in for bad ones."""
+    images: list[bytes]
+    names: list[str]
+    """Where each lies, for messages."""
+    boxes_B4: np.ndarray
+    """(top, left, height, width) in the stored picture, int32."""
+    flips_B: np.ndarray
+    labels_B: np.ndarray
+    valid_B: np.ndarray
+    image_size: int
+    """Height and width after decoding, in pixels."""
+    replaced: tuple[BadImage, ...]
+
+
+Found = tuple[int, bytes, Sequence[int]]
+"""Position, content, (height, width)."""
+
+
+class EncodedReader:
+    """Turns requests into encoded batches with its own threads, ahead of whoever decodes them."""
+
+    def __init__(
+        self,
+        source: ImageSource,
+        crop: Crop,
+        *,
+        image_size: ImageSize,
+        microbatch_size: int,
+        num_threads: int,
+        prefetch_batches: int,
+        patience_seconds: float,
+        max_skipped: int | None = None,
+    ) -> None:
+        """patience_seconds: a picture that cannot be read is tried again for so long.
+
+        max_skipped: bad pictures for which others may stand in, or None to end at the first one.
+        """
+        self._source = source
+        self._crop = crop
+        self._image_size = image_size
+        self._microbatch_size = microbatch_size
+        self._num_threads = num_threads
+        self._prefetch_batches = prefetch_batches
+        self._patience_seconds = patience_seconds
+        self.bad = BadImages(max_skipped=max_skipped, num_images=len(source))
+        self.draw: Draw | None = None
+        """What somebody waits for at the moment; whoever draws batches says so here."""
+        self._reads: PatientReads | None = None
+
+    def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
+        """Yield one batch per request, in order. Raises: DataError naming the picture."""
+        self._reads = PatientReads(
+            self._source,
+            patience_seconds=self._patience_seconds,
+            num_threads=self._num_threads,
+            current_draw=lambda: self.draw,
+        )
+        return _stopping(ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches), self._reads)
+
+    def interrupt(self) -> None:
+        """Nobody wants the batches of the last read any more: closing it need not wait for a storage to answer."""
+        if self._reads is not None:
+            self._reads.stop()
+
+    def close(self) -> None:
+        """Release the source's open files; reading again is possible."""
+        self._source.close()
+
+    def _read_all(self, requests: Iterable[Request], reads: PatientReads) -> Iterator[EncodedBatch]:
+        with reads.threads() as threads:
+            for request in requests:
+                yield self._read_batch(request, threads, reads)
+
+    def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
+        """Raises: ValueError if the request has not microbatch_size samples; StuckError."""
+        if len(request.indices_B) != self._microbatch_size:
+            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self._microbatch_size}")
+        asked = request.indices_B.tolist()
+        # one task per thread, not per file: a task costs as much as reading a cached file
+        stride = self._num_threads
+        found: list = [None] * len(asked)
+        parts = [threads.submit(self._read_part, asked, found, part, reads) for part in range(stride)]
+        reads.wait_for(parts, asked=asked, found=found)
+        for part in parts:
+            part.result()
+        return self._encoded(request, asked, found)
+
+    def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
+        positions = [position for position, _, _ in found]
+        boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
+        valid_B = request.valid_B
+        replaced: tuple[BadImage, ...] = ()
+        if positions != asked:
+            valid_B = valid_B & (np.array(positions) == request.indices_B)
+            replaced = tuple(
+                BadImage(position, self.bad.reasons[position])
+                for position, used in zip(asked, positions, strict=True)
+                if position != used
+            )
+        return EncodedBatch(
+            request=request,
+            positions=positions,
+            images=[data for _, data, _ in found],
+            names=[self._source.name(position) for position in positions],
+            boxes_B4=boxes_B4,
+            flips_B=flips_B,
+            labels_B=self._source.labels_N[positions],
+            valid_B=valid_B,
+            image_size=self._image_size(request.epoch),
+            replaced=replaced,
+        )
+
+    def _read_part(self, asked: list[int], found: list[Found | None], part: int, reads: PatientReads) -> None:
+        """Put into found a thread's share, each with the size that the source knows or else its header tells."""
+        rows = range(part, len(asked), self._num_threads)
+        known_B2 = self._source.sizes(np.array([asked[row] for row in rows], np.int64))
+        sizes = [None] * len(rows) if known_B2 is None else known_B2.tolist()
+        for row, size in zip(rows, sizes, strict=True):
+            found[row] = self._read_usable(asked[row], size, part, reads)
+
+    def _read_usable(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
+        """The picture at position, or the next one behind it that is not bad."""
+        while True:
+            if position not in self.bad.reasons:
+                try:
+                    data = reads.read(position, thread=part)
+                    return position, data, size or encoded_size(data, path=self._source.name(position))
+                except StorageError:
+                    raise
+                except DataError as error:
+                    self.bad.add(position, error)
+            position = (position + 1) % len(self._source)
+            known_12 = self._source.sizes(np.array([position]))
+            size = None if known_12 is None else known_12[0].tolist()
+
+
+def _stopping(batches: Generator[EncodedBatch, None, None], reads: PatientReads) -> Generator[EncodedBatch, None, None]:
+    """The same batches; closing it stops the reads before it waits for the batch in progress."""
+    with closing(batches):
+        try:
+            for batch in batches:  # noqa: UP028 ("yield from" would close batches before the reads are stopped)
+                yield batch
+        finally:
+            reads.stop()

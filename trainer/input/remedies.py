@@ -1,0 +1,127 @@
+"""What helps where the input is slow, by a run's own settings."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import AugmentConfig
+from bigbatch.trainer.input.shards import is_packed
+
+MEMORY = "/dev/shm"
+AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.name != "randaugment_magnitude")
+"""Settings of the section augment that cost time where they are not 0."""
+
+
+def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
+    """Share of the pixels of pictures (height, width) that is left when no shorter side exceeds max_side."""
+    pairs = [(height * width, min(1.0, max_side / min(height, width)) ** 2) for height, width in sizes]
+    return sum(pixels * share for pixels, share in pairs) / sum(pixels for pixels, _ in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSettings:
+    """What the remedies depend on: keys of the config and facts of the machine."""
+
+    loader: str
+    num_threads: int
+    num_cores: int
+    """That each rank may use, for itself."""
+    is_on_gpu: bool
+    is_packed: bool
+    stage: str | None
+    bind_numa: bool
+    precision: str
+    augmentations: tuple[str, ...]
+    """Keys of those that are on."""
+    max_side: int
+    """To which larger pictures can be shrunk, for the size that the model sees."""
+    pixels_left: float
+    """Share of the stored pixels after that."""
+
+
+def input_settings(
+    config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool
+) -> InputSettings:
+    """sizes: (height, width) of some stored pictures, if the loader reads any."""
+    data, some = config.data, list(sizes)
+    max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
+    return InputSettings(
+        loader=data.loader,
+        num_threads=data.num_threads,
+        num_cores=num_cores,
+        is_on_gpu=is_on_gpu,
+        is_packed=is_packed(Path(data.root) / "train"),
+        stage=data.stage,
+        bind_numa=data.bind_numa,
+        precision=config.optimizer.precision,
+        augmentations=tuple(f"augment.{key}" for key in AUGMENTATIONS if getattr(config.augment, key)),
+        max_side=max_side,
+        pixels_left=pixels_left(some, max_side=max_side) if some else 1.0,
+    )
+
+
+def _read_better(settings: InputSettings) -> list[str]:
+    if not settings.is_packed:
+        return ["pack the pictures into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
+    if settings.stage is None:
+        return ["copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage"]
+    if not settings.stage.startswith(MEMORY):
+        return [f"name a faster folder than {settings.stage} in data.stage, such as one in {MEMORY}"]
+    # no more than two threads read
+    return more_threads(settings) if settings.num_threads < 2 else [_more_cores(settings)]
+
+
+def _decode_better(settings: InputSettings) -> list[str]:
+    remedies = [*more_threads(settings), *_decode_on_gpu(settings), *_smaller_images(settings)]
+    return remedies or [_more_cores(settings)]
+
+
+def _copy_better(settings: InputSettings) -> list[str]:
+    near = [] if settings.bind_numa else ["set data.bind_numa to true"]
+    return [*near, *_decode_on_gpu(settings)]
+
+
+def _augment_better(settings: InputSettings) -> list[str]:
+    some = "some of " if len(settings.augmentations) > 1 else ""
+    fewer = [f"leave out {some}{', '.join(settings.augmentations)}"] if settings.augmentations else []
+    if not settings.is_on_gpu:
+        return fewer or [_more_cores(settings)]
+    return fewer + (["set optimizer.precision to bf16"] if settings.precision in ("fp32", "tf32") else [])
+
+
+REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better, "augment": _augment_better}
+"""Of a slow stage."""
+
+
+def share_better(settings: InputSettings) -> list[str]:
+    """Where loader and model compete for cores."""
+    few = settings.num_threads > settings.num_cores
+    fewer = [f"lower data.num_threads to {settings.num_cores} ({settings.num_threads} now)"] if few else []
+    return [*fewer, *_decode_on_gpu(settings), *_smaller_images(settings), _more_cores(settings)]
+
+
+def more_threads(settings: InputSettings) -> list[str]:
+    """Where there are cores for them."""
+    if settings.num_threads >= settings.num_cores:
+        return []
+    return [f"raise data.num_threads ({settings.num_threads} now; each rank may use {settings.num_cores} cores)"]
+
+
+def _decode_on_gpu(settings: InputSettings) -> list[str]:
+    is_possible = settings.is_on_gpu and settings.loader != "dali"
+    return ["decode on the GPU by data.loader=dali"] if is_possible else []
+
+
+def _smaller_images(settings: InputSettings) -> list[str]:
+    """Where they are not packed yet, and a fifth of the decoding or more would go."""
+    if settings.is_packed or settings.pixels_left > 0.8:
+        return []
+    return [
+        f"shrink the pictures once by `bigbatch data pack --max-side {settings.max_side}` "
+        f"({100 * settings.pixels_left:.0f}% of their pixels are left)"
+    ]
+
+
+def _more_cores(settings: InputSettings) -> str:
+    return f"give each rank more cores ({settings.num_cores} now)"

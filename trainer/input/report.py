@@ -1,0 +1,163 @@
+"""What is said about the speed of the input: records, a line, and hints where pictures take much of the time."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high
+from typing import Any
+
+from bigbatch.trainer.config.schema import NO_READER
+from bigbatch.trainer.input.remedies import MEMORY, REMEDIES, InputSettings, more_threads, share_better
+
+Rates = Mapping[str, float | None]
+"""Pictures per second of the loader and of each stage on its own; None for a stage there is not."""
+
+PARTS = ("loader", "read", "decode", "copy", "augment")
+STAGES = {
+    "read": "reading",
+    "decode": "decoding",
+    "copy": "copying to the GPU",
+    "augment": "augmentation on the device",
+}
+AHEAD, IN_STEP = ("read", "decode"), ("copy", "augment")
+"""Stages that work ahead, so that steps wait where they are slow, and those that are part of a step's own work."""
+SLOW_RANK = 0.7
+"""Share of the median rank's rate, below which a rank is named."""
+LARGE_WAIT = 0.05
+"""Share of step time spent waiting for pictures, above which there is a hint."""
+LARGE_SHARE = 0.5
+"""Share of a step's own work that a stage takes, above which there is a hint."""
+
+
+def over_ranks(ranks: Sequence[Rates]) -> Rates:
+    """Of all ranks together: they work in lock-step, so each takes no more pictures than the slowest one."""
+    return {part: _least(part, ranks) for part in PARTS}
+
+
+def _least(part: str, ranks: Sequence[Rates]) -> float | None:
+    there = [rate for rates in ranks if (rate := rates[part]) is not None]
+    return len(ranks) * min(there) if there else None
+
+
+def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
+    """The stage with the fewest pictures per second."""
+    there = {stage: rate for stage in among if (rate := rates[stage]) is not None}
+    return min(there, key=lambda stage: there[stage])
+
+
+def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
+    """The record of kind "input" of a run that starts after step."""
+    named = {f"{part}_images_per_second": rates[part] for part in PARTS}
+    return {"step": step, **named, "slowest_stage": slowest_stage(rates)}
+
+
+def describe_input(ranks: Sequence[Rates]) -> str:
+    """All rates in one line, and the slowest rank where it is far behind."""
+    rates = over_ranks(ranks)
+    parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
+    together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
+    return together + _slow_rank(ranks)
+
+
+def _slow_rank(ranks: Sequence[Rates]) -> str:
+    alone = [rates["loader"] or 0.0 for rates in ranks]
+    least, middle = min(alone), median_high(alone)
+    if least >= SLOW_RANK * middle:
+        return ""
+    return f"; rank {alone.index(least)} is the slowest: {least:,.0f} images/s, the median rank {middle:,.0f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waited:
+    """How a run went; waiting is that of the rank which waited longest, as the others wait for it."""
+
+    wait_fraction: float
+    compute_images_per_second: float
+    """Without the waiting, over all ranks."""
+    steps: int
+
+
+@dataclass(frozen=True)
+class MeasuredInput:
+    """What the input of each rank delivers on its own, all at the same time, and by which settings."""
+
+    ranks: tuple[Rates, ...]
+    settings: InputSettings
+
+    @property
+    def rates(self) -> Rates:
+        """Over all ranks."""
+        return over_ranks(self.ranks)
+
+
+def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -> list[str]:
+    """What helps a run whose steps wait for pictures, or do little else than copy and augment them.
+
+    was_probed: measuring was asked for, though it may have come to no figures.
+    """
+    if measured is None:
+        found = [_unknown(waited, was_probed=was_probed)]
+    else:
+        found = [_on_waiting(waited, measured), *(_on_work(stage, waited, measured) for stage in IN_STEP)]
+    return [text for text in found if text]
+
+
+def _waits(waited: Waited) -> str:
+    return f"steps wait {100 * waited.wait_fraction:.0f}% of their time for pictures"
+
+
+def _unknown(waited: Waited, *, was_probed: bool) -> str | None:
+    if waited.wait_fraction <= LARGE_WAIT:
+        return None
+    why = "data.probe_seconds=1 does that"
+    if was_probed:
+        why = "the measurement met a picture that cannot be used, which `bigbatch data check` names"
+    return f"{_waits(waited)}; what limits the input was not measured: {why}"
+
+
+def _on_waiting(waited: Waited, measured: MeasuredInput) -> str | None:
+    rates, settings, waits = measured.rates, measured.settings, _waits(waited)
+    if waited.wait_fraction <= LARGE_WAIT:
+        return None
+    if settings.loader in NO_READER:
+        return f"{waits}: data.loader={settings.loader} makes each batch within its step ({_alone(rates, waited)})"
+    stage = slowest_stage(rates, among=AHEAD)
+    if min(rates[part] or 0.0 for part in ("loader", *AHEAD)) < waited.compute_images_per_second:
+        slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"
+        finding = f"the input limits this run, {waits}: {_alone(rates, waited)}; {slow}"
+        return _advised(finding, REMEDIES[stage](settings))
+    if waited.wait_fraction <= LARGE_WAIT + 1 / waited.steps:
+        return None  # the first batch is always waited for, here for less than a step
+    return _though_fast(f"{waits}, though {_alone(rates, waited)}", settings)
+
+
+def _though_fast(finding: str, settings: InputSettings) -> str:
+    if not settings.is_on_gpu or settings.num_threads >= settings.num_cores:
+        return _advised(f"{finding}: the two compete for the same cores", share_better(settings))
+    if (settings.stage or "").startswith(MEMORY):
+        return _advised(finding, more_threads(settings))
+    why = "the storage was slower during the run than while it was measured, when pictures may have come from memory"
+    return _advised(f"{finding}: {why}", REMEDIES["read"](settings))
+
+
+def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
+    """Nothing waits for a stage that is part of the step, so its share of the step's own work is what tells."""
+    rate = measured.rates[stage]
+    if rate is None or waited.compute_images_per_second <= LARGE_SHARE * rate:
+        return None
+    share = min(1.0, waited.compute_images_per_second / rate)
+    finding = (
+        f"{STAGES[stage]} takes {100 * share:.0f}% of a step's time, waiting left out: alone it does {rate:,.0f} "
+        f"images/s, the whole step {waited.compute_images_per_second:,.0f}"
+    )
+    return _advised(finding, REMEDIES[stage](measured.settings))
+
+
+def _alone(rates: Rates, waited: Waited) -> str:
+    return (
+        f"alone the input delivers {rates['loader']:,.0f} images/s, the model takes "
+        f"{waited.compute_images_per_second:,.0f}"
+    )
+
+
+def _advised(finding: str, remedies: list[str]) -> str:
+    return f"{finding}: {', or '.join(remedies)}" if remedies else finding

@@ -1,0 +1,178 @@
+"""Reading from a storage that fails for a while, is slow, or never answers.
+
+The longest that reading holds up a batch is two times the patience and GRACE_SECONDS + CHECK_SECONDS: a picture that
+fails until the patience is at its end and then does not return takes so long, and many that fail in turn may not take
+longer. The config's check of comm.timeout_seconds leaves 2 s for the two constants.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from threading import Event, Lock
+from typing import Any
+
+from bigbatch.errors import StorageError
+from bigbatch.trainer.input.base import Images
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
+"""Between attempts to read; each pause is twice the one before."""
+CHECK_SECONDS = 0.5
+"""Between two looks at reads that have not returned."""
+GRACE_SECONDS = 1.0
+"""For reads that get through at the last moment."""
+CALM_SECONDS = 60.0
+"""Failures that are no further apart belong to one outage."""
+
+
+class StuckError(StorageError):
+    """Reads were given up that have not returned, and nothing ends the threads that wait for them."""
+
+
+class Outage:
+    """Says on stderr that reading is tried again, once: nobody shall stare at a progress bar that stands still."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._calm_from = 0.0
+
+    def tell(self, text: str) -> None:
+        """Print text if it is the first of its outage."""
+        with self._lock:
+            now = time.monotonic()
+            is_new, self._calm_from = now >= self._calm_from, now + CALM_SECONDS
+        if is_new:
+            print(text, file=sys.stderr, flush=True)
+
+
+OUTAGE = Outage()
+"""Of the process: training and evaluation read from the same storage."""
+
+
+class Draw:
+    """A batch that somebody waits for, and with him the other ranks; one object for all that is read meanwhile."""
+
+    def __init__(self) -> None:
+        self.read_seconds = 0.0
+        """For how long files were being read meanwhile, its own and those of batches ahead of it."""
+
+
+class PatientReads:
+    """The reads of one stream of batches, each in one of num_threads threads."""
+
+    def __init__(
+        self,
+        source: Images,
+        *,
+        patience_seconds: float,
+        num_threads: int,
+        current_draw: Callable[[], Draw | None] = lambda: None,
+    ) -> None:
+        """patience_seconds: for so long a read that failed is tried again, and one may take (and GRACE_SECONDS).
+
+        current_draw: what is waited for, if anything; reading may hold it up for twice the patience in all.
+        """
+        self._source = source
+        self._patience_seconds = patience_seconds
+        self._num_threads = num_threads
+        self._current_draw = current_draw
+        self._stop = Event()
+        self._under_way: list[tuple[int, float] | None] = [None] * num_threads  # position, and since when
+
+    @contextmanager
+    def threads(self) -> Iterator[ThreadPoolExecutor]:
+        """Where to read in. They end on leaving, but for those that StuckError gives up."""
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
+        is_stuck = False
+        try:
+            yield threads
+        except StuckError:
+            is_stuck = True
+            raise
+        finally:
+            self.stop()
+            # nothing ends a thread that waits for a file system
+            threads.shutdown(wait=not is_stuck, cancel_futures=True)
+
+    def read(self, position: int, *, thread: int) -> bytes:
+        """A picture, tried again while the system refuses it.
+
+        Raises: StorageError, saying for how long it was tried; CancelledError after stop.
+        """
+        start, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return self._read_once(position, thread=thread)
+            except StorageError as error:
+                cause, seconds = error.__cause__, time.monotonic() - start
+                if not isinstance(cause, OSError):
+                    raise
+                left = self._patience_seconds - seconds
+                if left <= 0:
+                    raise StorageError(f"{error} (tried for {seconds:.1f} s: data.patience_seconds)") from cause
+            OUTAGE.tell(
+                f"{self._source.name(position)}: cannot be read ({cause.strerror or cause}); trying again for "
+                f"{self._patience_seconds:g} s"
+            )
+            self._stop.wait(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _read_once(self, position: int, *, thread: int) -> bytes:
+        if self._stop.is_set():
+            raise CancelledError
+        self._under_way[thread] = position, time.monotonic()
+        try:
+            return self._source.read(position)
+        finally:
+            self._under_way[thread] = None
+
+    def wait_for(
+        self, parts: "Sequence[Future[Any]]", *, asked: Sequence[int] = (), found: Sequence[object] = ()
+    ) -> None:
+        """Wait for threads that read; they put into found what is at the positions asked for, None until then.
+
+        Raises: StuckError naming a picture, for one read that takes too long, for too many that take long, or a
+        moment after stop.
+        """
+        is_done, last = False, time.monotonic()
+        while not is_done:
+            is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
+            draw, before, last = self._current_draw(), last, time.monotonic()
+            if draw is not None:
+                draw.read_seconds += last - before
+            if not is_done and self._stop.is_set():
+                is_done = self._wait_in_vain(parts)
+            elif not is_done:
+                self._require_answer()
+                self._require_pace(draw, asked, found)
+
+    def _wait_in_vain(self, parts: "Sequence[Future[Any]]") -> bool:
+        """After stop; nearly all reads return at once, and then no thread stays behind."""
+        if wait(parts, timeout=GRACE_SECONDS).not_done:
+            raise StuckError("reading was stopped while a read had not returned")
+        return True
+
+    def _require_answer(self) -> None:
+        for position, since in filter(None, self._under_way):
+            if (seconds := time.monotonic() - since) > self._patience_seconds + GRACE_SECONDS:
+                raise StuckError(
+                    f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
+                    f"(data.patience_seconds={self._patience_seconds:g}); does its file system still answer?"
+                )
+
+    def _require_pace(self, draw: Draw | None, asked: Sequence[int], found: Sequence[object]) -> None:
+        if draw is None or draw.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
+            return
+        # the first that is missing is being read: each thread goes through its own in order
+        missing = [position for position, image in zip(asked, found, strict=True) if image is None]
+        if missing:
+            raise StuckError(
+                f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "
+                f"pictures after {draw.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
+                f"{self._patience_seconds:g}: raise that, or lower batch.microbatch_size"
+            )
+
+    def stop(self) -> None:
+        """Let no further read begin, and end the pauses; safe to call twice and from any thread."""
+        self._stop.set()

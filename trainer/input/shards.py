@@ -1,0 +1,312 @@
+"""Pictures in tar shards with an index: any sample is one seek away, and its size is known before it is read.
+
+A packed split is a folder with shard-000000.tar ... (WebDataset's convention: <key>.jpg or .png, then <key>.cls
+with the label), index.npy (one Entry per picture, in the order of the class folders) and index.json (the Facts).
+"""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import resource
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigbatch.errors import DataError, StorageError
+from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.formats import encoded_size
+from bigbatch.trainer.input.order import list_names, read_index, read_problem, require_same_classes
+
+FORMAT_VERSION = 1
+FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
+ENTRY = np.dtype(
+    [("shard", "<i4"), ("offset", "<i8"), ("length", "<i4"), ("height", "<i4"), ("width", "<i4"), ("label", "<i4")]
+)
+"""Where a picture's bytes lie, how many they are, what they show: bytes, pixels (EXIF orientation ignored)."""
+BLOCK_BYTES = 512
+AGAIN = "run `bigbatch data pack` again"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file as it was written."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitIndex:
+    """What index.json states."""
+
+    version: int
+    classes: tuple[str, ...]
+    num_images: int
+    entries_sha256: str
+    """Of the file index.npy: it decides the labels."""
+    shards: tuple[Shard, ...]
+    made: dict[str, int | None]
+    """The settings of the packer: max_side, quality, shard_bytes."""
+
+    def to_json(self) -> str:
+        stated = {"num_pictures" if key == "num_images" else key: value for key, value in asdict(self).items()}
+        return json.dumps(stated, indent=1) + "\n"
+
+
+def parse_facts(text: str, *, path: Path) -> SplitIndex:
+    """The inverse of to_json. Raises: DataError for another version, or what is no such file."""
+    try:
+        found = json.loads(text)
+        version = found["version"]
+        if version != FORMAT_VERSION:
+            raise DataError(f"{path}: has format version {version}, this bigbatch reads {FORMAT_VERSION}; pack anew")
+        return SplitIndex(
+            version=version,
+            classes=tuple(map(str, found["classes"])),
+            num_images=int(found["num_pictures"]),
+            entries_sha256=str(found["entries_sha256"]),
+            shards=tuple(Shard(str(s["name"]), int(s["num_bytes"]), str(s["sha256"])) for s in found["shards"]),
+            made=dict(found["made"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: is no index of packed shards ({error!r}); delete it and {AGAIN}") from error
+
+
+def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":
+    """Open a packed split; classes, if given, are those that it must have (train's). Hashes the index, no shard.
+
+    Raises: DataError naming the file that is missing, cut, edited or does not fit the others.
+    """
+    facts, entries_N = read_entries(folder)
+    if classes is not None:
+        require_same_classes(folder, found=facts.classes, expected=classes)
+    for shard in facts.shards:
+        _require_whole(folder / shard.name, num_bytes=shard.num_bytes)
+    return PackedIndex(folder, facts=facts, entries_N=entries_N)
+
+
+def read_entries(folder: Path) -> tuple[SplitIndex, np.ndarray]:
+    """The index of a packed split, whether its shards exist or not. Raises: DataError."""
+    facts = read_facts(folder)
+    return facts, _load_entries(folder / ENTRIES, facts)
+
+
+def read_facts(folder: Path) -> SplitIndex:
+    """What a packed split states about itself. Raises: DataError."""
+    path = folder / FACTS
+    try:
+        return parse_facts(path.read_text(encoding="utf-8"), path=path)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder}: packing has not finished, {FACTS} is missing; {AGAIN}") from error
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+
+
+def _load_entries(path: Path, facts: SplitIndex) -> np.ndarray:
+    """In memory, not mapped: a file that is cut later must not end the process."""
+    try:
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
+            raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
+        entries_N = np.load(io.BytesIO(data), allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+    if misfit := _misfit(facts, entries_N):
+        raise DataError(f"{path}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
+    return entries_N
+
+
+def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
+    """What is wrong with the index, or None."""
+    if entries_N.dtype != ENTRY or entries_N.shape != (facts.num_images,) or not facts.num_images:
+        return f"{entries_N.shape} entries of {entries_N.dtype} for {facts.num_images} pictures"
+    if list(facts.classes) != sorted(set(facts.classes)):
+        return "classes are not in order"
+    shards_N, offsets_N, lengths_N = (entries_N[name] for name in ("shard", "offset", "length"))
+    if ((shards_N < 0) | (shards_N >= len(facts.shards))).any():
+        return f"an entry lies in none of {len(facts.shards)} shards"
+    ends_N = np.array([shard.num_bytes for shard in facts.shards])[shards_N]
+    if ((offsets_N < BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
+        return "an entry lies outside of its shard"
+    if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
+        return f"a label is none of {len(facts.classes)} classes"
+    if (entries_N["height"] <= 0).any() or (entries_N["width"] <= 0).any():
+        return "a picture has no pixels"
+    return None
+
+
+def _require_whole(path: Path, *, num_bytes: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be found ({error.strerror}); {AGAIN}") from error
+    if found != num_bytes:
+        raise DataError(f"{path}: has {found} bytes, {FACTS} states {num_bytes}: cut or edited; {AGAIN}")
+
+
+def is_packed(folder: Path) -> bool:
+    """A split that holds, or is to hold, shards."""
+    return (folder / FACTS).exists() or (folder / SETTINGS).exists()
+
+
+def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
+    """root/split, packed or as class folders; classes, if given, are those that it must have (train's).
+
+    Raises: DataError, as read_packed and read_index do.
+    """
+    folder = Path(root) / split
+    return read_packed(folder, classes=classes) if is_packed(folder) else read_index(root, split, classes=classes)
+
+
+def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
+    """Sorted class names of root/split, whose pictures are not listed; None where there is no such split.
+
+    Raises: DataError.
+    """
+    folder = Path(root) / split
+    if not folder.is_dir():
+        return None
+    if is_packed(folder):
+        return read_facts(folder).classes
+    return tuple(list_names(folder, want_folders=True)[0])
+
+
+class PackedIndex:
+    """The pictures of one packed split, an ImageSource; opens a shard when it is first read from."""
+
+    def __init__(self, folder: Path, *, facts: SplitIndex, entries_N: np.ndarray, max_open: int | None = None) -> None:
+        """max_open: shards held open at a time, by default a third of what the process may open."""
+        self._folder = folder
+        self.facts = facts
+        self.classes = facts.classes
+        self.labels_N = entries_N["label"].astype(np.int64)
+        self.entries_N = entries_N
+        self._paths = [f"{folder}/{shard.name}" for shard in facts.shards]
+        self._files = OpenFiles(max_open or _max_open())
+
+    def __len__(self) -> int:
+        return len(self.entries_N)
+
+    def name(self, position: int) -> str:
+        """The shard, and the number with which the picture's key in it begins."""
+        return f"{self._paths[self.entries_N[position]['shard']]}: picture {key_number(position)}"
+
+    def sizes(self, positions_B: np.ndarray) -> np.ndarray:
+        entries_B = self.entries_N[positions_B]
+        return np.stack([entries_B["height"], entries_B["width"]], axis=1).astype(np.int64)
+
+    def read(self, position: int) -> bytes:
+        """Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
+        shard, offset, length, height, width, _ = self.entries_N[position].item()
+        path = self._paths[shard]
+        try:
+            file = self._files.get(path)
+            data = _pread(file.descriptor, length=length, offset=offset)
+        except OSError as error:
+            self._files.forget(path)  # a stale handle stays so, and the path may be fine
+            raise StorageError(f"{self.name(position)}: {read_problem(error, file='the shard')}") from error
+        if len(data) != length:
+            raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
+        if not _has_size(data, (height, width)):
+            raise StorageError(
+                f"{self.name(position)}: is not the picture that {ENTRIES} describes, so one of the two was edited; "
+                f"delete the shard and {AGAIN}"
+            )
+        return data
+
+    def close(self) -> None:
+        self._files.close()
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        """To another process goes the folder alone; that process opens it anew."""
+        return read_packed, (self._folder,)
+
+
+def key_number(position: int) -> str:
+    """How the key of the picture at position begins."""
+    return f"{position:08d}"
+
+
+def _pread(descriptor: int, *, length: int, offset: int) -> bytes:
+    """length bytes from offset, or fewer at the end of the file; a network file system may hand over parts."""
+    data = os.pread(descriptor, length, offset)
+    while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def _has_size(data: bytes, size: tuple[int, int]) -> bool:
+    """The check that a picture from a class folder gets, too: a few microseconds for a JPEG."""
+    try:
+        return encoded_size(data, path="") == size
+    except DataError:
+        return False
+
+
+def _max_open() -> int:
+    """A third of the limit for each split: training has two, and sockets and libraries want the rest."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
+
+
+class OpenFile:
+    """Closed with its last reader: nobody loses a descriptor in use, or meets another file under its number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class OpenFiles:
+    """Files open for reading, at most max_open: the one that was not used for longest makes room."""
+
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        self._by_path: dict[str, OpenFile] = {}  # the latest used last
+
+    def get(self, path: str) -> OpenFile:
+        """Raises: OSError."""
+        with self._lock:
+            file = self._by_path.pop(path, None)
+            if file is not None:
+                self._by_path[path] = file
+                return file
+        # not under the lock: on a file system that does not answer it never returns
+        opened = self._open(path)
+        with self._lock:
+            file = self._by_path.setdefault(path, opened)  # another thread may have been faster
+            while len(self._by_path) > self._max_open:
+                self._close_oldest()
+        return file
+
+    def _open(self, path: str) -> OpenFile:
+        """Where the process may open no more, others of these files make room."""
+        while True:
+            try:
+                return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                with self._lock:
+                    if error.errno != errno.EMFILE or not self._by_path:
+                        raise
+                    self._close_oldest()
+
+    def forget(self, path: str) -> None:
+        """Open it anew when it is next asked for."""
+        with self._lock:
+            self._by_path.pop(path, None)
+
+    def _close_oldest(self) -> None:
+        self._by_path.pop(next(iter(self._by_path)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._by_path.clear()

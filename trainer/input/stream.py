@@ -1,0 +1,67 @@
+"""The batches of one rank as the loop takes them: timed, and with a stand-in after a failure."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import DataError
+from bigbatch.trainer.input.base import Batch
+
+
+@dataclass(frozen=True)
+class InputFailure:
+    """The step whose batch could not be had, and why."""
+
+    step: int
+    reason: str
+
+
+class InputStream:
+    """Yields a rank's batches. After a failure it yields the last one again, and no update may come of it.
+
+    The other ranks are within a step by then and cannot end it alone; all learn of the failure at the next report.
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._last: Batch | None = None
+        self.failure: InputFailure | None = None
+        self.wait_seconds = 0.0
+        self.replaced: dict[int, tuple[int, str]] = {}
+        """Positions of bad pictures for which others stood in since the last take_replaced: first step, and why."""
+
+    def draw(self, *, step: int) -> Batch:
+        """The next batch. Raises: DataError if there never was one."""
+        start = time.perf_counter()
+        if self.failure is None:
+            try:
+                self._last = next(self._batches)
+                for image in self._last.replaced:
+                    self.replaced.setdefault(image.position, (step, image.reason))
+            except DataError as error:
+                if self._last is None:
+                    raise
+                self.failure = InputFailure(step, str(error))
+        self.wait_seconds += time.perf_counter() - start
+        assert self._last is not None
+        return self._last
+
+    def take_wait_seconds(self) -> float:
+        """Time spent in draw since the last call."""
+        seconds, self.wait_seconds = self.wait_seconds, 0.0
+        return seconds
+
+    def take_replaced(self, *, before: int) -> dict[int, str]:
+        """Positions of the bad pictures met since the last call, and why; those from step before on are dropped."""
+        replaced, self.replaced = self.replaced, {}
+        return {position: reason for position, (step, reason) in replaced.items() if step < before}
+
+
+def gather_replaced(communicator: Communicator, replaced: Mapping[int, str]) -> dict[int, str]:
+    """Positions of the bad pictures that the ranks met, and why, put together in rank order. Collective."""
+    together: dict[int, str] = {}
+    for text in communicator.gather_text(json.dumps(list(replaced.items()))):
+        together |= dict(json.loads(text))
+    return together

@@ -1,0 +1,1 @@
+"""This host and its GPU: cores, memory, energy."""

@@ -1,0 +1,49 @@
+"""The energy that a GPU has consumed, as its driver counts it."""
+
+from typing import Any, Protocol
+
+import torch
+
+from bigbatch.trainer.machine.gpu_driver import find_gpu
+
+
+class EnergyMeter(Protocol):
+    """Counts the energy of this rank's device."""
+
+    def take_joules(self) -> float:
+        """Since the last call, or since it was made; not a number where nobody tells."""
+        ...
+
+
+class NoEnergyMeter:
+    """For a device whose driver does not tell, and for a CPU."""
+
+    def take_joules(self) -> float:
+        """Not a number."""
+        return float("nan")
+
+
+class GpuEnergy:
+    """NVML's counter of a GPU (Volta and later), in millijoules since the driver was loaded."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._last = self._read()
+
+    def take_joules(self) -> float:
+        """Since the last call."""
+        before, self._last = self._last, self._read()
+        return (self._last - before) / 1000
+
+    def _read(self) -> float:
+        """In millijoules; a driver that stops to answer ends no training."""
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        except self._nvml.NVMLError:
+            return float("nan")
+
+
+def make_energy_meter(device: torch.device) -> EnergyMeter:
+    """Of a GPU where nvidia-ml-py is installed and the driver counts; else one that knows nothing."""
+    found = find_gpu(device)
+    return NoEnergyMeter() if found is None else GpuEnergy(*found)

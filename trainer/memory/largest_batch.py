@@ -1,0 +1,172 @@
+"""The largest microbatch that fits a device's memory, found by trying."""
+
+import gc
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import UserError
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.machine.host import give_back_freed_memory, wait_for
+from bigbatch.trainer.step.loop import Window, train_step
+
+MANY = 1000
+"""Steps of an epoch: as many as real ones have, for what a schedule and an average ask of it."""
+NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$"
+    r"|unable to find an engine to execute|bad_alloc",
+    re.I,
+)
+"""What torch, C++ and CUDA say in a RuntimeError, and oneDNN and cuDNN, which have no other words for it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to. size: the largest that fits of those tried, None where none did."""
+
+    size: int | None
+    is_complete: bool
+    """Time sufficed for all that had to be tried."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU or of a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)
+    return is_torchs and NO_MEMORY.search(str(error)) is not None
+
+
+def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
+    """Microbatches up to most that divide the config's ghost batches, or consist of them. Rising."""
+    parts = [size for size in range(1, min(batch.bn_span - 1, most) + 1) if batch.bn_span % size == 0]
+    return [*parts, *range(batch.bn_span, most + 1, batch.bn_span)]
+
+
+def largest_fitting(
+    sizes: Sequence[int], fits: Callable[[int], bool], *, is_last_near: bool, seconds: float = float("inf")
+) -> Found:
+    """Of rising sizes, by bisection; where one fits, all smaller ones are taken to fit.
+
+    is_last_near: the last one is not far too large, so begin in the middle; else sizes double from the first until one
+    does not fit. No try begins after so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    low, high, is_doubling = -1, len(sizes), not is_last_near  # all up to low fit; none from high on
+    while high - low > 1:
+        if time.monotonic() > deadline:
+            return Found(sizes[low] if low >= 0 else None, is_complete=False)
+        middle = (low + high) // 2
+        if is_doubling:
+            wanted = 2 * sizes[low] if low >= 0 else 0
+            middle = next((i for i in range(low + 1, high) if sizes[i] >= wanted), high - 1)
+        if fits(sizes[middle]):
+            low = middle
+        else:
+            high, is_doubling = middle, False
+    return Found(sizes[low] if low >= 0 else None, is_complete=True)
+
+
+def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
+    """Whether training steps of generated pictures fit, on this rank alone; what they took is free again after.
+
+    A sharded update is tried with all shares on this rank.
+    """
+    try:
+        run_steps(config, size, device=device, num_microbatches=num_microbatches)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        is_fitting = False
+    else:
+        is_fitting = True
+    free_memory(device)  # after the error is gone, whose frames hold tensors
+    return is_fitting
+
+
+def run_steps(
+    config: Config,
+    size: int,
+    *,
+    device: torch.device,
+    num_microbatches: int = 1,
+    num_untimed: int = 1,
+    num_timed: int = 1,
+) -> float:
+    """Train on generated pictures, on this rank alone; seconds of a step, in the mean over the timed ones at the end.
+
+    A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's state is there from the
+    second step on, beside all else. Raises: RuntimeError; MemoryError.
+    """
+    config, communicator = _alone(config, size, num_microbatches=num_microbatches), _no_others(device)
+    plan = build.make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
+    batch = _generated(config, device)  # may not fit, and nothing would close the parts
+    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    num_steps, start = num_untimed + num_timed, 0.0
+    try:
+        stream, window = InputStream(iter([batch] * (num_steps * num_microbatches))), Window(device)
+        parts.model.train()
+        for step in range(num_steps):
+            if step == num_untimed:
+                wait_for(device)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)  # cuDNN's search wants more, once
+                start = time.perf_counter()
+            train_step(step, plan, parts, stream, window)
+        wait_for(device)
+        return (time.perf_counter() - start) / num_timed
+    finally:
+        parts.close()
+        communicator.abandon()
+
+
+def free_memory(device: torch.device) -> None:
+    """Of what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_back_freed_memory()
+
+
+def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
+    """The config for one rank with such microbatches, and an average that takes its memory at once."""
+    config = build.without_choices(config, world_size=1)
+    is_mixable = min(config.batch.bn_span, size) > 1
+    return replace(
+        config,
+        batch=replace(
+            config.batch,
+            global_batch_size=size * num_microbatches,
+            microbatch_size=size,
+            bn_span=min(config.batch.bn_span, size),
+        ),
+        model=replace(config.model, weights=None),
+        optimizer=replace(config.optimizer, ema_every_steps=1 if config.optimizer.ema_decay is not None else None),
+        augment=config.augment if is_mixable else replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),
+    )
+
+
+def _no_others(device: torch.device) -> Communicator:
+    return connect(env=ALONE, device=device)
+
+
+def _generated(config: Config, device: torch.device) -> Batch:
+    """A microbatch of the largest pictures that the config trains on."""
+    size = max([config.data.image_size, *(each for _, each in config.data.train_sizes or ())])
+    count = config.batch.microbatch_size
+    images_BHWC = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
+    labels_B = torch.randint(config.data.num_classes, (count,), device=device)
+    request = Request(0, np.arange(count), np.ones(count, bool))
+    return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, labels_B >= 0, request)

@@ -1,0 +1,96 @@
+"""What a run says where its microbatch does not fit into memory: what does, and the same global batch with it."""
+
+import re
+from dataclasses import replace
+
+import torch
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.memory.largest_batch import Found, fits_memory, free_memory, largest_fitting, sizes_within
+
+SEARCH_SECONDS = 60.0
+WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+"""In torch's messages: of all its allocators, and of CUDA's."""
+
+
+def explain(config: Config, reason: str, *, world_size: int, device: torch.device) -> str:
+    """The one line, after a search on this rank alone. reason: torch's message. The run's tensors must be gone.
+
+    The other ranks wait meanwhile, so no try begins after half the time that they would wait for.
+    """
+    free_memory(device)
+    batch = config.batch
+    # a graph cannot hold two microbatches, and to compile at each size would take longer than the search may
+    at_once = replace(config.compute, compile=None, compile_fallback=False, cuda_graph=False)
+    tried = replace(config, compute=at_once)
+    found = largest_fitting(
+        sizes_within(batch, most=batch.microbatch_size - 1),
+        lambda size: fits_memory(tried, size, device=device, num_microbatches=2),
+        is_last_near=True,
+        seconds=min(SEARCH_SECONDS, config.comm.timeout_seconds / 2),
+    )
+    start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{_amounts(reason)}: "
+    # what a CPU's run leaves is in pieces, so that more may fit from the start
+    at_least = "at least " if device.type == "cpu" else ""
+    return start + _remedy(config, found, world_size=world_size, at_least=at_least)
+
+
+def _amounts(reason: str) -> str:
+    """As far as torch tells."""
+    wanted, free = WANTED.search(reason), FREE.search(reason)
+    if wanted is None:
+        return ""
+    return f" ({wanted[1]} more were wanted" + (f", {free[2]} of {free[1]} were free)" if free else ")")
+
+
+def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> str:
+    if found.size is None and not found.is_complete:
+        return "there was no time to try smaller ones; halve it and batch.bn_span"
+    if found.size is None:
+        return (
+            "nor does any smaller one; choose a smaller model.name or data.image_size, optimizer.precision bf16, or "
+            "optimizer.sharded on more ranks"
+        )
+    words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
+    line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
+    num_blocks = RESIDUAL_BLOCKS[config.model.name]
+    if config.compute.recomputed_blocks < num_blocks:
+        line += f"; --compute.recomputed_blocks, up to {num_blocks}, takes less memory, too"
+    return line
+
+
+def propose(config: Config, fitting: int, *, world_size: int) -> str:
+    """Options that keep the global batch with a microbatch of at most fitting, and what they change."""
+    batch = config.batch
+    for size in reversed(sizes_within(batch, most=fitting)):
+        if steps := _accumulation_steps(config, size, bn_span=batch.bn_span, world_size=world_size):
+            shares = batch.bn_span // size
+            spread = f", and each ghost batch lies on {shares} ranks" if shares > 1 else ""
+            return _option(f"--batch.microbatch_size {size}", steps, config) + spread
+    for size in range(fitting, 0, -1):
+        if steps := _accumulation_steps(config, size, bn_span=size, world_size=world_size):
+            return (
+                _option(f"--batch.microbatch_size {size} --batch.bn_span {size}", steps, config)
+                + f", but batch norm takes its statistics over {size} pictures instead of {batch.bn_span}"
+            )
+    return "none as small goes with this config: choose a smaller model.name or data.image_size"
+
+
+def _option(words: str, steps: int, config: Config) -> str:
+    plural = "s" if steps > 1 else ""
+    if config.compute.cuda_graph and steps > 1:  # which build_compute.require_capturable refuses
+        words += " --compute.cuda_graph false"
+    return f"with {words} ({steps} accumulation step{plural}) the global batch stays {config.batch.global_batch_size}"
+
+
+def _accumulation_steps(config: Config, size: int, *, bn_span: int, world_size: int) -> int | None:
+    """None where that microbatch is not legal."""
+    try:
+        batch = replace(config.batch, microbatch_size=size, bn_span=bn_span)
+        return accumulation_steps(replace(config, batch=batch).batch, world_size=world_size)
+    except ConfigError:
+        return None

@@ -1,0 +1,1 @@
+"""MLPerf's rules and reference convergence."""

@@ -1,0 +1,113 @@
+"""What a run folder tells of a run afterwards, and the run as MLPerf logs it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from bigbatch.errors import RunFolderError
+from bigbatch.trainer.config.schedule import decay_epochs
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.mlperf.reference import Event
+from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run folder's config and records."""
+
+    rundir: RunDir
+    config: Config
+    start: dict[str, Any]
+    """The record of the first start."""
+    evaluations: tuple[dict[str, Any], ...]
+
+    def epochs_to(self, top1: float) -> float | None:
+        """Epochs after which an evaluation first found that top-1; None where none did."""
+        return next((e["epoch"] for e in self.evaluations if e["top1"] >= top1), None)
+
+    @cached_property
+    def job(self) -> dict[str, Any]:
+        """What the config does not tell: ranks, device, steps per epoch, pictures."""
+        return dict(self.start["job"])
+
+
+def read_run(rundir: RunDir) -> FinishedRun:
+    """Raises: RunFolderError where the folder is none of a run that was evaluated; ConfigError."""
+    config = load_run_config(rundir, [], prog="bigbatch verify")
+    records = list(read_records(rundir.metrics))
+    starts = [record for record in records if record["kind"] == "start"]
+    evaluations = tuple(record for record in records if record["kind"] == "eval")
+    if not starts:
+        raise RunFolderError(f"{rundir.metrics} does not say when the run started: train it with this version")
+    if not evaluations:
+        raise RunFolderError(f"{rundir.metrics} holds no evaluation yet: train on, at least for one")
+    return FinishedRun(rundir, config, starts[0], evaluations)
+
+
+def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:
+    """The run in MLPerf's events, up to the evaluation that reached the target.
+
+    What comes before the run's first record is not known, so initialization takes no time. No cache was cleared.
+    """
+    config, job, start = run.config, run.job, float(run.start["time"])
+    facts = {
+        "submission_benchmark": "resnet",
+        "submission_org": "bigbatch",
+        "submission_division": division,
+        "submission_status": "research",
+        "submission_platform": f"{job['world_size']} x {job['device']}",
+        "cache_clear": False,
+        "seed": config.run.seed,
+        "global_batch_size": config.batch.global_batch_size,
+        "gradient_accumulation_steps": job["accumulation_steps"],
+        "train_samples": job["train_samples"],
+        "eval_samples": job["eval_samples"],
+        "model_bn_span": config.batch.bn_span,
+        "opt_name": config.optimizer.name,
+        **(_lars_facts(run) if config.optimizer.name == "lars" else {}),
+    }
+    return [
+        Event("init_start", None, start, {}, "start"),
+        *(Event(key, value, start, {}) for key, value in facts.items()),
+        Event("init_stop", None, start, {}, "end"),
+        Event("run_start", None, start, {}, "start"),
+        *_evaluation_events(run, target_top1=target_top1),
+    ]
+
+
+def _lars_facts(run: FinishedRun) -> dict[str, Any]:
+    optimizer, schedule, run_config = run.config.optimizer, run.config.schedule, run.config.run
+    return {
+        "lars_opt_base_learning_rate": schedule.base_lr,
+        "lars_opt_end_learning_rate": schedule.end_lr,
+        "lars_opt_learning_rate_decay_poly_power": schedule.power,
+        "lars_opt_learning_rate_decay_steps": round(
+            decay_epochs(schedule, epochs=run_config.epochs) * run.job["steps_per_epoch"]
+        ),
+        "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
+        "lars_epsilon": optimizer.eps,
+        "lars_opt_momentum": optimizer.momentum,
+        "lars_opt_weight_decay": optimizer.weight_decay,
+    }
+
+
+def _evaluation_events(run: FinishedRun, *, target_top1: float) -> list[Event]:
+    """Blocks of training, the evaluation after each, and the end."""
+    events: list[Event] = []
+    before, since, status = 0, float(run.start["time"]), "aborted"
+    for record in run.evaluations:
+        epoch, end = round(record["epoch"]), float(record["time"])
+        begin = max(since, end - record["seconds"])
+        block = {"first_epoch_num": before + 1, "epoch_count": epoch - before}
+        events += [
+            Event("block_start", None, since, block, "start"),
+            Event("block_stop", None, begin, block, "end"),
+            Event("eval_start", None, begin, {"epoch_num": epoch}, "start"),
+            Event("eval_accuracy", record["top1"], end, {"epoch_num": epoch}),
+            Event("eval_stop", None, end, {"epoch_num": epoch}, "end"),
+        ]
+        before, since = epoch, end
+        if record["top1"] >= target_top1:
+            status = "success"
+            break
+    return [*events, Event("run_stop", None, since, {"status": status}, "end")]

@@ -1,0 +1,131 @@
+"""The one door to MLPerf's own tools: its reference convergence points, and its log format."""
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import UserError
+
+RULESET = "4.0.0"
+"""The last round of MLPerf training that had ResNet-50."""
+SIGNIFICANCE = 0.05
+"""Of the one-sided test, as in mlperf_logging/rcp_checker/rcp_checker.py."""
+INTERPOLATED_RUNS = 10
+"""How many reference runs the RCP checker takes an interpolated record for: twice those of a submission."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """How soon MLPerf's reference runs of a batch size reached the target."""
+
+    name: str
+    mean_epochs: float
+    """Of all runs but the fastest and the slowest."""
+    std_epochs: float
+    """Over all runs, divided by their number, as the RCP checker takes it."""
+    num_runs: int
+    """That the mean is of."""
+    range_epochs: tuple[int, int] | None
+    """Fastest and slowest; None where the record is interpolated."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of an MLPerf log. time_s is in seconds since 1970; edge: start or end of an interval, else a point."""
+
+    key: str
+    value: Any
+    time_s: float
+    metadata: dict[str, Any]
+    edge: str = "event"
+
+
+def read_reference(global_batch_size: int) -> Reference | None:
+    """MLPerf's record of that batch size, or one interpolated between its neighbours, as its RCP checker does.
+
+    Below the smallest batch it is that of the smallest; None above the largest, where MLPerf asks for a new record.
+    Raises: UserError where mlperf-logging is not installed.
+    """
+    records = _read_records()
+    larger = [record for size, record in records if size >= global_batch_size]
+    smaller = [record for size, record in records if size <= global_batch_size]
+    if not larger:
+        return None
+    if not smaller or larger[0] is smaller[-1]:
+        return _make_reference(larger[0], is_smallest=not smaller)
+    return _interpolate(smaller[-1], larger[0], global_batch_size=global_batch_size)
+
+
+def fewest_epochs(reference: Reference, *, num_runs: int) -> float:
+    """The smallest mean of so many runs, less the fastest and the slowest, that chance alone explains.
+
+    The smallest that a one-sided t-test with pooled variance, at SIGNIFICANCE, tells from no difference, if the runs
+    spread as the reference's. Equal to the RCP checker's Min Epochs for five runs, which it finds by bisection.
+    """
+    from scipy.stats import t
+
+    num_counted = num_runs - 2
+    quantile = t.ppf(1 - SIGNIFICANCE, reference.num_runs + num_counted - 2)
+    spread = reference.std_epochs * math.sqrt(1 / reference.num_runs + 1 / num_counted)
+    return reference.mean_epochs - float(quantile) * spread
+
+
+def write_log(path: Path, events: Sequence[Event]) -> None:
+    """Write an MLPerf log, over an older one. Raises: UserError where mlperf-logging is not installed."""
+    _require()
+    from mlperf_logging.mllog.mllog import MLLogger
+
+    logger = logging.Logger("bigbatch.mlperf")  # of this file alone, in no hierarchy
+    handler = logging.FileHandler(path, mode="w")
+    logger.addHandler(handler)
+    mllogger = MLLogger(logger=logger, root_dir=re.escape(str(Path(__file__).parents[2])))
+    try:
+        for event in events:
+            write = getattr(mllogger, event.edge)
+            write(event.key, event.value, metadata=event.metadata, time_ms=round(1000 * event.time_s))
+    finally:
+        handler.close()
+
+
+def _require() -> None:
+    try:
+        import mlperf_logging  # noqa: F401
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise UserError("bigbatch verify needs MLPerf's tools: pip install 'bigbatch[verify]'") from error
+
+
+def _read_records() -> list[tuple[int, dict[str, Any]]]:
+    """Batch sizes and records, in order."""
+    _require()
+    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
+
+    checker = RCP_Checker("training", RULESET, "resnet", False)
+    return [(int(record["BS"]), record) for record in checker.rcp_data.values()]
+
+
+def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> Reference:
+    epochs = record["Epochs to converge"]
+    return Reference(
+        name=f"record of {record['BS']:,}" + (", the smallest batch" if is_smallest else ""),
+        mean_epochs=float(record["RCP Mean"]),
+        std_epochs=float(record["RCP Stdev"]),
+        num_runs=len(epochs) - 2,
+        range_epochs=(min(epochs), max(epochs)),
+    )
+
+
+def _interpolate(low: dict[str, Any], high: dict[str, Any], *, global_batch_size: int) -> Reference:
+    share = (global_batch_size - low["BS"]) / (high["BS"] - low["BS"])
+    mean, std = ((1 - share) * low[key] + share * high[key] for key in ("RCP Mean", "RCP Stdev"))
+    return Reference(
+        name=f"between the records of {low['BS']:,} and {high['BS']:,}",
+        mean_epochs=float(mean),
+        std_epochs=float(std),
+        num_runs=INTERPOLATED_RUNS,
+        range_epochs=None,
+    )

@@ -1,0 +1,119 @@
+"""MLPerf's rules for ResNet-50 with LARS, and what a config has to say to each.
+
+Sources: mlcommons/training_policies:training_rules.adoc (the rows of ResNet), and what the closed division takes over
+from the reference, mlcommons/training:retired_benchmarks/resnet-tf1.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.trainer.config.schema import Config, lookup
+
+TARGET_TOP1 = 0.759
+FREE_MOMENTUM_BATCH = 32_768
+"""From this batch size on, momentum may be any constant."""
+SAMPLES = {"train_samples": 1_281_167, "eval_samples": 50_000}
+
+FIXED = {
+    "run.eval_every_epochs": 4,
+    "run.target_top1": TARGET_TOP1,
+    "optimizer.name": "lars",
+    "optimizer.eps": 0.0,
+    "schedule.name": "polynomial",
+    "schedule.power": 2.0,
+    "schedule.end_lr": 1e-4,
+}
+"""Fixed by the rules."""
+REFERENCE = {
+    "data.num_classes": 1000,
+    "data.image_size": 224,
+    "data.train_sizes": None,
+    "data.crop": "resized",
+    "data.flip": True,
+    "data.eval_flip": False,
+    "augment.color_jitter": 0.0,
+    "augment.randaugment_ops": 0,
+    "augment.cutout_size": 0,
+    "augment.mixup_alpha": 0.0,
+    "augment.cutmix_alpha": 0.0,
+    "model.name": "resnet50",
+    "model.blurpool": False,
+    "model.weights": None,
+    "optimizer.nesterov": False,
+    "optimizer.exclude_bias_and_norm": True,
+    "optimizer.bias_lr_factor": 1.0,
+    "optimizer.clip_norm": None,
+    "optimizer.ema_decay": None,
+}
+"""As the reference has it."""
+RECIPES = {
+    "data.crop_area_min": 0.08,
+    "data.eval_crop_fraction": 0.875,
+    "optimizer.trust_coefficient": 0.001,
+}
+"""Which rules and convergence points take for granted; as our recipes have it: the crops are torchvision's, the
+coefficient is LARSETA of NVIDIA's v4.0 submission."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one rule. holds is None where nothing can be said."""
+
+    rule: str
+    value: str
+    legal: str
+    holds: bool | None
+
+
+def check_rules(config: Config, job: Mapping[str, Any]) -> list[Verdict]:
+    """A verdict for each rule. job: a run's own words on its pictures (FinishedRun.job)."""
+    exact = [
+        _exactly(key, lookup(config, key), legal, because=because)
+        for because, rules in (("rule", FIXED), ("reference", REFERENCE), ("as in the recipes", RECIPES))
+        for key, legal in rules.items()
+    ]
+    counts = [_exactly(key, job[key], legal, because="ImageNet") for key, legal in SAMPLES.items()]
+    return [*exact, *_check_choices(config), *counts]
+
+
+def _check_choices(config: Config) -> list[Verdict]:
+    optimizer, batch_size = config.optimizer, config.batch.global_batch_size
+    is_free = batch_size >= FREE_MOMENTUM_BATCH
+    return [
+        Verdict(
+            "optimizer.momentum",
+            _text(optimizer.momentum),
+            "any constant from a batch of 32k on" if is_free else "0.9 below a batch of 32k",
+            is_free or optimizer.momentum == 0.9,
+        ),
+        Verdict(
+            "optimizer.weight_decay",
+            _text(optimizer.weight_decay),
+            "0.0001 x 2^N",
+            _is_power_of_two(optimizer.weight_decay / 1e-4),
+        ),
+        Verdict(
+            "optimizer.label_smoothing",
+            _text(optimizer.label_smoothing),
+            "0 or 0.1",
+            optimizer.label_smoothing in (0.0, 0.1),
+        ),
+    ]
+
+
+def _is_power_of_two(factor: float) -> bool:
+    """Within the 1e-5 of an exponent that MLPerf's compliance checker grants."""
+    return factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-5
+
+
+def _exactly(rule: str, value: object, legal: object, *, because: str) -> Verdict:
+    return Verdict(rule, _text(value), f"{_text(legal)} ({because})", value == legal)
+
+
+def _text(value: object) -> str:
+    """For people: null, true, 1,000."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,143 @@
+"""Does a run converge as MLPerf's reference does, by MLPerf's rules? `bigbatch verify`."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
+from bigbatch.trainer.mlperf.reference import Reference, fewest_epochs, read_reference, write_log
+from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
+from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.trainer.run.resume import changes
+
+MAY_DIFFER = (
+    "run.seed",
+    "run.log_every_steps",
+    "run.eval_offset_epochs",
+    "run.checkpoint_every_steps",
+    "run.keep_checkpoints",
+    "data.root",
+    "data.num_threads",
+    "data.prefetch_batches",
+    "data.patience_seconds",
+    "data.stage",
+    "data.bind_numa",
+    "data.probe_seconds",
+    "comm.backend",
+    "comm.interface",
+    "comm.algorithm",
+    "comm.table",
+    "comm.group_size",
+    "comm.threshold_bytes",
+    "comm.buffer_bytes",
+    "comm.first_buffer_bytes",
+    "comm.warn_seconds",
+    "comm.timeout_seconds",
+    "comm.timeline_steps",
+)
+"""Keys in which the runs of one recipe may differ, since they say where and how it runs, and move numbers by the order
+of sums at most; and run.directory, run.resume."""
+EARLY_EPOCHS = 4
+"""Between two evaluations, by the rules: a run that is sooner by more than that is no matter of chance."""
+FEWEST_RUNS = 3
+"""Two of them, the fastest and the slowest, do not count."""
+VERDICTS = {True: "yes", False: "NO", None: "-"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Verify the run folders that argv names; 0 where every rule holds."""
+    arguments = _parser().parse_args(argv)
+    runs = [read_run(RunDir(path)) for path in arguments.runs]
+    require_one_recipe(runs)
+    verdicts = check_rules(runs[0].config, runs[0].job)
+    division = "closed" if all(verdict.holds for verdict in verdicts) else "open"
+    reference = read_reference(runs[0].config.batch.global_batch_size)
+    verdicts.append(check_convergence(runs, reference))
+    print(table(verdicts))
+    if warning := warn_of_early(runs, reference):
+        print(warning)
+    for run in runs:
+        with writing(run.rundir.mlperf_log):
+            write_log(run.rundir.mlperf_log, mlperf_events(run, target_top1=TARGET_TOP1, division=division))
+        print(f"log for MLPerf's checkers, {division} division: {run.rundir.mlperf_log}")
+    return int(any(verdict.holds is False for verdict in verdicts))
+
+
+def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
+    """Raises: ConfigError where the runs are not one recipe with several seeds."""
+    first = runs[0]
+    for run in runs[1:]:
+        changed = changes(dump_config(first.config), dump_config(run.config))
+        for key, change in changed.items():
+            if key not in MAY_DIFFER:
+                raise ConfigError(
+                    f"{run.rundir.path} is of another recipe than {first.rundir.path}: {key}={change}; verify runs "
+                    "together that differ in run.seed alone"
+                )
+    for a, b in combinations(runs, 2):
+        if a.config.run.seed == b.config.run.seed:
+            raise ConfigError(
+                f"{a.rundir.path} and {b.rundir.path} both have run.seed={a.config.run.seed}: they count as one run, "
+                "give each its own"
+            )
+
+
+def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) -> Verdict:
+    """Of three runs or more, MLPerf's test that they are not faster than the reference; of fewer, their epochs."""
+    rule = f"epochs to {100 * TARGET_TOP1:.1f}%"
+    epochs = _epochs_to_target(runs)
+    value = " ".join(f"{e:g}" if e < math.inf else "not reached" for e in epochs)
+    if epochs[-1] == math.inf and (len(runs) < FEWEST_RUNS or epochs[-2] == math.inf):
+        return Verdict(rule, value, "reached by all runs but one, of three or more", False)
+    if reference is None:
+        return Verdict(rule, value, "MLPerf has no record of so large a batch", None)
+    known = f"{reference.name}: {reference.mean_epochs:.2f}"
+    if reference.range_epochs:
+        known += f" ({reference.range_epochs[0]} to {reference.range_epochs[1]})"
+    if len(runs) < FEWEST_RUNS:
+        return Verdict(rule, value, f"{known}; a test needs {FEWEST_RUNS} runs, MLPerf's 5", None)
+    counted, fewest = mean(epochs[1:-1]), fewest_epochs(reference, num_runs=len(runs))
+    return Verdict(
+        rule, f"{value}, mean without extremes {counted:.2f}", f"at least {fewest:.2f}; {known}", counted >= fewest
+    )
+
+
+def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> str | None:
+    """What to say of runs that are too few for a test, where the first to arrive is far ahead of the reference."""
+    if reference is None or len(runs) >= FEWEST_RUNS:
+        return None
+    soonest, (fastest, _) = _epochs_to_target(runs)[0], reference.range_epochs or (reference.mean_epochs, None)
+    if soonest >= fastest - EARLY_EPOCHS:
+        return None
+    return (
+        f"warning: {100 * TARGET_TOP1:.1f}% after {soonest:g} epochs, and the reference needs {fastest:g} at least: "
+        f"look for what is easier than it should be, such as the pictures evaluated; {FEWEST_RUNS} such runs fail"
+    )
+
+
+def _epochs_to_target(runs: Sequence[FinishedRun]) -> list[float]:
+    return sorted(math.inf if (e := run.epochs_to(TARGET_TOP1)) is None else e for run in runs)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """One line a rule: verdict, rule, value, what is legal."""
+    rows = [("holds", "rule", "value", "legal"), *((VERDICTS[v.holds], v.rule, v.value, v.legal) for v in verdicts)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch verify",
+        description="Compare a run's config with MLPerf's rules for ResNet-50, and its epochs to 75.9% with MLPerf's "
+        "reference runs of the same batch; and write its log in MLPerf's format. Several runs of one recipe, each with "
+        "its own seed, are tested together. Exit code 0 where every rule holds.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, such as runs/resnet50_8k")
+    return parser

@@ -1,0 +1,167 @@
+"""`bigbatch preflight`: what each rank does, and what the first one says."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch.comm.connection import choose_device, connect
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.errors import CommError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.trainer.preflight import UNFIT
+from bigbatch.trainer.preflight.facts import gather_facts, machine_id
+from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
+from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent
+from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.rates import Rates, measure_rates
+from bigbatch.trainer.preflight.tell import tell
+from bigbatch.trainer.preflight.verdict import judge
+
+RATE_SECONDS = 2.0
+"""For computing rates, all looks together."""
+LOOKS = 2
+WORK_SECONDS = 30.0
+"""How long a rank is waited for while others measure."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Of one rank: 0 where all is well, UNFIT where it is not; the same on all ranks."""
+    began = time.monotonic()
+    arguments, words = _parser().parse_known_args(argv)
+    config = load_config(words, prog="bigbatch preflight") if words else None
+    env = read_process_env()
+    env = replace(env, interface=arguments.interface or env.interface or (config.comm.interface if config else None))
+    address, control = meet(env, interface=env.interface)
+    absent = absent_ranks(control)
+    nodes: list[Node] = []
+    if absent:
+        findings = silent(absent, control)
+    else:
+        nodes, findings = examine(config, env, control, address=address)
+    if env.rank == 0:
+        tell(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+    if absent:
+        leave_together(control)
+        return UNFIT
+    # nobody leaves before rank 0 has told: a launcher that sees 4 ends the others
+    verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
+    return UNFIT if verdicts[0] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch preflight",
+        usage="bigbatch preflight [OPTION ...] [--config EXPERIMENT [--section.key VALUE ...]]",
+        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, pictures, who "
+        "reaches whom, matrix multiplication, copies, links. Each rank of the job runs it; bigbatch launch preflight "
+        f"starts them. Exit code {UNFIT} where something is wrong.",
+        epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
+    add("--bad-nodes", type=Path, metavar="FILE", help="write the names of unfit nodes there, one a line")
+    add("--json", type=Path, metavar="FILE", help="write all that was found there")
+    return parser
+
+
+def examine(
+    config: Config | None, env: ProcessEnv, control: Control, *, address: str
+) -> tuple[list[Node], list[Finding]]:
+    """What all nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
+    device, num_gpus, complaint = _own_device(config, env)
+    is_leader = env.local_rank == 0
+    with listening(address) as port:
+        mine = Attendee(env.rank, env.host, address, port, machine_id(), num_gpus, complaint) if is_leader else None
+        texts = control.gather_text(json.dumps(mine and asdict(mine)), what="meeting of every node")
+        places = [Attendee(**each) for each in map(json.loads, texts) if each]
+        if early := misfits(places):
+            return [], early
+        if device is None:
+            raise CommError(str(complaint))
+        control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
+        facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
+        missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
+        texts = control.gather_text(json.dumps([places[index].host for index in missed]), what="reaching every node")
+    reached = {place.host: json.loads(texts[place.rank]) for place in places}
+    rates = _take_turns(control, places, env, device=device)
+    links: dict[str, float] = {}
+    if not any(reached.values()):  # a transport would wait for those that cannot be reached
+        links = _measure_links(places, env, device=device)
+    said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
+    everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
+    nodes = [_node(place, everyone, reached) for place in places] if everyone else []
+    return nodes, judge(nodes) if nodes else []
+
+
+def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
+    """This rank's device, the GPUs that it sees, and why it has none."""
+    count = torch.cuda.device_count()
+    try:
+        device = choose_device(env, backend=config.comm.backend if config else "auto")
+    except CommError as error:
+        return None, count, str(error)
+    return device, count if device.type == "cuda" else 0, None
+
+
+def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> Rates:
+    """Of this rank, the better of two looks: what disturbs for a moment does not count, what lasts does.
+
+    Nodes of one machine share its cores, so they take turns; real ones measure all at once.
+    """
+    machines: dict[str, list[str]] = {}
+    for place in places:
+        machines.setdefault(place.machine, []).append(place.host)
+    num_turns = max(map(len, machines.values()))
+    found = []
+    for turn in [*range(num_turns)] * LOOKS:
+        if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
+            found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / LOOKS))
+        control.gather_text("", what="measuring of rates")
+    return Rates(
+        max(each.multiply_gflops for each in found),
+        max(each.copy_gb_per_second for each in found),
+        max((each.clock for each in found if each.clock), key=lambda clock: clock.mhz, default=None),
+    )
+
+
+def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
+    """Bytes per second to the hosts that this rank met, if it is the first of its host. Collective."""
+    communicator = connect(
+        backend="nccl" if device.type == "cuda" else "tcp",
+        algorithm="ring",
+        timeout_seconds=WORK_SECONDS,
+        env=env,
+        device=device,
+    )
+    ranks = [place.rank for place in places]
+    rates = measure_pairs(communicator, ranks) if env.rank in ranks else {}
+    communicator.close()
+    return {places[index].host: rate for index, rate in rates.items()}
+
+
+def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
+    """Out of what its ranks said."""
+    own = [each for each in everyone if each["facts"]["host"] == place.host]
+    leader = everyone[place.rank]
+    return Node(
+        host=place.host,
+        device=", ".join(dict.fromkeys(each["facts"]["device"] for each in own)),
+        num_ranks=len(own),
+        address=place.address,
+        multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own),
+        copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own),
+        clocks={each["facts"]["rank"]: Clock(**each["rates"]["clock"]) for each in own if each["rates"]["clock"]},
+        link_bytes_per_second=leader["links"],
+        unreachable=reached[place.host],
+        **leader["facts"]["node"],
+    )

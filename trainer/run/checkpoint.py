@@ -1,0 +1,196 @@
+"""Checkpoints that are whole or not there: written aside, hashed, renamed; loaded without executing code."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch.errors import CheckpointError
+
+FORMAT = 1
+STATE_FILE = "state.pt"
+MANIFEST_FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk, as its manifest describes it. top1 is None where it was not evaluated."""
+
+    path: Path
+    step: int
+    top1: float | None
+
+
+def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: float | None, keep: int) -> Path:
+    """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best, and what killed writes left.
+
+    The folder appears by one rename, after its bytes are on disk; an interrupted or failed write leaves the
+    older checkpoints as they were.
+    Raises: CheckpointError naming the path, as on a full disk.
+    """
+    path = directory / f"step-{step:08d}"
+    aside = directory / f".{path.name}.{os.getpid()}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        torch.save(state, aside / STATE_FILE)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "top1": top1,
+            "bytes": (aside / STATE_FILE).stat().st_size,
+            "sha256": _sha256(aside / STATE_FILE),
+        }
+        (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
+        for name in (STATE_FILE, MANIFEST_FILE):
+            _flush(aside / name)
+        _put_in_place(aside, path)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write checkpoint {path}: {str(error).splitlines()[0]}; free some disk and start again, the "
+            "run goes on from the newest checkpoint"
+        ) from error
+    _drop_old(directory, keep=keep)
+    return path
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state, after its size and hash were compared with the manifest.
+
+    Raises: CheckpointError naming the path and the newest intact checkpoint beside it.
+    """
+    try:
+        manifest = read_manifest(path)
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, not {FORMAT}")
+        size = (path / STATE_FILE).stat().st_size
+        if size != manifest["bytes"]:
+            raise CheckpointError(f"checkpoint {path} is truncated: {size} of {manifest['bytes']} bytes{_other(path)}")
+        if _sha256(path / STATE_FILE) != manifest["sha256"]:
+            raise CheckpointError(f"checkpoint {path} is damaged: its checksum differs{_other(path)}")
+        return dict(torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
+    except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"checkpoint {path} is not readable: {reason}{_other(path)}") from error
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises: OSError; ValueError."""
+    return dict(json.loads((path / MANIFEST_FILE).read_text()))
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Around code that puts a loaded state into a model or optimizer. Raises: CheckpointError where it does not fit."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"checkpoint {path} is of another model or optimizer: {reason}") from error
+
+
+def list_checkpoints(directory: Path) -> list[Checkpoint]:
+    """All finished checkpoints, oldest first. Folders without a readable manifest are listed with step only."""
+    found = []
+    for path in (p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()):
+        try:
+            manifest = read_manifest(path)
+            found.append(Checkpoint(path, int(manifest["step"]), manifest["top1"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append(Checkpoint(path, int(path.name.removeprefix("step-")), None))
+    return sorted(found, key=lambda c: c.step)
+
+
+def set_aside_after(directory: Path, *, step: int) -> list[Path]:
+    """Rename the checkpoints after a step, which a run that starts there will not go through; their new paths."""
+    aside = []
+    for checkpoint in list_checkpoints(directory):
+        if checkpoint.step > step:
+            aside.append(checkpoint.path.with_name(f"abandoned-{checkpoint.path.name}-{time.time_ns()}"))
+            checkpoint.path.rename(aside[-1])
+    return aside
+
+
+def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The one with the highest top-1, the newest among equals; None if none was evaluated."""
+    evaluated = [c for c in checkpoints if c.top1 is not None]
+    return max(evaluated, key=lambda c: (c.top1, c.step), default=None)
+
+
+def require_free_disk(directory: Path, *, num_bytes: int) -> None:
+    """Refuse to start a run whose checkpoints cannot fit. Raises: CheckpointError with both sizes."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise CheckpointError(f"cannot create {directory}: {error.strerror}; choose another run.directory") from error
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{directory} has {free / 1e6:.0f} MB free and checkpoints need {num_bytes / 1e6:.0f} MB: free some disk, "
+            "or choose another run.directory"
+        )
+
+
+def _put_in_place(aside: Path, path: Path) -> None:
+    """Rename; a checkpoint of the same step (saved before its evaluation) makes room first."""
+    replaced = path.parent / f".{path.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    aside.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _drop_old(directory: Path, *, keep: int) -> None:
+    checkpoints = list_checkpoints(directory)
+    kept = {c.path for c in checkpoints[-keep:]}
+    if best := best_checkpoint(checkpoints):
+        kept.add(best.path)
+    for checkpoint in checkpoints:
+        if checkpoint.path not in kept:
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+    for unfinished in directory.glob(".step-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _other(path: Path) -> str:
+    """Advice: the newest other checkpoint whose size fits its manifest."""
+    for other in reversed(list_checkpoints(path.parent)):
+        if other.path == path:
+            continue
+        try:
+            manifest = read_manifest(other.path)
+            if (other.path / STATE_FILE).stat().st_size == manifest["bytes"]:
+                return f"; go on from another one with --run.resume {other.path}"
+        except (OSError, ValueError, KeyError):
+            continue
+    return "; there is no other one, start anew in another run.directory"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

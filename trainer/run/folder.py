@@ -1,0 +1,98 @@
+"""The run folder: one place for everything that a run leaves behind. Imports no torch."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import RunFolderError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths in a run folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config; `bigbatch train --config` takes it as it is."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: a start, a report, an evaluation and so on, and when it was."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def plot(self) -> Path:
+        """Loss and accuracy over epochs."""
+        return self.path / "plot.png"
+
+    @property
+    def timeline(self) -> Path:
+        """What each buffer did beside backward, for ui.perfetto.dev, where comm.timeline_steps asked for it."""
+        return self.path / "timeline.json"
+
+    @property
+    def summary(self) -> Path:
+        """What came out; written once, at the end of a finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def mlperf_log(self) -> Path:
+        """The run in MLPerf's log format, where `bigbatch verify` looked at it."""
+        return self.path / "mlperf_log.txt"
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Replace a file of the folder in one step. Raises: RunFolderError."""
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        with writing(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            aside.write_text(text)
+            aside.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around code that writes path. Raises: RunFolderError where the system refuses, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror}; free some disk, or name another folder where this one was named; "
+            "a run goes on from its newest checkpoint"
+        ) from error
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a metrics file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
+    """The config of a run folder, with overrides. Raises: RunFolderError where it is none; as load_config."""
+    if not rundir.config.is_file():
+        raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
+    return load_config(["--config", str(rundir.config), *overrides], prog=prog)

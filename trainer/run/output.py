@@ -1,0 +1,127 @@
+"""What a run shows on the terminal, and leaves in its folder beside checkpoints: by its first rank alone."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.report import MeasuredInput
+from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints, require_free_disk, set_aside_after
+from bigbatch.trainer.run.cost import spent_in_all
+from bigbatch.trainer.run.folder import RunDir, read_records, writing
+from bigbatch.trainer.run.metrics import MetricsLog, plot_run
+from bigbatch.trainer.run.progress import Reporter, make_reporter
+from bigbatch.trainer.run.resume import Start, changes
+from bigbatch.trainer.run.summary import make_hints, make_summary
+from bigbatch.trainer.step.loop import Parts, Plan
+from bigbatch.trainer.step.totals import Totals
+
+
+class RunOutput:
+    """The terminal from the start; the folder from open_folder on, which is for the first rank alone, as is finish."""
+
+    def __init__(self, config: Config, communicator: Communicator, *, plan: Plan, terminal_columns: int | None) -> None:
+        self._config = config
+        self._communicator = communicator
+        self._plan = plan
+        self._rundir = RunDir(Path(config.run.directory))
+        self._reporter: Reporter = make_reporter(
+            is_first_rank=communicator.rank == 0,
+            terminal_columns=terminal_columns,
+            first_step=plan.first_step,
+            num_steps=plan.num_steps,
+        )
+        self._log: MetricsLog | None = None
+
+    def open_folder(self, parts: Parts, start: Start) -> None:
+        """All that is written before the first step. Raises: CheckpointError; RunFolderError."""
+        config, rundir = self._config, self._rundir
+        optimizer = config.optimizer
+        has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
+        num_moments = 2 if has_two else 1
+        num_copies = 1 + num_moments + (optimizer.ema_decay is not None)
+        one_checkpoint = 4 * num_copies * sum(p.numel() for p in parts.model.parameters())
+        num_kept = config.run.keep_checkpoints + 2  # the best, and the one that is being written
+        require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
+        if start.config and (changed := changes(start.config, dump_config(config))):
+            self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+        rundir.write_text(rundir.config, dump_config(config))
+        for path in set_aside_after(rundir.checkpoints, step=self._plan.first_step):
+            self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
+        if self._plan.first_step < self._plan.num_steps:
+            rundir.summary.unlink(missing_ok=True)
+        self._log = MetricsLog(rundir, from_step=self._plan.first_step)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._reporter.say(text)
+
+    def log(self, kind: str, record: dict[str, Any]) -> None:
+        """As MetricsLog.write."""
+        if self._log:
+            self._log.write(kind, record)
+
+    def report(self, record: dict[str, Any]) -> None:
+        """Of the training loop."""
+        self._reporter.advance(record)
+        self.log("train", record)
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Of an evaluation."""
+        self._reporter.evaluated(record)
+        self.log("eval", record)
+
+    def finish(
+        self,
+        totals: Totals,
+        *,
+        ended_by: str,
+        measured: MeasuredInput | None,
+        skipped: Mapping[str, str],
+        seconds: float,
+    ) -> None:
+        """Plot, and summary or the way to go on; arguments as for make_summary."""
+        config, rundir = self._config, self._rundir
+        title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
+        records = list(read_records(rundir.metrics))
+        with writing(rundir.plot):
+            plot_run(records, rundir.plot, title=title)
+        for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
+            self.say(text)
+            self.log("hint", {"step": self._plan.first_step + totals.steps, "hint": text})
+        if totals.stopped_by:
+            newest = list_checkpoints(rundir.checkpoints)[-1]
+            self.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
+            return
+        if totals.steps == 0 and rundir.summary.exists():
+            self.say("this run was finished before; its summary:")
+            summary = json.loads(rundir.summary.read_text())
+        else:
+            summary = make_summary(
+                totals,
+                config,
+                communicator=self._communicator,
+                plan=self._plan,
+                ended_by=ended_by,
+                measured=measured,
+                best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
+                skipped=skipped,
+                seconds=seconds,
+                spent=spent_in_all(records),
+            )
+            rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
+        self._reporter.finish(summary)
+        self.say(f"plot: {rundir.plot}")
+
+    def leave_terminal(self) -> None:
+        """Before what ends a run may take its time, or fail."""
+        self._reporter.close()
+
+    def close(self) -> None:
+        """Flush the records. Raises: RunFolderError."""
+        if self._log:
+            self._log.close()

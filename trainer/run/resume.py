@@ -1,0 +1,173 @@
+"""Which checkpoint a run goes on from, what it takes over, and whether config and pictures are still those of it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigbatch.errors import CheckpointError
+from bigbatch.trainer.config.file import as_yaml, dump_config, flatten
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.models.exchange import from_foreign
+from bigbatch.trainer.optim.foreign import resume_training
+from bigbatch.trainer.optim.param_groups import load_optimizer_state
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, read_manifest, restoring
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.step.loop import Parts
+
+ALIKE = {"lamb", "adamw"}
+"""Optimizers that keep the same means of the same gradients: one goes on from the other's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts: after a step of a checkpoint, and what else that tells; or anew."""
+
+    path: Path | None
+    step: int
+    owes_evaluation: bool
+    """The step was to be evaluated in this run, and was not."""
+    skipped: dict[str, str]
+    """Bad pictures that the run had met, and why: train/3 is the fourth of the training pictures."""
+    config: str | None
+    evaluations: dict[int, dict[str, Any]]
+    """What the run's evaluations had found, by step, oldest first."""
+    gradient_order: str | None
+    """A name per line; it decides how sums are rounded."""
+    sha256: str | None
+    """Of the checkpoint's bytes: nodes that share no disk may hold others under the same name."""
+
+
+ANEW = Start(
+    path=None,
+    step=0,
+    owes_evaluation=False,
+    skipped={},
+    config=None,
+    evaluations={},
+    gradient_order=None,
+    sha256=None,
+)
+
+
+def find_start(config: Config, rundir: RunDir, *, samples: str | None) -> tuple[Start, dict[str, Any]]:
+    """Where to start from, and the state to restore, which is empty for a run that starts anew.
+
+    samples: digest of the training pictures. Raises: CheckpointError, also where the checkpoint is of another run.
+    """
+    path = resume_path(config, rundir)
+    if path is None:
+        return ANEW, {}
+    state = load_checkpoint(path)
+    if config.run.resume == "auto":
+        require_same_samples(state["config"], dump_config(config))
+        require_same_images(state, samples, root=config.data.root)
+    require_same_optimizer(state["config"], config.optimizer.name, path=path)
+    start = Start(
+        path=path,
+        step=int(state["step"]),
+        owes_evaluation=lacks_evaluation(path, run=rundir),
+        skipped=skipped_before(state, samples),
+        config=state["config"],
+        evaluations=evaluations_before(state, samples) if is_of(path, run=rundir) else {},
+        gradient_order=state.get("gradient_order"),
+        sha256=read_manifest(path)["sha256"],
+    )
+    return start, state
+
+
+def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:
+    """Put the state of the checkpoint at path into parts, in place. stated: as for load_optimizer_state.
+
+    Raises: CheckpointError where it does not fit.
+    """
+    with restoring(path):
+        parts.precision.load_model_state(from_foreign(state["model"], parts.model, source=f"checkpoint {path}"))
+        load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
+        resume_training(parts.optimizer, state.get("in_training", []))
+        parts.precision.write_half_()
+        parts.precision.load_state_dict(state["precision"])
+        parts.average.load_state_dict(state.get("average", {}))
+
+
+def resume_path(config: Config, rundir: RunDir) -> Path | None:
+    """Which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
+    resume = config.run.resume
+    if resume not in ("auto", "never"):
+        return Path(resume)
+    found = list_checkpoints(rundir.checkpoints)
+    if found and resume == "never":
+        raise CheckpointError(
+            f"{rundir.path} holds a run already (step {found[-1].step}): choose another run.directory, or set "
+            "run.resume to auto to go on"
+        )
+    return found[-1].path if found else None
+
+
+def lacks_evaluation(path: Path, *, run: RunDir) -> bool:
+    """The checkpoint is one of this run, and has no accuracy."""
+    found = {checkpoint.path.resolve(): checkpoint for checkpoint in list_checkpoints(run.checkpoints)}
+    return path.resolve() in found and found[path.resolve()].top1 is None
+
+
+def is_of(path: Path, *, run: RunDir) -> bool:
+    """The checkpoint lies in the folder of this run."""
+    return path.resolve().parent == run.checkpoints.resolve()
+
+
+def evaluations_before(state: dict[str, Any], samples: str | None) -> dict[int, dict[str, Any]]:
+    """What the evaluations of a checkpoint's run found, by step, oldest first; of other data, they say nothing."""
+    return {record["step"]: record for record in state.get("evaluations", []) if is_of_images(state, samples)}
+
+
+def skipped_before(state: dict[str, Any], samples: str | None) -> dict[str, str]:
+    """Bad pictures that a checkpoint's run had met; of other pictures than samples tells of, they say nothing."""
+    return dict(state.get("skipped", {})) if is_of_images(state, samples) else {}
+
+
+def is_of_images(state: dict[str, Any], samples: str | None) -> bool:
+    """The checkpoint's run saw the pictures of that digest, as far as it tells: older ones do not."""
+    return bool(state.get("samples", samples) == samples)
+
+
+def require_same_samples(old: str, new: str) -> None:
+    """Raise CheckpointError where the steps done are not steps of this config: samples would repeat or be missed."""
+    changed = changes(old, new)
+    if odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]:
+        raise CheckpointError(
+            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
+            "name the checkpoint to start from with --run.resume"
+        )
+
+
+def require_same_images(state: dict[str, Any], samples: str | None, *, root: str) -> None:
+    """Raise CheckpointError where pictures came, went or changed their class: the order of an epoch is another one."""
+    if not is_of_images(state, samples):
+        raise CheckpointError(
+            f"the training pictures in {root} are not those of the run folder's checkpoint: some were added, removed "
+            "or given another class. Bring them back, choose another run.directory, or name the checkpoint to start "
+            "from with --run.resume"
+        )
+
+
+def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
+    """Raise CheckpointError where what an optimizer remembers means nothing, or something else, to that one."""
+    there = yaml.safe_load(old)["optimizer"]["name"]
+    if there != name and {there, name} != ALIKE:
+        raise CheckpointError(
+            f"checkpoint {path} holds the state of optimizer.name={there}, which is not that of {name}: set it to "
+            f"{there}, or begin anew from its weights, with model.weights and another run.directory"
+        )
+
+
+def changes(old: str, new: str) -> dict[str, str]:
+    """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
+    before, after = (flatten(yaml.safe_load(text)) for text in (old, new))
+    where_and_how = ("run.directory", "run.resume")
+    return {
+        key: f"{as_yaml(value)} (was {as_yaml(before.get(key))})"
+        for key, value in after.items()
+        if value != before.get(key) and key not in where_and_how
+    }

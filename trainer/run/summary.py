@@ -1,0 +1,166 @@
+"""What a run says of itself: its introduction, what came out, and hints on what would make it faster."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.trainer.config.optimizer import optimizer_notes
+from bigbatch.trainer.config.precision import precision_notice
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.report import MeasuredInput, Waited, hints, slowest_stage
+from bigbatch.trainer.machine.gpu_driver import compute_capability
+from bigbatch.trainer.run.checkpoint import Checkpoint
+from bigbatch.trainer.run.cost import Spent
+from bigbatch.trainer.step.loop import Parts, Plan
+from bigbatch.trainer.step.stragglers import straggler_hint
+from bigbatch.trainer.step.totals import Totals
+
+
+def introduction(
+    config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
+) -> list[str]:
+    """Lines to say before the first step. placement: where the process is bound and the pictures are staged."""
+    batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
+    spread = f" over {plan.ranks_per_ghost} ranks" if plan.ranks_per_ghost > 1 else ""
+    notice = precision_notice(precision, capability=compute_capability(communicator.device))
+    return [
+        f"{communicator}; device {device_name(communicator.device)}, {precision}",
+        f"{num_train} training and {num_val} validation pictures; loader {config.data.loader}",
+        f"global batch {batch.global_batch_size} = {communicator.world_size} ranks x "
+        f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span "
+        f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
+        *replayed(batch.virtual_ranks, world_size=communicator.world_size),
+        *str(parts.reducer.plan).splitlines(),
+        *optimizer_notes(config.optimizer),
+        *parts.notes,
+        *graph_notes(parts),
+        *placement,
+        *([notice] if notice else []),
+        *_how_it_starts(config, plan),
+    ]
+
+
+def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:
+    """What the config does not tell of a job."""
+    return {
+        "world_size": communicator.world_size,
+        "device": device_name(communicator.device),
+        "accumulation_steps": plan.accumulation_steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "train_samples": num_train,
+        "eval_samples": num_val,
+    }
+
+
+def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
+    """The line that says whose updates these are, where they are not those of the ranks of the job."""
+    if virtual_ranks is None:
+        return []
+    return [
+        f"replays the updates of {virtual_ranks} ranks: {world_size} here, each does the work of "
+        f"{virtual_ranks // world_size}"
+    ]
+
+
+def graph_notes(parts: Parts) -> list[str]:
+    """What the log says of steps that are replayed."""
+    if parts.execution.measures_waits:
+        return []
+    return ["steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"]
+
+
+def _how_it_starts(config: Config, plan: Plan) -> list[str]:
+    if plan.first_step:
+        return [f"resumed after step {plan.first_step}"]
+    return [f"starts from the weights in {config.model.weights}"] if config.model.weights else []
+
+
+def make_summary(
+    totals: Totals,
+    config: Config,
+    *,
+    communicator: Communicator,
+    plan: Plan,
+    ended_by: str,
+    measured: MeasuredInput | None,
+    best: Checkpoint | None,
+    skipped: Mapping[str, str],
+    seconds: float,
+    spent: Spent,
+) -> dict[str, Any]:
+    """What summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
+
+    skipped: bad pictures of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
+    """
+    return {
+        "top1": totals.last_evaluation["top1"],
+        "top5": totals.last_evaluation["top5"],
+        "best_top1": best.top1 if best else totals.last_evaluation["top1"],
+        "ended_by": ended_by,
+        "epochs": (plan.first_step + totals.steps) // plan.steps_per_epoch,
+        "steps": plan.first_step + totals.steps,
+        "resumed_after_step": plan.first_step,
+        "global_batch_size": config.batch.global_batch_size,
+        "world_size": communicator.world_size,
+        "num_nodes": len({communicator.control.host_of(rank) for rank in range(communicator.world_size)}),
+        **speed(totals, measured, global_batch_size=config.batch.global_batch_size),
+        "energy_joules": spent.joules,
+        "gpu_hours": spent.rank_hours if communicator.device.type == "cuda" else None,
+        "seconds": seconds,
+        "skipped_pictures": len(skipped),
+        "skipped": list(skipped.values()),
+        "backend": communicator.backend.name,
+        "algorithm": "reduce-scatter" if config.optimizer.sharded else communicator.algorithm,
+        "loader": config.data.loader,
+        "precision": config.optimizer.precision,
+        "device": device_name(communicator.device),
+        "torch": torch.__version__,
+        "commit": source_commit() or "unknown",
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+    }
+
+
+def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: int) -> dict[str, Any]:
+    """Rates over all ranks, and shares of step time; None where there was nothing to measure."""
+
+    def per_second(amount: float, *, without: float = 0.0) -> float | None:
+        return amount / (totals.step_seconds - without) if totals.steps else None
+
+    images, later = totals.steps * global_batch_size, totals.step_seconds - totals.first_report_seconds
+    straggled = totals.straggler_seconds / later if later else per_second(0.0)
+    return {
+        "images_per_second": per_second(images),
+        "compute_images_per_second": per_second(images, without=totals.input_wait_seconds),
+        "loader_images_per_second": measured.rates["loader"] if measured else None,
+        "input_wait_fraction": per_second(totals.input_wait_seconds),
+        "input_limit": slowest_stage(measured.rates) if measured else None,
+        "exposed_communication_fraction": per_second(totals.exposed_seconds) if totals.measures_waits else None,
+        "straggler_fraction": straggled if totals.measures_waits else None,
+    }
+
+
+def make_hints(
+    totals: Totals, config: Config, *, measured: MeasuredInput | None, host_of: Callable[[int], str]
+) -> list[str]:
+    """What would make a run faster that pictures or slow ranks slow down; nothing where no step was done."""
+    if not totals.steps:
+        return []
+    found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
+    waited = Waited(
+        wait_fraction=found["input_wait_fraction"],
+        compute_images_per_second=found["compute_images_per_second"],
+        steps=totals.steps,
+    )
+    slow = totals.measures_waits and straggler_hint(found["straggler_fraction"], totals.lag_seconds_P, host_of=host_of)
+    return [*hints(waited, measured, was_probed=config.data.probe_seconds > 0), *([slow] if slow else [])]
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU with the threads that a rank uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads a rank)"

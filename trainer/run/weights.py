@@ -1,0 +1,110 @@
+"""Weights out of checkpoints and files, ours and others', into a model. Nothing in them is executed."""
+
+import hashlib
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from bigbatch.errors import CheckpointError
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.models.exchange import from_foreign
+from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
+from bigbatch.trainer.step.ema import evaluated_weights
+
+DECIDING = ("name", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
+"""Keys of the model section that decide what weights mean."""
+BEFORE = {"resnet9": {"pool_first": True, "logit_scale": 0.125}}
+"""Model -> keys that configs did not state at first, and what held then; of others null."""
+
+
+def load_weights_(model: nn.Module, path: Path, *, config: Config) -> None:
+    """Copy the weights in path, a checkpoint folder or a file, into a model of that config.
+
+    Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
+    """
+    state = _read(path)
+    if _is_ours(state):
+        _require_same_model(state["config"], config, path=path)
+        state = evaluated_weights(state)
+    weights = from_foreign(state, model, source=str(path))
+    if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
+    model.load_state_dict(weights)
+
+
+def digest(model: nn.Module) -> str:
+    """Of all weights and buffers: ranks compare what they read."""
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _read(path: Path) -> Any:
+    if not path.is_dir():
+        return _read_file(path)
+    if not (path / MANIFEST_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is no checkpoint, it holds no {MANIFEST_FILE}: name a folder such as "
+            "runs/quickstart/checkpoints/step-00000144, or a file"
+        )
+    return load_checkpoint(path)
+
+
+def _read_file(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: {_refused(str(error))}") from error
+    except Exception as error:  # out of damaged bytes the unpickler may raise anything
+        raise _unreadable(path, error) from error
+
+
+def _refused(message: str) -> str:
+    """Of torch.load's page on what it will not unpickle, the line that matters."""
+    if code := re.search(r"GLOBAL (\S+)", message):
+        return (
+            f"it holds code ({code[1]}), which is not executed, beside or instead of weights: save those alone, with "
+            "torch.save(model.state_dict(), FILE)"
+        )
+    return "it holds no weights that torch.load reads: save them with torch.save(model.state_dict(), FILE)"
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(f"{path} needs safetensors: pip install safetensors") from error
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "it ends too soon")
+    return CheckpointError(f"{path} is not readable as weights ({reason}): copy or download it again")
+
+
+def _is_ours(state: object) -> bool:
+    return isinstance(state, Mapping) and isinstance(state.get("config"), str) and "model" in state
+
+
+def _require_same_model(text: str, config: Config, *, path: Path) -> None:
+    there, here = yaml.safe_load(text)["model"], asdict(config.model)
+    there = BEFORE.get(there["name"], {}) | there
+    for key in DECIDING:
+        if (there.get(key) or None) != (here[key] or None):  # older configs lack keys
+            raise CheckpointError(
+                f"{path} is of another model: model.{key} is {there.get(key)} there and {here[key]} here"
+            )

@@ -1,0 +1,1 @@
+"""From a batch to new weights."""

@@ -1,0 +1,71 @@
+"""A run that has stopped learning: its loss is not finite, or stays that of a guess."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bigbatch.errors import TrainingDiverged
+
+MARGIN = 0.01
+"""Share of a guess's loss by which a model that learned nothing of the pictures can still be below it: one that knows
+how frequent the classes are is by KL(frequencies || uniform), 0.02% for ImageNet and 1% where their sizes spread by a
+third (0.37 of the mean, for 1000 classes); the rest is for noise."""
+REMEDY = "lower schedule.base_lr or lengthen schedule.warmup_epochs"
+
+
+def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_text: Callable[[str], list[str]]) -> None:
+    """Raise TrainingDiverged where the loss, summed over ranks and since first_step, is not finite.
+
+    finite_steps: of this rank, the steps from first_step on before its own sum was none. Collective where it raises.
+    """
+    if math.isfinite(loss):
+        return
+    counts = [int(text) for text in gather_text(str(finite_steps))]
+    ranks = [rank for rank, count in enumerate(counts) if count == min(counts)]
+    step = first_step + min(counts) + 1
+    if len(ranks) == len(counts):
+        raise TrainingDiverged(f"the loss is {loss} since step {step}: {REMEDY}")
+    raise TrainingDiverged(
+        f"the loss is {loss} since step {step}, which began on {_name(ranks)} of {len(counts)} alone: look at the "
+        f"pictures and the GPU there, or {REMEDY}"
+    )
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class GuessWatch:
+    """Ends a run whose mean training loss is that of a guess over so many steps after the warm-up.
+
+    A guess has a cross-entropy of ln(num_classes), with smoothed and mixed labels, too. What it saw is not in
+    checkpoints: a resumed run, with a lower learning rate perhaps, gets as many steps again.
+    """
+
+    def __init__(self, *, steps: int, num_classes: int, warmup_steps: int, first_step: int) -> None:
+        self._steps = steps
+        self._guess = math.log(num_classes)
+        self._warmup_steps = warmup_steps
+        self._last_step = first_step
+        self._windows: deque[tuple[int, float]] = deque()  # steps of a report, and their mean loss
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """A report of the training loop. Raises: TrainingDiverged, on all ranks alike."""
+        start, self._last_step = self._last_step, record["step"]
+        if start < self._warmup_steps:
+            return
+        self._windows.append((record["step"] - start, record["loss"]))
+        while self._num_steps() - self._windows[0][0] >= self._steps:
+            self._windows.popleft()
+        num_steps = self._num_steps()
+        mean = sum(steps * loss for steps, loss in self._windows) / num_steps
+        if num_steps >= self._steps and mean >= (1 - MARGIN) * self._guess:
+            raise TrainingDiverged(
+                f"the training loss was {mean:.3f} in the mean of steps {record['step'] - num_steps + 1} to "
+                f"{record['step']}, and a guess has {self._guess:.3f}: {REMEDY}, or set run.divergence_steps to null "
+                "to go on"
+            )
+
+    def _num_steps(self) -> int:
+        return sum(steps for steps, _ in self._windows)

@@ -1,0 +1,203 @@
+"""How the work of a training step gets to the device: at once, or as a CUDA graph that is captured and replayed."""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import ComputeError, UserError
+from bigbatch.trainer.input.prepare_batch import Prepared
+
+WARM_UP_STEPS = 3
+"""Of each shape, before its capture: cuDNN searches, the reducer settles its buffers in the order that it learned, the
+optimizer allocates its state, NCCL connects. None of this may happen within a capture."""
+
+Work: TypeAlias = Callable[[Iterable[Prepared]], Tensor]
+"""What a step does on the device with its microbatches."""
+
+
+class Execution(Protocol):
+    """Runs the work of a step."""
+
+    measures_waits: bool
+    """The reducer's ExposedTime sees what it waits for other ranks."""
+
+    def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+        """Run the work once and return what it does."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was captured; nothing runs after it."""
+        ...
+
+
+class EagerExecution:
+    """Kernel by kernel, as Python comes to them."""
+
+    measures_waits = True
+
+    def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+        """Microbatches are drawn when the work asks for them."""
+        return work(microbatches)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Capture(Protocol):
+    """What turns work into something that can be replayed."""
+
+    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+        """Run the work as the capture will, and return what it returns."""
+        ...
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """A function that runs the work's kernels again, and the tensor into which these write what it returned.
+
+        The work itself is not done here, and may not wait for the device.
+        """
+        ...
+
+
+class CudaCapture:
+    """CUDA graphs of one device, in memory that they share: they may be replayed in any order, one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+        """On the stream of the capture: autograd and cuBLAS keep things by stream."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        current.wait_stream(self._stream)
+        return result
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Waits for the device once. Other threads may go on: they decode pictures and watch NCCL."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        finally:
+            torch.cuda.set_stream(current)  # which torch forgets where a capture fails
+        return graph.replay, result
+
+
+@dataclass(frozen=True)
+class _Graph:
+    batch: Prepared
+    """Where the work reads its microbatch."""
+    replay: Callable[[], None]
+    result: Tensor
+
+
+class CudaGraphExecution:
+    """Captures the work once for each shape of the microbatch, and replays it from then on: one launch for a step.
+
+    One microbatch a step. The work has to be the same in each call: the tensors that it works on are those of the
+    capture, and so are its Python numbers, but for the optimizer's learning rates, which are fp32 tensors here, warm-up
+    included. What else changes from step to step is read from tensors that the caller writes in place, or drawn from
+    the device's default generator, which the caller seeds. watch is called after each replay.
+    Raises: ComputeError where the work cannot be captured.
+    """
+
+    measures_waits = False
+
+    def __init__(
+        self, capture: Capture, *, optimizer: torch.optim.Optimizer, watch: Callable[[], object] = lambda: None
+    ) -> None:
+        self._capture = capture
+        self._optimizer = optimizer
+        self._watch = watch
+        self._warm_ups: Counter[object] = Counter()
+        self._graphs: dict[object, _Graph] = {}
+        self._rates: list[Tensor] = []
+
+    def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+        """Warm up, or replay, at first after a capture: which does nothing by itself."""
+        (batch,) = microbatches
+        self._fill_rates(device=batch.images_BCHW.device)
+        shape = _shape_of(batch)
+        if self._warm_ups[shape] < WARM_UP_STEPS:
+            self._warm_ups[shape] += 1
+            with _rates_in_place(self._optimizer, self._rates):
+                return self._capture.warm_up(lambda: work([batch]))
+        if shape not in self._graphs:
+            self._graphs[shape] = self._make_graph(work, batch)
+        graph = self._graphs[shape]
+        for static, tensor in zip(_tensors_of(graph.batch), _tensors_of(batch), strict=True):
+            static.copy_(tensor)
+        graph.replay()
+        self._watch()
+        return graph.result
+
+    def close(self) -> None:
+        """Destroy the graphs: NCCL does not close while one has captured its sums."""
+        self._graphs.clear()
+
+    def _fill_rates(self, *, device: torch.device) -> None:
+        """One fill for each: a copy from the host would have to keep its source until the device comes to it."""
+        groups = self._optimizer.param_groups
+        if not self._rates:
+            self._rates = [torch.zeros((), device=device) for _ in groups]
+        for tensor, group in zip(self._rates, groups, strict=True):
+            tensor.fill_(group["lr"])
+
+    def _make_graph(self, work: Work, batch: Prepared) -> _Graph:
+        static = Prepared(*(tensor.clone() for tensor in _tensors_of(batch)))
+        try:
+            with _rates_in_place(self._optimizer, self._rates):
+                replay, result = self._capture(lambda: work([static]))
+        except Exception as error:
+            raise _explained(error, batch) from error
+        return _Graph(static, replay, result)
+
+
+def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+    return batch.images_BCHW, batch.labels_B, batch.targets
+
+
+def _shape_of(batch: Prepared) -> object:
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _tensors_of(batch))
+
+
+@contextmanager
+def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
+    """The optimizer's groups have learning rates on the device inside, and their own numbers after.
+
+    capturable: Adam of torch asks for it, fused as it is.
+    """
+    own = [dict(group) for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        yield
+    finally:
+        for group, kept in zip(optimizer.param_groups, own, strict=True):
+            group.update(kept)
+
+
+def _explained(error: BaseException, batch: Prepared) -> BaseException:
+    """What to raise for a capture that failed: the first error counts, the later ones come of the broken capture."""
+    while error.__context__ is not None:
+        error = error.__context__
+    if isinstance(error, UserError | torch.OutOfMemoryError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].line!r}" if frames else ""
+    shape = " x ".join(map(str, batch.images_BCHW.shape))
+    what = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ComputeError(
+        f"compute.cuda_graph=true: a step of {shape} pictures could not be captured, {what}{where}: "
+        "set compute.cuda_graph=false"
+    )

@@ -1,0 +1,147 @@
+"""The loss scale of fp16, which keeps small gradients from underflow: kept and decided on the device.
+
+Source: Micikevicius et al. 2018, arXiv 1710.03740.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import TrainingDiverged
+from bigbatch.trainer.config.precision import LARGEST_SCALE, SMALLEST_SCALE
+
+MOST_OVERFLOWS_IN_A_ROW = 32
+"""Enough to halve the largest scale to the smallest, 24, and some more. A skipped update leaves the weights as they
+are, so no later step is likelier to succeed: what overflows in every second step does so 32 times once in 4e9."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The scale at first, and the steps without overflow after which it doubles; None: it stays as it is."""
+
+    initial: float
+    growth_steps: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleState:
+    """Scalars on the device; where a LossScale keeps them, they are written in place."""
+
+    scale: Tensor
+    clean_steps: Tensor
+    """Without overflow, since the scale changed or the last overflow."""
+    overflow_steps: Tensor
+    """Of the whole run: updates that were skipped."""
+    overflows_in_a_row: Tensor
+
+
+def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None) -> ScaleState:
+    """The state after a step whose gradients overflowed or not (bool). No host sync."""
+    scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)
+    if growth_steps is not None:
+        grows = clean_steps >= growth_steps
+        scale = torch.where(overflow, scale / 2, torch.where(grows, scale * 2, scale))
+        scale = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)
+        clean_steps = torch.where(grows, 0, clean_steps)
+    return ScaleState(
+        scale=scale,
+        clean_steps=clean_steps,
+        overflow_steps=state.overflow_steps + overflow,
+        overflows_in_a_row=torch.where(overflow, state.overflows_in_a_row + 1, 0),
+    )
+
+
+class Unscaled:
+    """What stands in for a loss scale where there is none: in fp32 and bf16."""
+
+    divisor: Tensor | None = None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss itself."""
+        return loss
+
+    def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
+        """Whether to skip (bool) a step: only if it failed."""
+        return failed
+
+    def figures(self) -> dict[str, float | None]:
+        """What a report states."""
+        return {"loss_scale": 1.0, "overflow_steps": 0}
+
+    def require_progress(self, done: int, *, is_last: bool) -> None:
+        """Nothing is skipped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """A scale of fp16 has no meaning here."""
+
+
+class LossScale:
+    """Dynamic: doubled after so many steps without overflow, halved at each overflow; or static."""
+
+    def __init__(self, scaling: Scaling, *, device: torch.device) -> None:
+        self._scaling = scaling
+        self._device = device
+        self.state = self._make_state(scale=scaling.initial, clean_steps=0, overflow_steps=0, overflows_in_a_row=0)
+
+    def _make_state(self, *, scale: float, **counts: int) -> ScaleState:
+        count = {name: torch.full((), value, device=self._device) for name, value in counts.items()}
+        return ScaleState(scale=torch.full((), float(scale), device=self._device), **count)
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """What the gradients of a scaled loss are to be divided by: a copy, since judge_ sets the next step's."""
+        return self.state.scale.clone()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale."""
+        return loss * self.state.scale
+
+    def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
+        """Whether to skip (bool) a step whose scaled gradients have that norm; sets the scale of the next one.
+
+        A step that failed (bool) is to be skipped as if it had never been.
+        """
+        old, overflow = self.state, ~norm.isfinite()
+        new = after_step(old, overflow=overflow, growth_steps=self._scaling.growth_steps)
+        for field in fields(new):
+            value = getattr(old, field.name)
+            value.copy_(torch.where(failed, value, getattr(new, field.name)))
+        return overflow | failed
+
+    def figures(self) -> dict[str, float | None]:
+        """What a report states. Waits for the device."""
+        return {"loss_scale": float(self.state.scale), "overflow_steps": int(self.state.overflow_steps)}
+
+    def require_progress(self, done: int, *, is_last: bool) -> None:
+        """Raise TrainingDiverged where every one of many steps overflowed, or of all that a run had.
+
+        Waits for the device.
+        """
+        num = int(self.state.overflows_in_a_row)
+        if num < MOST_OVERFLOWS_IN_A_ROW and not (is_last and num == done):
+            return
+        scale = float(self.state.scale)
+        lower = "" if scale == SMALLEST_SCALE else f"set optimizer.loss_scale below {scale:g}, "
+        raise TrainingDiverged(
+            f"the fp16 gradients of all steps from {done - num + 1} to {done} overflowed, at a loss scale of {scale:g} "
+            f"now: {lower}lower schedule.base_lr, or set optimizer.precision to bf16 or fp32"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers. Waits for the device."""
+        return {name: tensor.item() for name, tensor in asdict(self.state).items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over what state_dict gave, if anything; a static scale stays the config's. Raises: ValueError."""
+        if not saved:
+            return
+        if saved.keys() != asdict(self.state).keys():
+            raise ValueError(f"its loss scale is of another version of bigbatch and has {', '.join(sorted(saved))}")
+        kept = saved if self._scaling.growth_steps is not None else {**saved, "scale": self._scaling.initial}
+        self.state = self._make_state(**kept)

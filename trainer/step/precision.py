@@ -1,0 +1,185 @@
+"""In what precision a model computes: half weights around fp32 masters, autocast of fp32 weights, TF32, fp32."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from bigbatch.trainer.step.guard import clip_divisor, step_or_skip_
+from bigbatch.trainer.step.loss_scale import LossScale, Scaling, Unscaled
+from bigbatch.trainer.step.masters import Weights, WholeWeights, grads_of
+
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16_autocast": torch.float32,
+    "fp16_autocast": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""By precision: of the pictures that the model is given, and of its weights but those of norm layers."""
+
+AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
+"""To which autocast rounds both for convolutions and matrix products."""
+
+
+class Precision:
+    """The form in which Jia et al. 2018 train: half weights, activations and gradients; fp32 for the rest.
+
+    Or autocast: half activations alone. Batch norm stays fp32. For every half-precision weight there is an fp32 master,
+    which the optimizer updates and checkpoints keep. With a scaling, the loss is scaled and an update that overflows is
+    skipped; with a clip_norm, longer gradients are shortened to it. Both are decided by the norm of the summed
+    gradients, of which all ranks hold the same bits, without a host sync.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str,
+        device: torch.device,
+        scaling: Scaling | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.compute_dtype = COMPUTE_DTYPES[name]
+        self._name, self._device = name, device
+        masters = {key: p.detach().float().clone() for key, p in model.named_parameters()}
+        to_half_(model, self.compute_dtype)
+        self._model = model
+        masters = {
+            key: p if p.dtype == torch.float32 else nn.Parameter(masters[key]) for key, p in model.named_parameters()
+        }
+        self.weights: Weights = WholeWeights(model, masters)
+        self._clip_norm = clip_norm
+        self._scale: LossScale | Unscaled = Unscaled() if scaling is None else LossScale(scaling, device=device)
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        is_decided_by_norm = scaling is not None or clip_norm is not None
+        self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
+        """Of the last step's gradients, where it is needed: they stay until the next step, so a report can tell."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """What the optimizer updates, by the names of the model's parameters."""
+        return self.weights.masters
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around every forward of the model, not around backward."""
+        return in_forward(self._name, device=self._device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale."""
+        return self._scale.scaled(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the loss times the loss scale."""
+        self.scaled(loss).backward()
+
+    @torch.no_grad()
+    def update_(self, optimizer: torch.optim.Optimizer, *, skip_1: Tensor | None = None) -> None:
+        """Unscale and clip the summed gradients in fp32, update the masters, write the half-precision weights.
+
+        Where skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync, but for an
+        optimizer that is not fused.
+        """
+        self.weights.fetch_grads_()
+        skip, divisor = self._never if skip_1 is None else skip_1.view(()), self._scale.divisor
+        if self._norm is not None:
+            norm = self._total_norm()
+            skip = self._scale.judge_(norm, failed=skip)
+            self._norm.copy_(norm if divisor is None else norm / divisor)
+            if self._clip_norm is not None:
+                shortening = clip_divisor(self._norm, largest=self._clip_norm)
+                divisor = shortening if divisor is None else divisor * shortening
+        step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
+        self.write_half_()
+
+    def _total_norm(self) -> Tensor:
+        """L2, of the gradients of all masters. Collective where they are shared out."""
+        return torch.linalg.vector_norm(self.weights.norms(grads_of(self.masters.values())))
+
+    def write_half_(self) -> None:
+        """Round the masters into the model's half-precision weights."""
+        self.weights.publish_()
+
+    @torch.no_grad()
+    def figures(self) -> dict[str, float | None]:
+        """What a report states of the last step, on all ranks alike. Collective; waits for the device.
+
+        grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
+        gradients, the elements that are 0 or have lost digits; None where weights and gradients are fp32.
+        """
+        norm = float(self._total_norm() if self._norm is None else self._norm)
+        return {
+            **self._scale.figures(),
+            "underflow_fraction": underflow_fraction(self.weights.half_grads(), sum_parts=self.weights.sum_parts),
+            "grad_norm": norm if math.isfinite(norm) else None,
+        }
+
+    def require_progress(self, done: int, *, is_last: bool) -> None:
+        """Raise TrainingDiverged where no loss scale helps any more. is_last: the run ends. Waits for the device."""
+        self._scale.require_progress(done, is_last=is_last)
+
+    def is_finite(self) -> bool:
+        """Every weight is a number. Waits for the device."""
+        return self.weights.is_finite()
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The model's state_dict with fp32 masters in place of half-precision weights."""
+        return {**self._model.state_dict(), **self.weights.whole()}
+
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what model_state gave. Raises: RuntimeError listing missing and foreign keys."""
+        self._model.load_state_dict(state)
+        self.weights.load_(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the loss scale; empty where there is none."""
+        return self._scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of the loss scale; a run without one leaves nothing to restore. Raises: ValueError."""
+        self._scale.load_state_dict(state)
+
+
+def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor], Tensor]) -> float | None:
+    """Share of elements below the smallest number with all its digits (fp16: 2**-14), 0 included; None without any.
+
+    sum_parts: counts of these -> of the whole gradients.
+    """
+    if not grads_half:
+        return None
+    smallest = torch.finfo(grads_half[0].dtype).tiny
+    num_small = torch.stack([(grad.abs() < smallest).sum() for grad in grads_half]).sum()
+    num_all = torch.full_like(num_small, sum(grad.numel() for grad in grads_half))
+    small, total = sum_parts(torch.stack([num_small, num_all]).double()).tolist()
+    return float(small / total)
+
+
+def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all weights but those of norm layers, which stay fp32."""
+    for module in model.modules():
+        if not isinstance(module, _NormBase):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+
+
+def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any]:
+    """What surrounds the forward of a model in that precision: autocast, or nothing."""
+    if name not in AUTOCAST_DTYPES:
+        return nullcontext()
+    # each weight is used once in a forward, so a cache of rounded ones would only keep memory
+    return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[name], cache_enabled=False)
+
+
+def set_tf32(is_allowed: bool) -> None:
+    """Whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
+    with warnings.catch_warnings():
+        # torch announces another way, with which its max-autotune fails (docs/decisions/042)
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = is_allowed

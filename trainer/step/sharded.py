@@ -1,0 +1,246 @@
+"""The sharded update: each rank updates its part of every fusion buffer, and keeps the state of that part alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import FusionPlan
+from bigbatch.comm.gradients.parts import gathering, own_part
+from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.optim.lamb import LAMB
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.step.precision import Precision
+
+STEP = "step"
+"""What optimizers call the one part of a parameter's state that is no tensor of the parameter's shape."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a tensor. Elements of a tensor count in the order of its memory.
+
+    A rank has a piece of every tensor, most of them empty, so that all ranks do the same to as many tensors.
+    """
+
+    buffer: int
+    first: int
+    """Where the tensor begins in its buffer."""
+    start: int
+    """Where the piece begins in the rank's part of the buffer."""
+    stop: int
+    """Where it ends there."""
+    offset: int
+    """Where it begins in the tensor."""
+
+
+def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
+    """A rank's piece of each tensor, where it has the rank-th of equal parts of each buffer."""
+    pieces = {}
+    for index, buffer in enumerate(plan.buffers):
+        part = -(-buffer.num_elements // world_size)
+        low, high = rank * part, (rank + 1) * part
+        first = 0
+        for tensor in buffer.tensors:
+            start = min(max(first, low), high)
+            stop = min(max(first + tensor.num_elements, low), high)
+            pieces[tensor.name] = Piece(index, first, start - low, stop - low, start - first if start < stop else 0)
+            first += tensor.num_elements
+    return pieces
+
+
+class ShardedWeights:
+    """A model's weights, of which each rank updates its own parts: Weights, with the memory of a share.
+
+    The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
+    where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter.
+    Source: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), stages 1 and 2 without freeing gradient buffers.
+    """
+
+    def __init__(
+        self, model: nn.Module, masters: Mapping[str, Tensor], reducer: GradientReducer, communicator: Communicator
+    ) -> None:
+        """Raises: ConfigError, on all ranks alike, where the last one would have nothing."""
+        _require_shares(reducer.plan, world_size=communicator.world_size)
+        self._communicator = communicator
+        self._exposed = reducer.exposed
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._plan = reducer.plan
+        place = {"rank": self._communicator.rank, "world_size": self._communicator.world_size}
+        self._pieces = cut(self._plan, **place)
+        self._gathering = gathering(self._communicator)
+        self._buffers = [self._communicator.allocate(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers]
+        self._move_in(masters)
+        self._parts = [own_part(buffer_N, **place) for buffer_N in self._buffers]
+        self._grads = [own_part(buffer_N, **place) for buffer_N in reducer.buffers]
+        self._full = [part_M if part_M.dtype == torch.float32 else part_M.float() for part_M in self._parts]
+        self._full_grads = [g_M if g_M.dtype == torch.float32 else torch.zeros_like(f_M) for g_M, f_M in self._pairs()]
+        self.masters: Mapping[str, Tensor] = {name: self._master(name) for name in self._parameters}
+        self.load_(masters)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._grads, self._full, strict=True))
+
+    @torch.no_grad()
+    def _move_in(self, masters: Mapping[str, Tensor]) -> None:
+        """Make every parameter a view of its buffer."""
+        for name, parameter in self._parameters.items():
+            view = self._view(name, self._buffers)
+            view.copy_(masters[name])
+            parameter.data = view
+
+    def _view(self, name: str, buffers: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        """A tensor whole, in whole buffers, with its parameter's strides."""
+        parameter = self._parameters[name]
+        piece = self._pieces[name]
+        return buffers[piece.buffer].as_strided(parameter.size(), dense_strides(parameter), piece.first)
+
+    def _master(self, name: str) -> Tensor:
+        piece = self._pieces[name]
+        master = nn.Parameter(self._full[piece.buffer][piece.start : piece.stop])
+        master.grad = self._full_grads[piece.buffer][piece.start : piece.stop]
+        return master
+
+    @torch.no_grad()
+    def fetch_grads_(self) -> None:
+        """Half-precision gradients of the own parts, in fp32."""
+        half = [(f, g) for f, g in zip(self._full_grads, self._grads, strict=True) if f is not g]
+        if half:
+            torch._foreach_copy_([f for f, _ in half], [g for _, g in half])
+
+    @torch.no_grad()
+    def publish_(self) -> None:
+        """Round the masters into the own parts, and spread these to all ranks."""
+        half = [(p, f) for p, f in zip(self._parts, self._full, strict=True) if p is not f]
+        if half:
+            torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
+        works = [
+            self._gathering.start(buffer_N, label=f"all-gather of weights {index}")
+            for index, buffer_N in enumerate(self._buffers)
+        ]
+        with self._exposed.measure(self._buffers):
+            for work in works:
+                work.wait()
+
+    def norms(self, tensors: list[Tensor]) -> Tensor:
+        """Sums of squares of the pieces, summed over ranks in fp64. Collective."""
+        squares_N = torch.stack(torch._foreach_norm(tensors)).double().square_()
+        with self._exposed.measure([squares_N]):
+            self._communicator.sum_(squares_N, label="all-reduce of norms")
+        return squares_N.sqrt_().float()
+
+    def half_grads(self) -> list[Tensor]:
+        """Of the own parts, without what fills them up."""
+        half = {index for index, grads_M in enumerate(self._grads) if grads_M.dtype != torch.float32}
+        pieces = [piece for piece in self._pieces.values() if piece.buffer in half]
+        return [self._grads[piece.buffer][piece.start : piece.stop] for piece in pieces]
+
+    def sum_parts(self, counts_N: Tensor) -> Tensor:
+        """Over ranks. Collective."""
+        return self._communicator.sum_(counts_N, label="all-reduce of counts")
+
+    def is_finite(self) -> bool:
+        """Of the masters, as without shares. Collective."""
+        odd_N = torch.stack([~full_M.isfinite().all() for full_M in self._full])
+        return not self.sum_parts(odd_N.double()).any()
+
+    def whole(self) -> dict[str, Tensor]:
+        """Every master, gathered, on the host. Collective."""
+        return self._gather(self._full)
+
+    @torch.no_grad()
+    def load_(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the own parts, and publish them. Collective."""
+        for name, master in self.masters.items():
+            master.copy_(self._piece_of(name, state[name]))
+        self.publish_()
+
+    def _piece_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's elements of a whole tensor."""
+        parameter, piece = self._parameters[name], self._pieces[name]
+        like = torch.empty_strided(parameter.size(), dense_strides(parameter), dtype=whole.dtype, device=whole.device)
+        flat_N = like.copy_(whole).as_strided((whole.numel(),), (1,))
+        return flat_N[piece.offset : piece.offset + piece.stop - piece.start]
+
+    @torch.no_grad()
+    def _gather(self, parts: list[Tensor]) -> dict[str, Tensor]:
+        """Whole tensors out of one part of each rank, a buffer at a time, on the host."""
+        tensors = {}
+        for index, (part_M, buffer) in enumerate(zip(parts, self._plan.buffers, strict=True)):
+            whole_N = part_M.new_empty(part_M.numel() * self._communicator.world_size)
+            own_part(whole_N, rank=self._communicator.rank, world_size=self._communicator.world_size).copy_(part_M)
+            self._gathering.sum_(whole_N, label=f"all-gather of state {index}")
+            host_N = whole_N.cpu()
+            for tensor in buffer.tensors:
+                tensors[tensor.name] = self._view(tensor.name, {index: host_N}).clone()
+        return tensors
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer over the masters know whole norms, and read and write its state as that of whole tensors.
+
+        Its state_dict() and load_state_dict() are collective then.
+        """
+        if isinstance(optimizer, LARS | LAMB):
+            optimizer.norms = self.norms
+        optimizer.register_state_dict_post_hook(self._whole_state)
+        optimizer.register_load_state_dict_pre_hook(self._own_state)
+
+    def _whole_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = _names(state_dict)
+        states = {index: dict(state) for index, state in state_dict["state"].items()}
+        keys = {key: None for state in states.values() for key in state if key != STEP}
+        for key in keys:
+            parts = [torch.zeros_like(full_M) for full_M in self._full]
+            for index, state in states.items():
+                piece = self._pieces[names[index]]
+                parts[piece.buffer][piece.start : piece.stop] = state[key]
+            whole = self._gather(parts)
+            for index, state in states.items():
+                state[key] = whole[names[index]]
+        return {**state_dict, "state": states}
+
+    def _own_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = _names(state_dict)
+        states = {
+            index: {
+                key: value if key == STEP else self._piece_of(names[index], value).clone()
+                for key, value in state.items()
+            }
+            for index, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+
+def _require_shares(plan: FusionPlan, *, world_size: int) -> None:
+    """Raise ConfigError where a rank has no element: the last one has the fewest of each buffer."""
+    if not any(piece.start < piece.stop for piece in cut(plan, rank=world_size - 1, world_size=world_size).values()):
+        raise ConfigError(
+            f"optimizer.sharded=True leaves the last of {world_size} ranks no share of so small a model: set it to "
+            "false"
+        )
+
+
+def shard_update(
+    model: nn.Module,
+    precision: Precision,
+    reducer: GradientReducer,
+    communicator: Communicator,
+    *,
+    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """The optimizer over this rank's share, which precision then holds. make_optimizer: from masters. Collective."""
+    shards = ShardedWeights(model, precision.masters, reducer, communicator)
+    precision.weights = shards
+    optimizer = make_optimizer(shards.masters)
+    shards.attach(optimizer)
+    return optimizer
+
+
+def _names(state_dict: Mapping[str, Any]) -> dict[int, str]:
+    """The number that a state_dict gives a parameter -> its name."""
+    groups = state_dict["param_groups"]
+    return {number: name for group in groups for number, name in zip(group["params"], group["names"], strict=True)}

@@ -1,0 +1,211 @@
+"""`bigbatch comm tune`: what this cluster and this model ask of communication, measured in under a minute."""
+
+import argparse
+import dataclasses
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import BACKENDS
+from bigbatch.comm.gradients.fusion import TensorSpec
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
+from bigbatch.comm.tuning.measure import measure_links
+from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
+from bigbatch.comm.tuning.report import explain, explain_links, times_head, times_line
+from bigbatch.comm.tuning.tuned import DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
+from bigbatch.comm.tuning.tuner import Findings, choose, elapsed_seconds, measure_times, tune_sizes
+from bigbatch.errors import ConfigError, TunedError
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import RESNETS, Config
+from bigbatch.trainer.models.norm import flatten_running_statistics
+
+MODEL_CONFIG = "imagenet/resnet50_8k"
+"""What --model changes the model of."""
+
+NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_buffer_bytes null"
+"""What leaves the fusion plan to the table."""
+
+LINKS_SHARE, BACKWARD_SHARE = 0.1, 0.25
+"""Of the budget; the all-reduces get the rest."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, choose, print why, and store; the exit code. Collective over the job's ranks.
+
+    Raises: ConfigError; CommError; TunedError where the file cannot be written.
+    """
+    arguments, overrides = _parser().parse_known_args(argv)
+    if not 0 < arguments.budget_seconds < float("inf"):
+        raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
+    config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
+    env = read_process_env()
+    communicator, _ = build.join_job(build.without_choices(config, world_size=env.world_size), env)
+    command = shlex.join(["bigbatch", "comm", "tune", *argv])
+    communicator.agree("the command line", command)
+    conditions = gather_conditions(communicator)
+    _require_folder(arguments.output.parent if arguments.output else DEFAULT_FOLDER, communicator)
+    say: Callable[[str], None] = print if communicator.rank == 0 else lambda text: None
+    say(f"{communicator}; {conditions.device}")
+    findings = _measure(config, communicator, budget_seconds=arguments.budget_seconds, say=say)
+    for line in explain(findings):
+        say(line)
+    tuned = _make_tuned(config, conditions, findings, command=command)
+    path = arguments.output or default_path(tuned.cluster, tuned.model, tuned.tensors)
+    communicator.close()
+    if communicator.rank == 0:
+        write_tuned(tuned, path)
+        print(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
+    return 0
+
+
+def _require_folder(folder: Path, communicator: Communicator) -> None:
+    """Before anything takes long; all ranks hear of it. Collective."""
+    problem = ""
+    if communicator.rank == 0:
+        try:
+            require_folder(folder)
+        except TunedError as error:
+            problem = str(error)
+    if told := communicator.gather_text(problem)[0]:
+        raise TunedError(told)
+
+
+def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    named = ["--config", arguments.config] if arguments.config else []
+    if arguments.model and arguments.config:
+        raise ConfigError(
+            f"--model {arguments.model} and --config {arguments.config} both name a model: keep one, and override the "
+            "config's by --model.name"
+        )
+    if arguments.model:
+        named = ["--config", MODEL_CONFIG, "--model.name", arguments.model]
+        if arguments.model not in RESNETS:
+            named += ["--model.zero_gamma", "null", "--model.blurpool", "null"]
+    backend = ["--comm.backend", arguments.backend] if arguments.backend else []
+    return [*named, *backend, *overrides]
+
+
+def _measure(
+    config: Config, communicator: Communicator, *, budget_seconds: float, say: Callable[[str], None]
+) -> Findings:
+    """All that is measured, and the choice. Collective."""
+    start = time.perf_counter()
+    links = measure_links(communicator, seconds=LINKS_SHARE * budget_seconds)
+    say(explain_links(links))
+    parameters, forward = _make_forward(config, communicator)
+    backward = measure_backward(parameters, forward, communicator, seconds=BACKWARD_SHARE * budget_seconds)
+    tensors = in_ready_order(parameters, backward)
+    dtype = _main_dtype(tensors)
+    say(f"time of an all-reduce of {dtype}:")
+    say(times_head(communicator.algorithms))
+    times = measure_times(
+        communicator,
+        tune_sizes(sum(tensor.num_bytes for tensor in tensors)),
+        dtype=getattr(torch, dtype),
+        seconds=budget_seconds - elapsed_seconds(communicator, start),
+        on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
+    )
+    return choose(
+        links, times, backward, tensors, stated=build.stated_sizes(config), stated_algorithm=config.comm.algorithm
+    )
+
+
+def _make_forward(
+    config: Config, communicator: Communicator
+) -> tuple[dict[str, torch.nn.Parameter], Callable[[], Tensor]]:
+    """The model's parameters, and a microbatch's loss as the training loop computes it, of random pictures."""
+    # without gathers inside of it: ranks repeat it as often as each has time for
+    model = build.make_model(build.without_choices(config, world_size=communicator.world_size), communicator)
+    precision = build.make_precision(config, model, device=communicator.device)
+    flatten_running_statistics(model)
+    model.train()
+    normalize = build_input.make_normalize(config, communicator)
+    size, count = config.data.image_size, config.batch.microbatch_size
+    pixels_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
+    images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
+    labels_B = torch.randint(config.data.num_classes, (count,)).to(communicator.device)
+
+    def forward() -> Tensor:
+        with precision.forward():
+            logits_BK = model(images_BCHW).float()
+        loss = F.cross_entropy(logits_BK, labels_B, label_smoothing=config.optimizer.label_smoothing)
+        return precision.scaled(loss)
+
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}, forward
+
+
+def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
+    """The dtype of most bytes."""
+    num_bytes: Counter[str] = Counter()
+    for tensor in tensors:
+        num_bytes[tensor.dtype] += tensor.num_bytes
+    return num_bytes.most_common(1)[0][0]
+
+
+def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, command: str) -> Tuned:
+    return Tuned(
+        cluster=conditions.cluster,
+        model=config.model.name,
+        tensors=findings.tensors,
+        table=findings.table,
+        sizes=findings.chosen.sizes,
+        command=command,
+        evidence=_evidence(config, conditions, findings),
+    )
+
+
+def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:
+    """What the choice rests on, as plain values: for people, and for a simulator."""
+    f = findings
+    return {
+        "conditions": dataclasses.asdict(conditions),
+        "microbatch_size": config.batch.microbatch_size,
+        "image_size": config.data.image_size,
+        "precision": config.optimizer.precision,
+        "message_seconds": {
+            where: hops and {str(size): list(measured.seconds) for size, measured in hops.times}
+            for where, hops in (("inside", f.links.inside), ("across", f.links.across))
+        },
+        "all_reduce_seconds": {
+            str(size): {name: list(measured.seconds) for name, measured in at_size.items()}
+            for size, at_size in f.times.items()
+        },
+        "backward_seconds": f.backward.seconds,
+        "ready_seconds": dict(f.backward.ready_seconds),
+        "exposed_seconds": {
+            "stated": f.stated.exposed_seconds,
+            "stated_with_table": f.stated_with_table.exposed_seconds,
+            "chosen": f.chosen.exposed_seconds,
+            "least": f.least_exposed_seconds,
+        },
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch comm tune",
+        usage="bigbatch comm tune {--config NAME_OR_FILE | --model NAME} [OPTION ...] [--section.key VALUE ...]",
+        description="Measure the links between the ranks of this job, every all-reduce algorithm by size and the "
+        "backward pass of a model; choose the algorithm by size and the fusion plan, say why, and store both. Any key "
+        "of the config can be overridden, such as --batch.microbatch_size.",
+        epilog="example: bigbatch launch mpirun --ranks 4 -- comm tune --config quickstart",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", help="experiment to tune for: YAML file, or name of a packaged one")
+    add("--model", help=f"instead: this model in the experiment {MODEL_CONFIG}")
+    add("--output", type=Path, metavar="FILE.json", help="default: tuned/MODEL-BACKEND-NODES-FINGERPRINT.json")
+    add("--budget-seconds", type=float, default=60.0, help="how long to measure (default: %(default)s)")
+    add("--backend", choices=BACKENDS, help="same as --comm.backend")
+    return parser

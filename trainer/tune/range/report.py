@@ -1,0 +1,62 @@
+"""What a range test shows and leaves: range.json, the reading in words, a picture."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.tune.range.curve import Suggestion, smooth
+
+
+def range_record(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, *, config: str) -> dict[str, Any]:
+    """What range.json states; losses in nats, one per step."""
+    return {
+        "suggested_lr": found.suggested_lr,
+        "steepest_lr": found.steepest_lr,
+        "exploded_lr": found.exploded_lr,
+        "tenth_of_exploded_lr": found.tenth_lr,
+        "lr": list(lrs),
+        "loss": list(losses),
+        "smoothed_loss": smooth(losses),
+        "config": config,
+    }
+
+
+def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> list[str]:
+    """The reading, and what to do next. experiment: the words that follow --config, overrides and all."""
+    if found.suggested_lr is None:
+        return ["the loss never fell: raise --to, take more --steps, or look for an error in data and model"]
+    lines = [f"steepest descent at a learning rate of {found.steepest_lr:.4g}"]
+    if found.exploded_lr is None:
+        lines.append(f"the loss did not explode up to {high:g}: raise --to to see where it does")
+    else:
+        lines.append(f"exploded at {found.exploded_lr:.4g}; a tenth of that is {found.tenth_lr:.4g}")
+    limit = found.exploded_lr or high
+    lines.append(f"suggested: {found.suggested_lr:.4g}, which a search starts from:")
+    space = f"schedule.base_lr=log:{found.suggested_lr / 4:.3g}:{limit:.3g}"
+    config = shlex.join(experiment)
+    lines.append(f"  bigbatch tune search --config {config} --space {space} --trials 12 --epochs 3 --study FOLDER")
+    return lines
+
+
+def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, path: Path, *, title: str) -> None:
+    """Loss over the learning rate (log), raw and smoothed, with the readings as lines, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(lrs, losses, color="0.75", label="loss of a step")
+    axes.plot(lrs, smooth(losses), color="#0072B2", label="running mean")
+    for lr, color, label in (
+        (found.steepest_lr, "#009E73", "steepest descent"),
+        (found.tenth_lr, "#E69F00", "a tenth of the exploding rate"),
+        (found.exploded_lr, "#D55E00", "exploded"),
+    ):
+        if lr is not None:
+            axes.axvline(lr, color=color, linestyle="--", label=f"{label}: {lr:.3g}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="cross-entropy (nats)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    with writing(path):
+        figure.savefig(path, dpi=120)

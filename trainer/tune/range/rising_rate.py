@@ -1,0 +1,152 @@
+"""`bigbatch tune range`: one training in which the learning rate rises until the loss explodes."""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.step.loop import Hooks, train
+from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss, exponential, suggest
+from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
+from bigbatch.trainer.tune.search.short_run import to_the_last_epoch
+
+INTERRUPTED = 130
+LINES = 20
+"""Of progress, over all steps."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the test that argv states; the exit code. Collective over the job's ranks.
+
+    Raises: ConfigError; TuneError where the loss explodes too soon to read anything.
+    """
+    arguments, overrides = _parser().parse_known_args(argv)
+    low, high, steps = arguments.low, arguments.high, arguments.steps
+    if not 0 < low < high < math.inf:
+        raise ConfigError(f"--from {low:g} --to {high:g}: give two learning rates above 0, the second one larger")
+    if steps < MIN_STEPS:
+        raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
+    config = load_config(["--config", arguments.config, *overrides], prog="bigbatch tune range")
+    run = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
+    config = dataclasses.replace(config, run=run)
+    env = read_process_env()
+    build.bind_rank(config, env)
+    communicator, tuned = build.join_job(config, env)
+    communicator.agree("the range test", f"{low} {high} {steps}")
+    curve = _Curve(communicator, num_steps=steps)
+    stopped_by = _train(config, communicator, curve, lr=exponential(low, high, steps=steps), steps=steps, tuned=tuned)
+    if stopped_by:
+        curve.say(f"stopped by {stopped_by}; nothing was written")
+    elif communicator.rank == 0:
+        _finish(curve, config, arguments=arguments, overrides=overrides)
+    communicator.close()
+    return INTERRUPTED if stopped_by else 0
+
+
+class _Curve:
+    """Learning rates and losses of all ranks together, step by step; the end where they explode."""
+
+    def __init__(self, communicator: Communicator, *, num_steps: int) -> None:
+        self.lrs: list[float] = []
+        self.losses: list[float] = []
+        self.exploded_lr: float | None = None
+        self._mean = SmoothedLoss()
+        self._is_first = communicator.rank == 0
+        self._num_steps = num_steps
+
+    def say(self, text: str) -> None:
+        """On the first rank."""
+        if self._is_first:
+            print(text, flush=True)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """A report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""
+        mean = self._mean.add(record["loss"])
+        if self._mean.has_exploded(mean):
+            raise TrainingDiverged(f"the loss is {EXPLODED:g} times its lowest at step {record['step']}")
+        self.lrs.append(record["lr"])
+        self.losses.append(record["loss"])
+        if record["step"] % max(1, self._num_steps // LINES) == 0:
+            self.say(f"step {record['step']}  lr {record['lr']:.4g}  loss {record['loss']:.4f}  smoothed {mean:.4f}")
+
+
+def _train(
+    config: Config,
+    communicator: Communicator,
+    curve: _Curve,
+    *,
+    lr: Callable[[int], float],
+    steps: int,
+    tuned: Tuned | None,
+) -> str | None:
+    """Train until the loss explodes, or to the last step; the signal that stopped it. Collective."""
+    local, _ = stage_data(config, communicator)
+    train_split, eval_split = build_input.make_splits(local, communicator)
+    whole = build.make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
+    parts = dataclasses.replace(build.make_parts(config, communicator, plan=whole, tuned=tuned), schedule=lr)
+    fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
+    plan = dataclasses.replace(
+        whole, num_steps=steps, log_every_steps=1, eval_every_steps=steps, checkpoint_every_steps=0
+    )
+    hooks = Hooks(curve.add, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None)
+    batches = build_input.train_batches(config, communicator, train_split, plan=plan)
+    try:
+        return train(plan, parts, hooks, batches).stopped_by
+    except TrainingDiverged as end:
+        curve.exploded_lr = lr(len(curve.lrs))
+        curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
+        return None
+    finally:
+        parts.close()
+        train_split.loader.close()
+        eval_split.loader.close()
+
+
+def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """range.json, range.png and the reading. Raises: TuneError; RunFolderError."""
+    found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
+    if curve.exploded_lr and len(curve.lrs) < MIN_STEPS // 2:
+        raise TuneError(
+            f"the loss exploded at step {len(curve.lrs) + 1}, at a learning rate of {curve.exploded_lr:.4g}: start "
+            f"lower than --from {arguments.low:g}"
+        )
+    folder = RunDir(arguments.out)
+    text = json.dumps(range_record(curve.lrs, curve.losses, found, config=dump_config(config)), indent=1)
+    folder.write_text(folder.path / "range.json", text + "\n")
+    plot_range(curve.lrs, curve.losses, found, folder.path / "range.png", title=f"{arguments.config}, range test")
+    for line in explain(found, high=arguments.high, experiment=[arguments.config, *overrides]):
+        curve.say(line)
+    curve.say(f"plot: {folder.path / 'range.png'}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch tune range",
+        usage="bigbatch tune range --config NAME --from LR --to LR --steps N --out FOLDER [--section.key VALUE ...]",
+        description="Train a config for a few steps while the learning rate rises by the same factor each step, and "
+        "read from the loss where it is too small and where too large. Runs as one rank of a job.",
+        epilog="example: bigbatch launch mpirun --ranks 2 -- tune range --config quickstart --from 0.1 --to 100 "
+        "--steps 60 --out runs/range",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="YAML file, or name of a packaged experiment")
+    add("--from", dest="low", type=float, required=True, metavar="LR", help="learning rate of the first step")
+    add("--to", dest="high", type=float, required=True, metavar="LR", help="learning rate of the last step")
+    add("--steps", type=int, required=True, help=f"updates, {MIN_STEPS} at least; 100 is usual")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="for range.json and range.png")
+    return parser

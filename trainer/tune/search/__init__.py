@@ -1,0 +1,1 @@
+"""The search from coarse to fine."""

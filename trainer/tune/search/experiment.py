@@ -1,0 +1,102 @@
+"""What a search is about, checked as a whole before anything runs."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.tune.search.records import Metric
+from bigbatch.trainer.tune.search.short_run import Launch, parse_launch, shorten
+from bigbatch.trainer.tune.search.space import Axis, flags, parse_space
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A search as the command line states it."""
+
+    config: tuple[str, ...]
+    """Words of `bigbatch train`: --config NAME and overrides."""
+    space: tuple[str, ...]
+    """A word for each --space."""
+    folder: Path
+    trials: int
+    """Of all rounds together."""
+    rounds: int
+    epochs: int
+    """Of a trial."""
+    metric: Metric
+    prune: bool
+    """Stop a trial that is worse than the median of the others."""
+    parallel: int
+    """Trials at once."""
+    launch: tuple[str, ...]
+    """Words of `bigbatch launch` for each trial; none for one process."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A search whose settings make sense."""
+
+    search: Search
+    axes: tuple[Axis, ...]
+    base: Config
+    launch: Launch
+
+    def config(self, values: dict[str, str]) -> Config:
+        """The whole experiment with these values. Raises: ConfigError."""
+        config = load_config([*self.search.config, *flags(values)], prog="bigbatch tune search")
+        accumulation_steps(config.batch, world_size=self.launch.num_ranks)
+        return config
+
+    def short_config(self, values: dict[str, str], *, directory: Path) -> Config:
+        """What the trial with these values runs. Raises: ConfigError."""
+        search = self.search
+        return shorten(self.config(values), epochs=search.epochs, evaluate_each=search.prune, directory=directory)
+
+    @property
+    def prune_from_epoch(self) -> int:
+        """The first one after the warm-up, in which a large learning rate has not shown yet."""
+        short = self.short_config({}, directory=self.search.folder)
+        return math.floor(short.schedule.warmup_epochs) + 1
+
+    def round_sizes(self) -> list[int]:
+        """Trials of each round: as even as can be, the first ones take what is left over."""
+        share, rest = divmod(self.search.trials, self.search.rounds)
+        return [share + (number < rest) for number in range(self.search.rounds)]
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides which trials there are and what comes out; not how many run at once, nor where."""
+        search = self.search
+        return {
+            "config": dump_config(self.base),
+            "space": list(search.space),
+            "trials": search.trials,
+            "rounds": search.rounds,
+            "epochs": search.epochs,
+            "metric": search.metric,
+            "prune": "median" if search.prune else "none",
+        }
+
+
+def make_experiment(search: Search) -> Experiment:
+    """Check everything that can be checked without running. Raises: ConfigError."""
+    for name in ("trials", "rounds", "epochs", "parallel"):
+        if getattr(search, name) < 1:
+            raise ConfigError(f"--{name} {getattr(search, name)} must be at least 1")
+    if search.rounds > search.trials:
+        raise ConfigError(f"--rounds {search.rounds} exceed --trials {search.trials}: each round needs a trial")
+    axes, launch = parse_space(search.space), parse_launch(search.launch)
+    base = load_config(search.config, prog="bigbatch tune search")
+    experiment = Experiment(search, axes, base, launch)
+    experiment.short_config({}, directory=search.folder)
+    for axis, text in zip(axes, search.space, strict=True):
+        for end in axis.ends:
+            try:
+                experiment.short_config({axis.key: end}, directory=search.folder)
+            except ConfigError as error:
+                raise ConfigError(f"--space {text}: at {end}, {error}") from error
+    return experiment

@@ -1,0 +1,75 @@
+"""`bigbatch tune search`: the best of any config values, found on short runs."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import ConfigError, TuneError
+from bigbatch.trainer.tune.search.coarse_to_fine import first_commands, search
+from bigbatch.trainer.tune.search.experiment import Search
+from bigbatch.trainer.tune.search.space import FORMS
+
+INTERRUPTED = 130
+"""Exit code of a search that was asked to stop, as of a run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Search as argv says; the exit code. Raises: ConfigError; TuneError."""
+    if (size := read_process_env().world_size) > 1:
+        raise TuneError(f"a search is one process, not {size}: start it alone, and give its trials --launch")
+    stated = parse_search(argv)
+    if _parser().parse_known_args(argv)[0].dry_run:
+        first_commands(stated)
+        return 0
+    return INTERRUPTED if search(stated) is None else 0
+
+
+def parse_search(argv: Sequence[str]) -> Search:
+    """The search that a command line states. Raises: ConfigError."""
+    arguments, overrides = _parser().parse_known_args(argv)
+    if not arguments.study:
+        raise ConfigError("--study is empty: name a folder, such as runs/search")
+    try:
+        launch = tuple(shlex.split(arguments.launch))
+    except ValueError as error:
+        raise ConfigError(f"--launch {arguments.launch!r} is no command line: {error}") from error
+    return Search(
+        config=("--config", arguments.config, *overrides),
+        space=tuple(arguments.space),
+        folder=Path(arguments.study),
+        trials=arguments.trials,
+        rounds=arguments.rounds,
+        epochs=arguments.epochs,
+        metric=arguments.metric,
+        prune=arguments.prune == "median",
+        parallel=arguments.parallel,
+        launch=launch,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch tune search",
+        usage="bigbatch tune search --config NAME --space KEY=RANGE --trials N --epochs N --study FOLDER [OPTION ...] "
+        "[--section.key VALUE ...]",
+        description="Run a config in a few epochs with many values, first over whole ranges, then in smaller ones "
+        "around the best. The same command goes on with a search that was stopped or killed.",
+        epilog="example: bigbatch tune search --config quickstart --space schedule.base_lr=log:1:40 --trials 8 "
+        "--epochs 2 --study runs/search",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="YAML file, or name of a packaged experiment")
+    add("--space", action="append", default=[], metavar="KEY=RANGE", help=f"once per key: {FORMS}")
+    add("--trials", type=int, required=True, help="short runs in all")
+    add("--epochs", type=int, required=True, help="of each; warm-up, milestones and sizes shrink in proportion")
+    add("--study", required=True, metavar="FOLDER", help="where all of it goes")
+    add("--rounds", type=int, default=2, help="from coarse to fine: each has a third of the range (default: 2)")
+    add("--metric", choices=("top1", "loss"), default="top1", help="of the last evaluation (default: top1)")
+    add("--prune", choices=("median", "none"), default="median", help="stop what is worse than it (default: median)")
+    add("--parallel", type=int, default=1, help="trials at once on this machine (default: 1)")
+    add("--launch", default="", metavar="WORDS", help="of bigbatch launch, such as 'mpirun --ranks 2' (default: none)")
+    add("--dry-run", action="store_true", help="print the first commands instead of running them")
+    return parser

@@ -1,0 +1,146 @@
+"""What a search shows and leaves: lines and a bar, a table, best.yaml, a picture."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bigbatch.comm.rendezvous.environ import terminal_columns
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.tune.search.experiment import Search
+from bigbatch.trainer.tune.search.records import (
+    Metric,
+    Record,
+    ranked,
+    result_of,
+    show_number,
+    show_result,
+    show_values,
+)
+from bigbatch.trainer.tune.search.space import Axis, Range
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TABLE_ROWS = 20
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's, told apart by colour-blind readers too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Where the search speaks."""
+
+    say: Callable[[str], None]
+    advance: Callable[..., None]
+    """By so many trials; by one without a number."""
+
+
+@contextmanager
+def progress(total: int, say: Callable[[str], None]) -> Iterator[Shown]:
+    """A bar of trials on a terminal, with lines above it; elsewhere the lines alone, by say."""
+    columns = terminal_columns()
+    if columns is None:
+        yield Shown(say, lambda count=1: None)
+        return
+    console = Console(force_terminal=True, width=columns)
+    shown = (TextColumn("trials"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn())
+    with Progress(*shown, console=console, expand=True) as bar:
+        task = bar.add_task("", total=total)
+        yield Shown(
+            lambda text: bar.console.print(text, highlight=False, markup=False),
+            lambda count=1: bar.advance(task, count),
+        )
+
+
+def table(records: Sequence[Record], *, metric: Metric) -> list[str]:
+    """The best trials, aligned, from the best down; then those that did not finish."""
+    keys = list(records[0].values)
+    unit = "top-1 (%)" if metric == "top1" else "loss (nats)"
+    rows = [["trial", "round", *keys, unit, "seconds", "outcome"]]
+    rows += [_row(record, keys, metric=metric) for record in ranked(records, metric=metric)[:TABLE_ROWS]]
+    *columns, last = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [[cell.rjust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
+    lines = ["  ".join(cells) for cells in zip(*aligned, last, strict=True)]
+    left_out = len(records) - TABLE_ROWS
+    return [*lines, f"and {left_out} more in trials.jsonl"] if left_out > 0 else lines
+
+
+def _row(record: Record, keys: Sequence[str], *, metric: Metric) -> list[str]:
+    ended = record.ended
+    result = "-" if ended.result is None else show_number(ended.result, metric=metric)
+    outcome = ended.state if ended.state == "finished" else f"{ended.state}: {ended.reason}"
+    own = (record.values[key] for key in keys)
+    return [str(record.number), str(record.round), *own, result, f"{ended.seconds:.1f}", outcome]
+
+
+def as_json_lines(records: Sequence[Record]) -> str:
+    """One object a line, flat but for the values."""
+    rows = ({**dataclasses.asdict(record), **dataclasses.asdict(record.ended)} for record in records)
+    return "".join(json.dumps({key: value for key, value in row.items() if key != "ended"}) + "\n" for row in rows)
+
+
+def best_yaml(config: Config, best: Record, *, folder: Path, search: Search) -> str:
+    """The whole experiment, and in a comment where its values are from."""
+    where = " ".join(str(folder).split())
+    return (
+        f"# bigbatch tune search in {where}: trial {best.number} of {search.trials}, of {search.epochs} epochs each\n"
+        f"# {show_result(result_of(best), metric=search.metric)} with {show_values(best.values)}\n"
+        f"{dump_config(config)}"
+    )
+
+
+def plot_search(records: Sequence[Record], axes: Sequence[Axis], path: Path, *, metric: Metric) -> None:
+    """Results over each searched value, as a PNG: a colour per round, hollow where a trial was pruned."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(axes), 4), layout="constrained")
+    best = ranked(records, metric=metric)[0]
+    label = "top-1 (%)" if metric == "top1" else "cross-entropy (nats)"
+    panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    for panel, axis in zip(panels, axes, strict=True):
+        for number in sorted({record.round for record in records}):
+            _draw(panel, [record for record in records if record.round == number], axis, metric=metric)
+        _draw_best(panel, best, axis, metric=metric)
+        panel.set(xlabel=axis.key)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(f"{label}, last evaluation")
+    panels[-1].legend(fontsize=8)
+    failed = sum(record.ended.state == "failed" for record in records)
+    figure.suptitle(f"{len(records)} trials, {failed} of them failed (not shown)")
+    with writing(path):
+        figure.savefig(path, dpi=120)
+
+
+def _draw(panel: "Axes", records: Sequence[Record], axis: Axis, *, metric: Metric) -> None:
+    color = COLORS[(records[0].round - 1) % len(COLORS)]
+    for state, face in (("finished", color), ("pruned", "none")):
+        mine = [record for record in records if record.ended.state == state and record.ended.result is not None]
+        label = f"round {records[0].round}" + (", pruned" if state == "pruned" else "")
+        if mine:
+            points = [_point(record, axis, metric=metric) for record in mine]
+            panel.scatter(*zip(*points, strict=True), edgecolors=color, facecolors=face, label=label)
+
+
+def _draw_best(panel: "Axes", best: Record, axis: Axis, *, metric: Metric) -> None:
+    x, y = _point(best, axis, metric=metric)
+    panel.scatter([x], [y], marker="*", s=200, color="black", zorder=3, label=f"best: trial {best.number}")
+    if isinstance(axis, Range):
+        panel.set_xscale("log" if axis.is_log else "linear")
+    else:
+        panel.set_xticks(range(len(axis.texts)), labels=list(axis.texts))
+
+
+def _point(record: Record, axis: Axis, *, metric: Metric) -> tuple[float, float]:
+    """Where a trial lies: grids by the index of the value."""
+    text, result = record.values[axis.key], result_of(record)
+    x = float(text) if isinstance(axis, Range) else float(axis.texts.index(text))
+    return x, 100 * result if metric == "top1" else result

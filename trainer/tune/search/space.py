@@ -1,0 +1,175 @@
+"""Which values of which keys a search tries: KEY=log:1:40 and so on, and how a range shrinks around its best value."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import get_args, get_type_hints
+
+import yaml
+
+from bigbatch.errors import ConfigError, nearest
+from bigbatch.trainer.config.file import as_yaml
+from bigbatch.trainer.config.schema import Config, all_keys
+
+SHRINK = 3
+"""A round's range is this share of the last one's (in the logarithm where it is sampled so): Jia et al. 2018 go from
+coarse to fine, without saying by how much."""
+EDGE_SHARE = 0.05
+"""A best value within this share of a range's end may have a better one beyond it."""
+NUM_DIGITS = 4
+"""Of a sampled number: more than short runs can tell apart."""
+FORMS = "KEY=log:LOW:HIGH, KEY=linear:LOW:HIGH, KEY=log2:LOW:HIGH (LOW, doubled up to HIGH) or KEY=choice:A,B,..."
+SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.eval_offset_epochs", "run.resume")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from low to high."""
+
+    key: str
+    low: float
+    high: float
+    is_log: bool
+    is_int: bool
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Values that must be legal."""
+        return self.text(self.low), self.text(self.high)
+
+    def text(self, number: float) -> str:
+        """A number as a config states it, with few digits, but never outside of the range."""
+        if self.is_int:
+            return str(round(number))
+        return f"{min(max(float(f'{number:.{NUM_DIGITS}g}'), self.low), self.high):.12g}"
+
+    def shrunk(self, best: str) -> "Range":
+        """A third of the range around best, and within the range."""
+        low, high = self._scale(self.low), self._scale(self.high)
+        width = (high - low) / SHRINK
+        start = min(max(self._scale(float(best)) - width / 2, low), high - width)
+        ends = [math.exp(end) if self.is_log else end for end in (start, start + width)]
+        if self.is_int:
+            ends = [round(end) for end in ends]
+        return replace(self, low=max(ends[0], self.low), high=min(ends[1], self.high))
+
+    def is_edge(self, best: str) -> bool:
+        """There may be better ones beyond an end."""
+        low, high, here = (self._scale(number) for number in (self.low, self.high, float(best)))
+        return not EDGE_SHARE <= (here - low) / (high - low) <= 1 - EDGE_SHARE
+
+    def _scale(self, number: float) -> float:
+        return math.log(number) if self.is_log else number
+
+    def __str__(self) -> str:
+        return f"{self.key} from {self.ends[0]} to {self.ends[1]}{' (log)' if self.is_log else ''}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Single values, as a config states them; is_ordered: neighbours are alike, so that it can shrink."""
+
+    key: str
+    texts: tuple[str, ...]
+    is_ordered: bool
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Values that must be legal: all."""
+        return self.texts
+
+    def shrunk(self, best: str) -> "Grid":
+        """A third of the values around best; all of them where they have no order."""
+        if not self.is_ordered:
+            return self
+        count = math.ceil(len(self.texts) / SHRINK)
+        start = min(max(self.texts.index(best) - count // 2, 0), len(self.texts) - count)
+        return replace(self, texts=self.texts[start : start + count])
+
+    def is_edge(self, best: str) -> bool:
+        """There may be better ones beyond an end."""
+        return self.is_ordered and len(self.texts) > 1 and best in (self.texts[0], self.texts[-1])
+
+    def __str__(self) -> str:
+        return f"{self.key} of {', '.join(self.texts)}"
+
+
+Axis = Range | Grid
+
+
+def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
+    """What --space options say. Raises: ConfigError."""
+    axes = tuple(parse_axis(text) for text in texts)
+    keys = [axis.key for axis in axes]
+    if not axes:
+        raise ConfigError(f"--space is missing: give it once per key, as {FORMS}")
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"--space names {twice[0]} twice: keep one of them")
+    return axes
+
+
+def parse_axis(text: str) -> Axis:
+    """One --space option. Raises: ConfigError naming the option and a legal form."""
+    key, _, rest = text.partition("=")
+    kind, _, values = rest.partition(":")
+    _check_key(key, text)
+    if kind == "choice":
+        return Grid(key, _choices(values, text), is_ordered=False)
+    if kind not in ("log", "linear", "log2"):
+        raise ConfigError(f"--space {text}: {kind!r} is no kind of range; the forms are {FORMS}")
+    low, high = _limits(values, text)
+    numbers = _number_types(key)
+    if not numbers:
+        raise ConfigError(f"--space {text}: {key} is not a number; list its values as {key}=choice:A,B")
+    if kind != "linear" and low <= 0:
+        raise ConfigError(f"--space {text}: a logarithmic range must start above 0, not at {low:g}")
+    is_int = float not in numbers
+    if is_int and (low % 1 or high % 1):
+        raise ConfigError(f"--space {text}: {key} takes whole numbers; give such ends")
+    if kind == "log2":
+        doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
+        return Grid(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
+    return Range(key, low, high, is_log=kind == "log", is_int=is_int)
+
+
+def shrink(axes: tuple[Axis, ...], best: dict[str, str]) -> tuple[Axis, ...]:
+    """The space of the next round."""
+    return tuple(axis.shrunk(best[axis.key]) for axis in axes)
+
+
+def flags(values: dict[str, str]) -> list[str]:
+    """Values as options of `bigbatch train`."""
+    return [word for key, value in values.items() for word in (f"--{key}", value)]
+
+
+def _check_key(key: str, text: str) -> None:
+    if key not in all_keys():
+        raise ConfigError(f"--space {text}: unknown key {key}; the nearest legal one is {nearest(key, all_keys())}")
+    if key in SET_BY_SEARCH:
+        raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
+
+
+def _choices(values: str, text: str) -> tuple[str, ...]:
+    try:
+        parsed = yaml.safe_load(f"[{values}]")
+    except yaml.YAMLError:
+        parsed = []
+    choices = tuple(value if isinstance(value, str) else as_yaml(value) for value in parsed)
+    if len(set(choices)) < max(len(choices), 2):
+        raise ConfigError(f"--space {text}: a choice needs two different values or more, such as choice:0.9,0.95")
+    return choices
+
+
+def _limits(values: str, text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, values.split(":"))
+    except ValueError:
+        raise ConfigError(f"--space {text}: a range has two numbers; the forms are {FORMS}") from None
+    if not -math.inf < low < high < math.inf:
+        raise ConfigError(f"--space {text}: a range must go from a number to a larger one; swap or change them")
+    return low, high
+
+
+def _number_types(key: str) -> set[type]:
+    section, _, name = key.partition(".")
+    hint = get_type_hints(get_type_hints(Config)[section])[name]
+    return {int, float} & {hint, *get_args(hint)}

@@ -1,0 +1,128 @@
+"""The journal of a search and the choice of its values, by Optuna: the one file that knows it."""
+
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import TuneError
+from bigbatch.trainer.tune.search.records import Ended, State
+from bigbatch.trainer.tune.search.space import Axis, Range
+
+FIRST_JUDGED = 4
+"""Trials of a round that finish before any is pruned: a median of fewer says little."""
+
+
+def import_optuna() -> Any:
+    """Optuna, which speaks up from warnings on. Raises: TuneError naming the extra to install."""
+    try:
+        import optuna
+
+        import_module("scipy.stats.qmc")  # what Optuna's quasi-random sampler needs
+    except ImportError as error:
+        raise TuneError(f"a search needs {error.name}: pip install 'bigbatch[tune]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+class Round:
+    """The trials of one round: even (quasi-random) over its space, kept in a journal that survives a kill.
+
+    A trial is known by its index in the round.
+    """
+
+    def __init__(
+        self, journal: Path, axes: tuple[Axis, ...], *, number: int, maximize: bool, prune_from_epoch: int, seed: int
+    ) -> None:
+        """prune_from_epoch: no trial is pruned before. Raises: TuneError."""
+        self._optuna = optuna = import_optuna()
+        self._axes = axes
+        self._distributions = {axis.key: _distribution(optuna, axis) for axis in axes}
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+        self._study = optuna.create_study(
+            storage=storage,
+            study_name=f"round-{number}",
+            direction="maximize" if maximize else "minimize",
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_JUDGED, n_warmup_steps=prune_from_epoch),
+        )
+        self._study.sampler = self._sampler(seed + number)  # or all rounds would try the same shares of their ranges
+        self._trials: dict[int, Any] = {}
+
+    def _sampler(self, seed: int) -> Any:
+        """Sobol's sequence, scrambled by the seed; where it stands is in the journal.
+
+        Optuna draws the first trial of a study by chance, and others as long as none finished: from another stream
+        after every start, or the draws would repeat.
+        """
+        samplers = self._optuna.samplers
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)  # before Optuna 5
+            independent = samplers.RandomSampler(seed=(seed + len(self._study.trials)) % 2**32)
+            return samplers.QMCSampler(seed=seed % 2**32, scramble=True, independent_sampler=independent)
+
+    def ask(self) -> tuple[int, dict[str, str]]:
+        """A new trial: its index and values."""
+        return self._values(self._study.ask())
+
+    def unfinished(self) -> list[tuple[int, dict[str, str]]]:
+        """Trials that were under way when the last search in this folder was stopped or killed."""
+        running = self._study.get_trials(states=(self._optuna.trial.TrialState.RUNNING,))
+        return [self._values(self._optuna.trial.Trial(self._study, trial._trial_id)) for trial in running]
+
+    def _values(self, trial: Any) -> tuple[int, dict[str, str]]:
+        """What the journal has not chosen yet is chosen now."""
+        values = {axis.key: _text(axis, _suggest(trial, axis, self._distributions[axis.key])) for axis in self._axes}
+        trial.set_user_attr("values", values)
+        self._trials[trial.number] = trial
+        return trial.number, values
+
+    def should_stop(self, index: int, *, epoch: int, result: float) -> bool:
+        """Note an evaluation: the trial is worse than the median of the others after as many epochs."""
+        trial = self._trials[index]
+        if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may come by again
+            trial.report(result, epoch)
+        return bool(trial.should_prune())
+
+    def tell(self, index: int, ended: Ended) -> None:
+        """Note how a trial ended."""
+        trial, states = self._trials[index], self._optuna.trial.TrialState
+        for name, value in (("state", ended.state), ("reason", ended.reason), ("seconds", ended.seconds)):
+            trial.set_user_attr(name, value)
+        if ended.state == "finished":
+            self._study.tell(trial, ended.result)
+        else:
+            self._study.tell(trial, state=states.PRUNED if ended.state == "pruned" else states.FAIL)
+
+    def ended(self) -> list[tuple[int, dict[str, str], Ended]]:
+        """Index, values and outcome of every trial that ended, in the order of their start."""
+        return [
+            (trial.number, trial.user_attrs["values"], _ended(trial))
+            for trial in self._study.trials
+            if trial.state.is_finished()
+        ]
+
+
+def _ended(trial: Any) -> Ended:
+    state: State = trial.user_attrs["state"]
+    return Ended(state, trial.value, trial.user_attrs["reason"], trial.user_attrs["seconds"])
+
+
+def _distribution(optuna: Any, axis: Axis) -> Any:
+    """Grids are known by the index of a value, so that all keys share one quasi-random sequence."""
+    if not isinstance(axis, Range):
+        return optuna.distributions.IntDistribution(0, len(axis.texts) - 1)
+    if axis.is_int:
+        return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
+    return optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
+
+
+def _text(axis: Axis, chosen: float) -> str:
+    return axis.text(chosen) if isinstance(axis, Range) else axis.texts[int(chosen)]
+
+
+def _suggest(trial: Any, axis: Axis, distribution: Any) -> float:
+    """Of the distribution; what the journal has chosen stays."""
+    if isinstance(axis, Range) and not axis.is_int:
+        return float(trial.suggest_float(axis.key, distribution.low, distribution.high, log=distribution.log))
+    return float(trial.suggest_int(axis.key, distribution.low, distribution.high, log=distribution.log))
