@@ -3,19 +3,17 @@
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import TERMINAL_VARIABLE
+from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, TERMINAL_VARIABLE
 from bigbatch.errors import ConfigError
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
+from bigbatch.launch.jobs.options import Option
 from bigbatch.launch.launchers import mpirun, torchrun
 
-LAUNCHERS = ("mpirun", "torchrun", "plain")
 ORDERS = ("block", "cyclic")
-
-ASKS_TO_STOP = {"mpirun": mpirun.ASKS_TO_STOP, "torchrun": torchrun.ASKS_TO_STOP, "plain": signal.SIGTERM}
 
 AGENT = "bigbatch.launch.emulate.agent"
 """The module that stands in for ssh."""
@@ -43,20 +41,38 @@ class Job:
         return self.command if self.is_python else ("-m", "bigbatch", *self.command)
 
 
+@dataclass(frozen=True)
+class Site:
+    """What the starts of a job depend on beside the job and the plan."""
+
+    order: str = "block"
+    """In which ranks are placed on nodes: one of ORDERS."""
+    master_port: int = FIRST_SLURM_PORT
+    """At which the ranks meet in the first node."""
+    mpirun: str = "mpirun"
+    """Path of the program."""
+    folder: Path = Path()
+    """Of the cluster, for what mpirun writes: hosts of several clusters have the same names."""
+    terminal_columns: int = 0
+    """Width of the terminal; 0 without one."""
+    variables: tuple[str, ...] = ()
+    """Names of those that are set here."""
+
+
 def without_master(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job: the master of another one, around this, is none of its nodes."""
     return {name: value for name, value in environ.items() if not name.startswith("MASTER_")}
 
 
-def plain_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int) -> tuple[Start, ...]:
-    """The ranks themselves, with torchrun's variables."""
+def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
+    """Start the ranks themselves, with torchrun's variables."""
     shared = {
         "WORLD_SIZE": plan.world_size,
         "MASTER_ADDR": address(0),
-        "MASTER_PORT": master_port,
+        "MASTER_PORT": site.master_port,
     }
     starts = []
-    for rank, place in enumerate(place_ranks(plan.ranks_per_node, order=order)):
+    for rank, place in enumerate(place_ranks(plan.ranks_per_node, order=site.order)):
         own = {
             "RANK": rank,
             "LOCAL_RANK": place.local_rank,
@@ -68,16 +84,16 @@ def plain_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int) -
     return tuple(starts)
 
 
-def torchrun_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int) -> tuple[Start, ...]:
-    """One torchrun per node. Raises: ConfigError for an order that it does not have."""
-    if order != "block":
-        raise ConfigError(f"--place {order}: torchrun numbers ranks node by node; use --launcher mpirun or plain")
+def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
+    """Start one torchrun per node. Raises: ConfigError for an order that it does not have."""
+    if site.order != "block":
+        raise ConfigError(f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain")
     return tuple(
         Start(
             node,
             (
                 *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
-                *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={master_port}"),
+                *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={site.master_port}"),
                 *job.words,
             ),
         )
@@ -85,20 +101,10 @@ def torchrun_starts(job: Job, plan: ClusterPlan, *, order: str, master_port: int
     )
 
 
-def mpirun_start(
-    job: Job,
-    plan: ClusterPlan,
-    *,
-    order: str,
-    mpirun_path: str,
-    folder: Path,
-    terminal_columns: int,
-    variables: Iterable[str],
-) -> Start:
-    """mpirun in the first node, which reaches the others by our agent instead of ssh.
+def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
+    """Start mpirun in the first node, which reaches the others by our agent instead of ssh.
 
-    Everyone is root inside. Ranks that wait yield their core: they share a few. What mpirun writes goes to the
-    cluster's folder: hosts of several clusters have the same names.
+    Everyone is root inside. Ranks that wait yield their core: they share a few.
     Raises: ConfigError for a Python that mpirun cannot be told of.
     """
     if re.search(r"[\s:]", sys.executable):  # mpirun parts its agents at colons and their words at blanks; no quotes
@@ -106,12 +112,37 @@ def mpirun_start(
             f"mpirun cannot call {sys.executable!r}, as its path has a blank or a colon: use --launcher torchrun or "
             "plain, or a virtual environment elsewhere"
         )
-    argv = [mpirun_path, "-n", str(plan.world_size), "--bind-to", "none", "--allow-run-as-root"]
-    argv += ["--map-by", "slot" if order == "block" else "node"]
+    argv = [site.mpirun, "-n", str(plan.world_size), "--bind-to", "none", "--allow-run-as-root"]
+    argv += ["--map-by", "slot" if site.order == "block" else "node"]
     argv += ["--host", ",".join(f"{host(node)}:{count}" for node, count in enumerate(plan.ranks_per_node))]
     argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", f"{sys.executable} -m {AGENT}"]
-    argv += ["--prtemca", "prte_tmpdir_base", str(folder), "--mca", "mpi_yield_when_idle", "1"]
-    for name in sorted(name for name in variables if name.startswith(mpirun.FORWARDED)):
+    argv += ["--prtemca", "prte_tmpdir_base", str(site.folder), "--mca", "mpi_yield_when_idle", "1"]
+    for name in sorted(name for name in site.variables if name.startswith(mpirun.FORWARDED)):
         argv += ["-x", name]
-    argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
-    return Start(0, (*argv, sys.executable, *job.words))
+    argv += ["-x", f"{TERMINAL_VARIABLE}={site.terminal_columns}"]
+    return (Start(0, (*argv, sys.executable, *job.words)),)
+
+
+@dataclass(frozen=True)
+class NodeLauncher:
+    """A launcher that can start a job in nodes that are there."""
+
+    starts: Callable[[Job, ClusterPlan, Site], tuple[Start, ...]]
+    """Returns the processes to start; pure. Raises: ConfigError for what it cannot do."""
+    asks_to_stop: signal.Signals
+    """Makes the processes pass on a request to save a checkpoint and stop."""
+
+
+LAUNCHERS = {
+    "mpirun": NodeLauncher(mpirun_starts, mpirun.ASKS_TO_STOP),
+    "torchrun": NodeLauncher(torchrun_starts, torchrun.ASKS_TO_STOP),
+    "plain": NodeLauncher(plain_starts, signal.SIGTERM),
+}
+
+RUN_OPTIONS = (
+    Option("link", "rate of each node's link, each way, such as 200mbit (default: none = unlimited)"),
+    Option("delay", "added one-way delay between nodes, such as 500us (default: 0)"),
+    Option("launcher", "what starts the ranks (default: mpirun)", choices=tuple(LAUNCHERS), default="mpirun"),
+    Option("place", "of ranks on nodes (default: block)", choices=ORDERS, default="block"),
+)
+"""Options of `bigbatch launch emulate run` that a sweep may state."""

@@ -15,14 +15,10 @@ from bigbatch.errors import ConfigError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import (
-    ASKS_TO_STOP,
     LAUNCHERS,
-    ORDERS,
+    RUN_OPTIONS,
     Job,
-    Start,
-    mpirun_start,
-    plain_starts,
-    torchrun_starts,
+    Site,
     without_master,
 )
 from bigbatch.launch.emulate.plan import (
@@ -42,6 +38,7 @@ from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, r
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.foreground import STOP_SIGNALS
 from bigbatch.launch.jobs.installed import find_mpirun
+from bigbatch.launch.jobs.options import add_options
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
@@ -82,8 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     size = argparse.ArgumentParser(add_help=False)
     size.add_argument("--nodes", type=int, help="number of nodes (default: as many as --ranks-per-node lists)")
     size.add_argument("--ranks-per-node", help="such as 2, or 3,2,2,1 (default: 1)")
-    size.add_argument("--link", help="rate of each node's link, each way, such as 200mbit (default: none = unlimited)")
-    size.add_argument("--delay", help="added one-way delay between nodes, such as 500us (default: 0)")
+    add_options(size, RUN_OPTIONS[:2])
     size.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster (default: {DEFAULT_NAME})")
@@ -96,8 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a job on it; with --nodes or --ranks-per-node, on a cluster just for this job",
     )
     run.add_argument("--name", help=f"of the cluster (default: {DEFAULT_NAME}, or one of its own)")
-    run.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts the ranks (default: mpirun)")
-    run.add_argument("--place", choices=ORDERS, default="block", help="of ranks on nodes (default: block)")
+    add_options(run, RUN_OPTIONS[2:])
     run.add_argument("--python", action="store_true", help="COMMAND is a Python script, or -m and a module")
     run.add_argument("--counters", type=Path, metavar="FILE", help="write the bytes of each link there, as JSON")
     actions.add_parser(
@@ -178,7 +173,16 @@ def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]
 ) -> int:
     environ = without_master(environ)
-    starts = _starts(arguments, job, cluster.plan, folder=root / cluster.plan.name, environ=environ)
+    launcher = LAUNCHERS[arguments.launcher]
+    site = Site(
+        order=arguments.place,
+        master_port=FIRST_SLURM_PORT + os.getpid() % NUM_SLURM_PORTS,
+        mpirun=find_mpirun(),
+        folder=root / cluster.plan.name,
+        terminal_columns=terminal_columns(environ) or 0,
+        variables=tuple(environ),
+    )
+    starts = launcher.starts(job, cluster.plan, site)
     if arguments.dry_run:
         for start in starts:
             variables = [f"{name}={value}" for name, value in start.variables]
@@ -189,28 +193,9 @@ def _run_on(
         cluster=cluster,
         root=root,
         environ={"OMP_NUM_THREADS": "1"} | environ,
-        asks_to_stop=ASKS_TO_STOP[arguments.launcher],
+        asks_to_stop=launcher.asks_to_stop,
         counters=arguments.counters,
     )
-
-
-def _starts(
-    arguments: argparse.Namespace, job: Job, plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str]
-) -> tuple[Start, ...]:
-    order, launcher = arguments.place, arguments.launcher
-    if launcher == "mpirun":
-        start = mpirun_start(
-            job,
-            plan,
-            order=order,
-            mpirun_path=find_mpirun(),
-            folder=folder,
-            terminal_columns=terminal_columns(environ) or 0,
-            variables=environ,
-        )
-        return (start,)
-    ranks = torchrun_starts if launcher == "torchrun" else plain_starts
-    return ranks(job, plan, order=order, master_port=FIRST_SLURM_PORT + os.getpid() % NUM_SLURM_PORTS)
 
 
 @contextmanager

@@ -1,70 +1,141 @@
-"""The options that all launchers share, and the JobSpec that they state."""
+"""The options that all launchers share, on the command line and in a sweep's file, and the JobSpec that they state."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import parse_environment, parse_minutes
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that takes a value; `--gpus-per-node 8` on the command line is `gpus_per_node: 8` in a file."""
+
+    name: str
+    help: str
+    kind: type = str
+    choices: tuple[str, ...] | None = None
+    default: str | None = None
+    metavar: str | None = None
+    repeats: bool = False
+    """It may be stated several times, and is a list."""
+
+    @property
+    def flag(self) -> str:
+        """As it stands on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    def read(self, value: object) -> Any:
+        """Return the value as the command line reads the word. Raises: ConfigError, in argparse's words."""
+        if value is True:
+            raise ConfigError(f"argument {self.flag}: expected one argument")
+        try:
+            read = self.kind(str(value))
+        except ValueError as error:
+            raise ConfigError(f"argument {self.flag}: invalid {self.kind.__name__} value: {str(value)!r}") from error
+        if self.choices is not None and read not in self.choices:
+            legal = ", ".join(map(repr, self.choices))
+            raise ConfigError(f"argument {self.flag}: invalid choice: {read!r} (choose from {legal})")
+        return read
+
+
+RANKS = (
+    Option("ranks", "number of ranks in all (default: see above)", int),
+    Option("hosts", "hosts and their ranks, such as n0:8,n1:8 (default: this host)"),
+    Option("hostfile", "the same in a file: lines such as n0 slots=8", Path),
+    Option("nodes", "number of nodes", int),
+    Option("ranks_per_node", "default: --gpus-per-node, else 1", int),
+    Option("node_rank", "torchrun: which of the nodes this is, from 0", int),
+    Option("master", "torchrun: where the nodes meet, HOST:PORT of the first one"),
+    Option("interface", "network interface between the nodes, such as eth0"),
+    Option(
+        "preflight",
+        "look first whether the nodes are fit; if not: go on, end with 4, or do without them (slurm, mpirun)",
+        choices=("warn", "stop", "exclude"),
+    ),
+    Option("env", "for all ranks", metavar="NAME=VALUE", repeats=True),
+    Option("module", "environment module to load first", repeats=True),
+)
+REQUEST = (
+    Option("name", "of the job (default: bigbatch)"),
+    Option("time", "limit: minutes, H:MM:SS or D-HH:MM:SS"),
+    Option("partition", "queue"),
+    Option("account", "to charge"),
+    Option("qos", "quality of service"),
+    Option("reservation", "name of a reservation"),
+    Option("constraint", "features that nodes must have, such as 'a100&nvlink'"),
+    Option("exclude", "nodes not to use, such as n3,n[10-12]"),
+    Option("gpus_per_node", "such as 8", int),
+    Option("cpus_per_rank", "such as 12", int),
+    Option("memory", "of each node, such as 200G"),
+    Option("array", "jobs that differ in {index} in COMMAND: 0-7, or 0-99%%4 for 4 at a time"),
+    Option(
+        "stop_seconds",
+        "checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
+        int,
+    ),
+    Option("logs", "folder for output (default: logs)"),
+)
+CONTAINER = (
+    Option("image", "that the ranks run in: a .sqsh or .sif file, or a registry's name"),
+    Option("mount", "SOURCE:TARGET[:FLAGS], once per mount", repeats=True),
+    Option("container", "(default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),
+)
+JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER)
 
 STATED = (
     *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "gpus_per_node", "cpus_per_rank"),
     *("memory", "image", "container", "interface", "logs", "array", "stop_seconds", "node_rank", "preflight"),
 )
-"""Fields that the command line states as they are."""
+"""Fields of JobSpec that an option of the same name states as they are."""
 
 
 def job_options() -> argparse.ArgumentParser:
-    """The parent of each launcher's parser."""
+    """Return the parent of each launcher's parser."""
     parent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parent.add_argument("--dry-run", action="store_true", help="print exactly what would run instead of running it")
-    ranks = parent.add_argument_group("ranks")
-    ranks.add_argument("--ranks", type=int, help="number of ranks in all (default: see above)")
-    ranks.add_argument("--hosts", help="hosts and their ranks, such as n0:8,n1:8 (default: this host)")
-    ranks.add_argument("--hostfile", type=Path, help="the same in a file: lines such as n0 slots=8")
-    ranks.add_argument("--nodes", type=int, help="number of nodes")
-    ranks.add_argument("--ranks-per-node", type=int, help="default: --gpus-per-node, else 1")
-    ranks.add_argument("--node-rank", type=int, help="torchrun: which of the nodes this is, from 0")
-    ranks.add_argument("--master", help="torchrun: where the nodes meet, HOST:PORT of the first one")
-    ranks.add_argument("--interface", help="network interface between the nodes, such as eth0")
-    ranks.add_argument(
-        "--preflight",
-        choices=("warn", "stop", "exclude"),
-        help="look first whether the nodes are fit; if not: go on, end with 4, or do without them (slurm, mpirun)",
-    )
-    ranks.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for all ranks")
-    ranks.add_argument("--module", action="append", default=[], help="environment module to load first")
-    request = parent.add_argument_group("what is asked of the scheduler (default: the cluster's own)")
-    request.add_argument("--name", help="of the job (default: bigbatch)")
-    request.add_argument("--time", help="limit: minutes, H:MM:SS or D-HH:MM:SS")
-    for name, text in (("partition", "queue"), ("account", "to charge"), ("qos", "quality of service")):
-        request.add_argument(f"--{name}", help=text)
-    request.add_argument("--reservation", help="name of a reservation")
-    request.add_argument("--constraint", help="features that nodes must have, such as 'a100&nvlink'")
-    request.add_argument("--exclude", help="nodes not to use, such as n3,n[10-12]")
-    request.add_argument("--gpus-per-node", type=int, help="such as 8")
-    request.add_argument("--cpus-per-rank", type=int, help="such as 12")
-    request.add_argument("--memory", help="of each node, such as 200G")
-    request.add_argument("--array", help="jobs that differ in {index} in COMMAND: 0-7, or 0-99%%4 for 4 at a time")
-    request.add_argument(
-        "--stop-seconds",
-        type=int,
-        help="checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
-    )
-    request.add_argument("--logs", help="folder for output (default: logs)")
-    container = parent.add_argument_group("container")
-    container.add_argument("--image", help="that the ranks run in: a .sqsh or .sif file, or a registry's name")
-    container.add_argument("--mount", action="append", default=[], help="SOURCE:TARGET[:FLAGS], once per mount")
-    container.add_argument(
-        "--container", choices=("pyxis", "apptainer"), help="(default: apptainer for .sif, else pyxis)"
-    )
+    add_options(parent.add_argument_group("ranks"), RANKS)
+    add_options(parent.add_argument_group("what is asked of the scheduler (default: the cluster's own)"), REQUEST)
+    add_options(parent.add_argument_group("container"), CONTAINER)
     return parent
+
+
+def add_options(parser: "argparse._ActionsContainer", options: Iterable[Option]) -> None:
+    """Add options to a parser, or to a group of one."""
+    for each in options:
+        parser.add_argument(
+            each.flag,
+            action="append" if each.repeats else "store",
+            type=each.kind,
+            choices=each.choices,
+            default=[] if each.repeats else each.default,
+            metavar=each.metavar,
+            help=each.help,
+        )
+
+
+def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argparse.Namespace:
+    """Return what a command line would give that states these values, by option; of a list, one value each.
+
+    Raises: ConfigError for a value that the option does not take.
+    """
+    read = argparse.Namespace()
+    for each in options:
+        given = stated.get(each.name, [])
+        values = [each.read(value) for value in (given if isinstance(given, list) else [given])]
+        last = values[-1] if values else each.default
+        setattr(read, each.name, values if each.repeats else last)
+    return read
 
 
 def read_job(
     arguments: argparse.Namespace, command: Sequence[str], *, num_cores: int, default_ranks: int = 1
 ) -> JobSpec:
-    """What the options state. Raises: ConfigError."""
+    """Return the job that the options state, be they of a command line or of a file. Raises: ConfigError."""
     hosts = () if arguments.hosts is None else parse_hosts(arguments.hosts)
     if arguments.hostfile is not None:
         hosts += read_hostfile(arguments.hostfile)

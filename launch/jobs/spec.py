@@ -79,6 +79,11 @@ class JobSpec:
         return self.num_ranks // (self.num_nodes or 1)
 
     @property
+    def variables(self) -> tuple[tuple[str, str], ...]:
+        """What every rank gets, whatever else its launcher passes on; of two of one name the last counts."""
+        return (*interface_variables(self.interface), *self.environment)
+
+    @property
     def grace_seconds(self) -> int:
         """As stop_seconds says, or this project's default."""
         return 120 if self.stop_seconds is None else self.stop_seconds

@@ -1,7 +1,9 @@
 """An MPIJob for Kubernetes' MPI operator (kubeflow.org/v2beta1), as a manifest to be kept and edited."""
 
+import argparse
 import re
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -9,7 +11,8 @@ import yaml
 from bigbatch.comm.rendezvous.environ import expand_hostlist
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.foreground import one_line
-from bigbatch.launch.jobs.spec import JobSpec, interface_variables, refuse
+from bigbatch.launch.jobs.spec import JobSpec, refuse
+from bigbatch.launch.launchers.base import Launcher
 
 HOSTFILE = "/etc/mpi/hostfile"
 """Where the operator writes the workers' names, as 'NAME slots=N'."""
@@ -85,9 +88,8 @@ def _name(job: JobSpec) -> str:
 
 def _launcher(job: JobSpec) -> dict[str, Any]:
     """bigbatch launch mpirun: it turns the SIGTERM that ends a pod into a request to save a checkpoint."""
-    variables = (*interface_variables(job.interface), *job.environment)
     words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
-    for name, value in variables:  # ssh hands none of a container's own variables to the ranks
+    for name, value in job.variables:  # ssh hands none of a container's own variables to the ranks
         words += [f"--env={name}={value}"]
     container = {
         "name": "launcher",
@@ -148,3 +150,23 @@ def _volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _literal(word: str) -> str:
     """Kubernetes replaces $(NAME) in commands; $$ stands for $."""
     return word.replace("$", "$$")
+
+
+def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    text = manifest(job)
+    apply(text)
+    print(text.splitlines()[2].removeprefix("#   "))
+    return 0
+
+
+LAUNCHER = Launcher(
+    name="k8s",
+    help="submit an MPIJob to Kubernetes",
+    default_ranks="--nodes times --ranks-per-node",
+    passes="none",
+    example="--nodes 4 --ranks-per-node 8 --image registry/bigbatch -- train --config imagenet/resnet50_32k",
+    refused=REFUSED,
+    dry_run=lambda job, environ: manifest(job),
+    start=_start,
+    queue="kubectl get mpijob shows its jobs, and kubectl delete mpijob NAME saves a checkpoint and ends one",
+)

@@ -1,11 +1,19 @@
-"""The argument list of Open MPI's mpirun (5.x)."""
+"""Open MPI's mpirun (5.x): its argument list, and the look at the hosts before it, where --preflight asks for one."""
 
+import argparse
+import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import TERMINAL_VARIABLE
-from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, interface_variables, refuse
+from bigbatch.comm.rendezvous.environ import TERMINAL_VARIABLE, terminal_columns
+from bigbatch.launch.jobs.fit_hosts import preflight_command, read_bad_nodes, without
+from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
+from bigbatch.launch.jobs.installed import find_mpirun, require_interface
+from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
+from bigbatch.launch.launchers.base import Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGUSR1
 """What makes mpirun pass on a request to stop, without a deadline; after SIGTERM it kills within a second."""
@@ -32,7 +40,7 @@ def mpirun_argv(
     terminal_columns: int = 0,
     variables: Iterable[str] = (),
 ) -> list[str]:
-    """mpirun with one process per rank; pure, so that --dry-run shows what would run.
+    """Return the words of mpirun with one process per rank; pure, so that --dry-run shows what would run.
 
     Ranks are not bound to cores (each would decode and compute on one), and those that wait yield theirs where
     ranks outnumber cores. mpirun passes SIGUSR1 on to all ranks, which then save a checkpoint and stop.
@@ -47,7 +55,7 @@ def mpirun_argv(
         argv += ["--host", ",".join(f"{host}:{count}" for host, count in job.hosts)]
     if job.oversubscribe:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
-    stated = dict((*interface_variables(job.interface), *job.environment))
+    stated = dict(job.variables)
     if job.interface:
         argv += ["--prtemca", "oob_tcp_if_include", job.interface, "--mca", "btl_tcp_if_include", job.interface]
     for name in sorted(name for name in variables if job.hosts and name.startswith(FORWARDED)):
@@ -57,3 +65,85 @@ def mpirun_argv(
         argv += ["-x", f"{name}={value}"]
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
     return [*argv, sys.executable, "-m", "bigbatch", *job.command]
+
+
+def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
+    """Run a preflight on all slots of all hosts; return how it ended, and the hosts that are unfit."""
+    bad = _bad_nodes_path()
+    try:
+        return _run(_looking(job), environ=environ), read_bad_nodes(bad)
+    finally:
+        bad.unlink(missing_ok=True)
+
+
+def show_look(job: JobSpec, *, environ: Mapping[str, str]) -> str:
+    """Return the command line of look_at_hosts."""
+    return command_line(_argv_here(_looking(job), environ=environ))
+
+
+def _bad_nodes_path() -> Path:
+    return Path.cwd() / f".preflight-{os.getpid()}"  # the first of the hosts writes it, and sees this folder as a run's
+
+
+def _looking(job: JobSpec) -> JobSpec:
+    slots = sum(count for _, count in job.hosts)
+    command = (*job.command, "--bad-nodes", str(_bad_nodes_path()))
+    return replace(job, command=command, num_ranks=slots or job.num_ranks, preflight=None)
+
+
+def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended | None, JobSpec]:
+    """Look first, as --preflight says; how that ended where the job does not start, and the job that does."""
+    looked, bad = look_at_hosts(replace(job, command=preflight_command(job.command)), environ=environ)
+    if looked.was_asked:
+        return replace(looked, code=looked.code or 130), job
+    if looked.code == 0 or job.preflight == "warn":
+        return None, job
+    if job.preflight == "exclude" and bad:
+        fit = without(job, bad)
+        print(f"bigbatch: starting without {', '.join(bad)}", file=sys.stderr, flush=True)
+        return None, fit
+    return looked, job
+
+
+def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
+    return mpirun_argv(
+        job,
+        mpirun=find_mpirun(),
+        is_root=os.geteuid() == 0,
+        terminal_columns=terminal_columns() or 0,
+        variables=environ,
+    )
+
+
+def _run(job: JobSpec, *, environ: Mapping[str, str]) -> Ended:
+    argv = _argv_here(job, environ=environ)
+    if job.interface is not None:
+        require_interface(job.interface)
+    return run_in_foreground(argv, environ=environ, asks_to_stop=ASKS_TO_STOP)
+
+
+def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
+    looking = replace(job, command=preflight_command(job.command))
+    look = "" if job.preflight is None else show_look(looking, environ=environ)
+    return look + command_line(_argv_here(job, environ=environ))
+
+
+def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    if job.preflight is not None:
+        ended, job = _without_unfit(job, environ=environ)
+        if ended is not None:
+            return ended.code
+    return _run(job, environ=environ).code
+
+
+LAUNCHER = Launcher(
+    name="mpirun",
+    help="start ranks by Open MPI's mpirun",
+    default_ranks="all slots of --hosts, else 1",
+    passes=f"all on this host; on --hosts, those that begin with {', '.join(FORWARDED)}",
+    example="--hosts n0:8,n1:8 -- train --config imagenet/resnet50_32k",
+    refused=REFUSED,
+    dry_run=_dry_run,
+    start=_start,
+    queue="its job is the command in your terminal: look there, and end it by Ctrl-C",
+)

@@ -1,207 +1,113 @@
-"""The sbatch script of a job: pure, and plain enough to be kept and edited."""
+"""Jobs for Slurm: handed to sbatch, shown and cancelled in its queue."""
 
-import json
-import shlex
-from collections.abc import Sequence
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from bigbatch.errors import ConfigError
-from bigbatch.launch.jobs.fit_hosts import preflight_command
-from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, interface_variables, refuse
-from bigbatch.launch.jobs.words import format_minutes
-from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
-
-LEAVE_SECONDS = 90
-"""How long the ranks have to notice that one of them has ended, and to say so: more than the recipes'
-comm.timeout_seconds, or Slurm would end them first, with a code of its own."""
-
-REFUSED = {
-    "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
-    **dict.fromkeys(("node_rank", "master"), "the ranks find each other by Slurm's own words: leave it out"),
-}
-
-MARK = "# run folder: "
-"""Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
-
-FOREIGN_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK"
-
-STOPS = """\
-# The ranks save a checkpoint and exit with 130 when they get SIGUSR1 (or SIGTERM). Who asks:
-#   USR1  Slurm, before the time limit (--signal above): the job goes back into the queue and resumes from there
-#   USR2  bigbatch launch cancel: the job ends
-#   TERM  Slurm ends the job itself (scancel, or a limit is reached), and requeues it itself where it should
-asked="" again="" ranks=""
-trap '[ "$asked" ] || asked=limit; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR1
-trap 'asked=cancel; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR2
-trap 'asked=slurm; again=1' TERM
-"""
-
-ENDING = """\
-ranks=$!
-[ -z "$asked" ] || kill -USR1 "$ranks"   # asked before they started
-tail --pid="$ranks" --follow=name --retry --lines=0 "$logs/rank-0.log" 2>/dev/null &
-shown=$!
-
-# a signal ends `wait` before the ranks have ended: wait again
-wait "$ranks"; code=$?
-while [ -n "$again" ]; do again=""; wait "$ranks"; code=$?; done
-wait "$shown"
-
-# Preemption with a grace time asks the ranks alone, by SIGTERM; Slurm notes when. 138: asked before they listened.
-requeue=""
-case $asked/$code in
-  */0) ;;
-  cancel/138) code=130 ;;
-  limit/130 | limit/138) requeue="its time limit is near" ;;
-  /*) scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]' && requeue="it was preempted" ;;
-esac
-if [ -n "$requeue" ]; then
-  echo "bigbatch: $(date '+%F %T') back into the queue, as $requeue"
-  scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
-  echo "bigbatch: Slurm does not requeue this job; submit it again, and it resumes from its checkpoint"
-fi
-
-# 0: done. 130: stopped by request, a checkpoint is saved. Anything else is the code of the rank that failed.
-echo "bigbatch: $(date '+%F %T') ended with exit code $code"
-exit "$code"
-"""
+from bigbatch.errors import SlurmError
+from bigbatch.launch.jobs.run_folder import find_run_folder
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers import slurm_queue
+from bigbatch.launch.launchers.base import Launcher, Queue
+from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, REFUSED, log_path, sbatch_script
+from bigbatch.trainer.run.folder import writing
 
 
-def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folder: str | None = None) -> str:
-    """The text that sbatch takes. program starts bigbatch on a node; folder is that of the run, if there is one.
+def job_script(job: JobSpec, *, folder: str | None) -> str:
+    """Return the sbatch script of a job that starts this Python's bigbatch, or its image's. Raises: ConfigError."""
+    program = ("bigbatch",) if job.image else (sys.executable, "-m", "bigbatch")
+    return sbatch_script(job, program=program, folder=folder)
 
-    Raises: ConfigError for what Slurm cannot do, and for an array whose jobs would share their files.
+
+def submit_job(
+    job: JobSpec, *, wait: bool = False, environ: Mapping[str, str] | None = None
+) -> "tuple[str, subprocess.Popen[bytes]]":
+    """Hand a job to Slurm; return its number, and sbatch, which with wait ends with the job and its exit code.
+
+    environ is what sbatch, and so the job, gets; None: what this process has.
+    Raises: SlurmError with Slurm's words; ConfigError.
     """
-    refuse(job, launcher="slurm", refused=REFUSED)
-    check_time(job, stop_seconds=job.grace_seconds)
-    if (job.array is not None) != any(INDEX in word for word in job.command):
-        raise ConfigError(
-            f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
-            f"--array 0-7 -- train --config quickstart --run.directory runs/sweep/{INDEX}"
-        )
-    parts = [_head(job, folder=folder), _setup(job), STOPS]
-    if job.preflight is not None:
-        parts.append(_preflight(job, program=program))
-    return "\n".join([*parts, _start(job, program=program) + ENDING])
+    script = job_script(job, folder=find_run_folder(job))
+    folder = Path(job.logs or "logs")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return slurm_queue.submit(script, wait=wait, environ=environ)
 
 
-def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
-    """Where the job's output goes; beside it a folder of the same name without .log holds one file per rank."""
-    number = "%A_%a" if job.array is not None and job_id == "%j" else job_id
-    return f"{job.logs or 'logs'}/{job.name or 'bigbatch'}-{number}.log"
+def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
+    """Wait for the end of a short job, print its log and return its exit code. Raises: SlurmError; ConfigError."""
+    number, sbatch = submit_job(job, wait=True, environ=environ)
+    log = Path(log_path(job, job_id=number))
+    print(f"job {number} looks at the nodes; its output: {log}", flush=True)
+    code = sbatch.wait()
+    print(log.read_text(errors="replace") if log.exists() else f"{log} is not there", end="")
+    return code
 
 
-def directives(job: JobSpec) -> list[str]:
-    """What is asked of Slurm, one option each."""
-    time = None if job.minutes is None else format_minutes(job.minutes)
-    asked = {
-        "job-name": job.name or "bigbatch",
-        "nodes": job.num_nodes or 1,
-        "ntasks-per-node": job.ranks_per_node,
-        "cpus-per-task": job.cpus_per_rank,
-        "gpus-per-node": job.gpus_per_node,
-        "mem": job.memory,
-        "time": time,
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
-        "reservation": job.reservation,
-        "constraint": job.constraint,
-        "exclude": job.exclude,
-        "array": job.array,
-        "output": log_path(job),
-        "open-mode": "append",
-        "signal": f"B:USR1@{job.grace_seconds}",  # 0: when the job is preempted alone
-    }
-    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue"]
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the script there; do not submit it")
+    parser.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
 
 
-def _head(job: JobSpec, *, folder: str | None) -> str:
-    shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # modules are defined by the login shell's files
-    logs = shlex.quote(job.logs or "logs")
-    lines = [
-        shell,
-        "# Made by bigbatch launch slurm, to be kept and edited. Slurm makes no folder for the job's output:",
-        f"#   mkdir -p {logs} && sbatch THIS_FILE",
-        *(f"#SBATCH {line}" for line in directives(job)),
-        f"{MARK}{json.dumps(folder)}",
-    ]
-    return "\n".join(lines) + "\n"
+def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
+    return job_script(job, folder=find_run_folder(job))
 
 
-def _setup(job: JobSpec) -> str:
-    number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array is not None else "$SLURM_JOB_ID"
-    lines = [
-        'if [ -z "${SLURM_JOB_ID:-}" ]; then',
-        '  echo "bigbatch: this script is a Slurm job: submit it by sbatch $0" >&2',
-        "  exit 2",
-        "fi",
-        "echo \"bigbatch: $(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST,\" \\",
-        '  "restart ${SLURM_RESTART_COUNT:-0}"',
-        *(f"module load {shlex.quote(module)} || exit 1" for module in job.modules),
-        "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
-        f"unset {FOREIGN_VARIABLES}",
-        "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
-        *(
-            f"export {name}={shlex.quote(value)}"
-            for name, value in (*interface_variables(job.interface), *job.environment)
-        ),
-        f"logs={shlex.quote(job.logs or 'logs')}/{shlex.quote(job.name or 'bigbatch')}-{number}",
-        'mkdir -p "$logs" || exit 1',
-    ]
-    return "\n".join(lines) + "\n"
+def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    if options.output:
+        script = _dry_run(job, environ)
+        with writing(options.output):
+            options.output.write_text(script, errors="surrogateescape")
+        return 0
+    number, sbatch = submit_job(job, wait=options.wait, environ=environ)
+    print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
+    print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
+    return sbatch.wait()
 
 
-def _preflight(job: JobSpec, *, program: Sequence[str]) -> str:
-    """Look whether the nodes are fit, and what to do where they are not."""
-    assert job.preflight is not None
-    words = _words((*program, *preflight_command(job.command)), job)
-    lines = [
-        f"srun {' '.join(_srun_options(job))} \\",
-        *(f"  {line} \\" for line in _container(job)),
-        f'  {words} --bad-nodes "$logs/bad-nodes"',
-    ]
-    return LOOK + "\n".join(lines) + "\nfit=$?\n" + ASKED + ACTIONS[job.preflight]
+def _status(numbers: Sequence[str]) -> None:
+    def show(number: str) -> None:
+        for job in slurm_queue.find_jobs(number):
+            print(slurm_queue.describe(job))
+
+    found = numbers or slurm_queue.jobs_of_user()
+    _for_each(found, show)
+    if not found:
+        print("no job of yours waits or runs")
 
 
-def _srun_options(job: JobSpec) -> list[str]:
-    cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
-    return ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={LEAVE_SECONDS}"]
+def _cancel(numbers: Sequence[str], now: bool) -> None:
+    def cancel(number: str) -> None:
+        jobs = slurm_queue.find_jobs(number)
+        for job in [job for job in jobs if not job.has_ended] or jobs:  # of an array, some may have ended
+            print(slurm_queue.cancel(job, now=now))
+
+    _for_each(numbers, cancel)
 
 
-def _start(job: JobSpec, *, program: Sequence[str]) -> str:
-    """srun in the background, so that this shell can heed signals meanwhile."""
-    options = _srun_options(job)
-    lines = [
-        "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
-        f"# those still there {LEAVE_SECONDS} s later are ended. One log per rank; the job's own log shows rank 0's.",
-        f"srun {' '.join(options)} \\",
-        '  --open-mode=append --output="$logs/rank-%t.log" \\',
-        *(f"  {line} \\" for line in _container(job)),
-        f"  {_words((*program, *job.command), job)} &",
-    ]
-    return "\n".join(lines) + "\n"
+def _for_each(numbers: Sequence[str], act: Callable[[str], None]) -> None:
+    """Call act with each; one that Slurm refuses does not hold up the others. Raises: SlurmError, at the end."""
+    refused: dict[str, None] = {}
+    for number in numbers:
+        try:
+            act(number)
+        except SlurmError as error:
+            refused[str(error)] = None
+    if refused:
+        raise SlurmError("; ".join(refused))
 
 
-def _container(job: JobSpec) -> list[str]:
-    """What runs the image: options of srun (pyxis), or a program before the command. The work folder stays."""
-    if job.image is None:
-        return []
-    kind = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis")
-    image, mounts = shlex.quote(job.image), [shlex.quote(mount) for mount in job.mounts]
-    if kind == "pyxis":
-        return [
-            f'--container-image={image} --container-workdir="$PWD"',
-            "--container-mounts=" + ",".join(('"$PWD:$PWD"', *mounts)),
-        ]
-    binds = "".join(f" --bind {mount}" for mount in mounts)
-    return [f'apptainer exec --nv --pwd "$PWD"{binds} {image}']
-
-
-def _words(command: Sequence[str], job: JobSpec) -> str:
-    """Quoted for bash; {index} becomes the number of the job in its array."""
-    if job.array is None:
-        return shlex.join(command)
-    number = '"$SLURM_ARRAY_TASK_ID"'
-    return " ".join(
-        number.join(shlex.quote(part) if part else "" for part in word.split(INDEX)) or "''" for word in command
-    )
+LAUNCHER = Launcher(
+    name="slurm",
+    help="submit a job, which saves a checkpoint before its time limit and goes on from there",
+    default_ranks="--nodes times --ranks-per-node",
+    passes=f"all but {FOREIGN_VARIABLES.replace(' ', ', ')}",
+    example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --time 2:00:00 -- train --config imagenet/resnet50_32k",
+    refused=REFUSED,
+    dry_run=_dry_run,
+    start=_start,
+    queue=Queue(status=_status, cancel=_cancel),
+    add_options=_add_options,
+)

@@ -12,7 +12,7 @@ from bigbatch.errors import ConfigError, SlurmError
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report
 from bigbatch.launch.jobs.spec import INDEX
-from bigbatch.launch.launchers.slurm import MARK
+from bigbatch.launch.launchers.slurm_script import MARK
 
 NONE = ("", "(null)", "None", "N/A", "Unknown")
 """How Slurm writes nothing."""
@@ -70,15 +70,18 @@ class QueuedJob:
         return None
 
 
-def submit(script: str, *, wait: bool = False, environ: Mapping[str, str]) -> tuple[str, subprocess.Popen[bytes]]:
+def submit(
+    script: str, *, wait: bool = False, environ: Mapping[str, str] | None
+) -> tuple[str, subprocess.Popen[bytes]]:
     """Hand a script to sbatch; the job's number, and sbatch, which with wait ends with the job and its exit code.
 
+    environ is what sbatch, and so the job, gets; None: what this process has.
     Raises: SlurmError where Slurm refuses it.
     """
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     try:
         process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(environ)
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
         )
     except FileNotFoundError as error:
         raise _not_installed("sbatch") from error

@@ -1,10 +1,14 @@
 """The argument list of torchrun: on one host, or this host's part of a job on several."""
 
+import argparse
 import signal
 import sys
+from collections.abc import Mapping
 
 from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
+from bigbatch.launch.launchers.base import Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGTERM
 """torchrun passes it on and waits 30 seconds for the ranks; SIGUSR1 would end torchrun and leave them behind."""
@@ -18,24 +22,22 @@ REFUSED = {
     "logs": "torchrun prints what all ranks print: add > FILE",
 }
 
-LOCAL_REFUSED = {
-    **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
-    **dict.fromkeys(("image", "mounts", "container"), "start bigbatch launch local inside the container"),
-    "modules": "load modules in the shell before",
-    "preflight": "run bigbatch launch preflight before",
-    "logs": "it prints what all ranks print: add > FILE",
-    "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
-    **dict.fromkeys(("num_nodes", "node_rank", "master"), "it starts ranks on this host only: use torchrun, or mpirun"),
-}
 
+def torchrun_argv(job: JobSpec) -> list[str]:
+    """Return the words of torchrun with one process per rank of this host; pure.
 
-def torchrun_argv(job: JobSpec, *, launcher: str = "torchrun") -> list[str]:
-    """torchrun with one process per rank of this host; pure.
-
-    Started as a module, so that it runs in this Python whatever is on PATH.
     Raises: ConfigError for what torchrun cannot do, and for several nodes without --node-rank and --master.
     """
-    refuse(job, launcher=launcher, refused=LOCAL_REFUSED if launcher == "local" else REFUSED)
+    refuse(job, launcher="torchrun", refused=REFUSED)
+    return rank_argv(job)
+
+
+def rank_argv(job: JobSpec) -> list[str]:
+    """Return the same words for a job whose options were looked at before.
+
+    torchrun is started as a module, so that it runs in this Python whatever is on PATH.
+    Raises: ConfigError for several nodes without --node-rank and --master.
+    """
     return [
         *(sys.executable, "-m", "torch.distributed.run", *_rendezvous(job)),
         *(f"--nproc-per-node={job.ranks_per_node}", "-m", "bigbatch", *job.command),
@@ -55,3 +57,25 @@ def _rendezvous(job: JobSpec) -> list[str]:
         raise ConfigError(f"--node-rank {job.node_rank} is not below --nodes {nodes}; the first node is 0")
     host, port = job.master
     return [f"--nnodes={nodes}", f"--node-rank={job.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
+
+
+def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
+    return command_line(torchrun_argv(job), job.variables)
+
+
+def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    variables = {**environ, **dict(job.variables)}
+    return run_in_foreground(torchrun_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP).code
+
+
+LAUNCHER = Launcher(
+    name="torchrun",
+    help="start this host's ranks by torchrun; with --nodes, on each host",
+    default_ranks="1",
+    passes="all",
+    example="--nodes 2 --ranks-per-node 8 --node-rank 0 --master n0:29500 -- train --config imagenet/resnet50_32k",
+    refused=REFUSED,
+    dry_run=_dry_run,
+    start=_start,
+    queue="its job is the command in your terminal: look there, and end it by Ctrl-C",
+)

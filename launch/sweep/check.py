@@ -1,20 +1,22 @@
-"""Whether bigbatch launch takes what a sweep says of it, before anything is written or started."""
+"""Whether a launcher takes what a sweep says of it, before anything is written or started."""
 
-import io
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 
 from bigbatch.errors import ConfigError
-from bigbatch.launch import start as command
+from bigbatch.launch.emulate import launchers as emulated
+from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
+from bigbatch.launch.jobs.options import read_options
 from bigbatch.launch.jobs.words import check_words
+from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.sweep.folder import SweepFolder
-from bigbatch.launch.sweep.jobs import BIGBATCH, array_words, arrays, point_command
+from bigbatch.launch.sweep.jobs import array_job, arrays, point_job, train_words
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 
 
 def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
-    """A dry run of each number of ranks. Raises: ConfigError."""
+    """Make what would be started of each number of ranks, and throw it away. Raises: ConfigError."""
     if sweep.where == "slurm":
         try:
             check_words("logs", str(folder.logs))
@@ -23,16 +25,29 @@ def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> 
                 f"--folder {str(folder.path)!r}: Slurm's scripts take letters, digits and . _ / + @ = : - alone"
             ) from error
     for same in arrays(points).values():
-        said = io.StringIO()
         try:
-            with redirect_stdout(io.StringIO()), redirect_stderr(said):
-                if sweep.where == "slurm":
-                    words = array_words(sweep, same, folder, name=sweep.name)
-                    command.job_script(command.slurm_job(words), folder=None)
-                else:
-                    words = point_command(sweep, same[0], folder)[len((*BIGBATCH, "launch")) :]
-                    command.main([*words[: words.index("--")], "--dry-run", *words[words.index("--") :]])
-        except SystemExit as error:  # argparse, whose last line says what is wrong
-            raise ConfigError(f"launch: {said.getvalue().strip().rpartition('error: ')[2]}") from error
+            _check(sweep, same, folder)
         except ConfigError as error:
             raise ConfigError(f"launch: {error}") from error
+
+
+def _check(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
+    if sweep.where == "slurm":
+        job_script(array_job(sweep, points, folder, name=sweep.name), folder=None)  # the experiments come later
+    elif sweep.where == "emulated":
+        _check_emulated(sweep, points[0], folder)
+    else:
+        LAUNCHERS[sweep.where].dry_run(point_job(sweep, points[0], folder), {})
+
+
+def _check_emulated(sweep: Sweep, point: Point, folder: SweepFolder) -> None:
+    options = read_options(sweep.launch, emulated.RUN_OPTIONS)
+    plan = make_plan(
+        name=DEFAULT_NAME,
+        nodes=point.nodes,
+        ranks_per_node=str(point.ranks_per_node),
+        link=options.link or "none",
+        delay=options.delay or "0",
+    )
+    job = emulated.Job(train_words(folder, point.number))
+    emulated.LAUNCHERS[options.launcher].starts(job, plan, emulated.Site(order=options.place))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.errors import ConfigError
-from bigbatch.launch.start import job_script, slurm_job
+from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.sweep import SOME_FAILED
 from bigbatch.launch.sweep.check import check_launch
 from bigbatch.launch.sweep.folder import (
@@ -22,7 +22,7 @@ from bigbatch.launch.sweep.folder import (
     state_of,
     to_run,
 )
-from bigbatch.launch.sweep.jobs import array_words, arrays, point_command
+from bigbatch.launch.sweep.jobs import array_job, array_words, arrays, point_command
 from bigbatch.launch.sweep.plan import PLACES, Sweep, read_sweep
 from bigbatch.launch.sweep.points import Point, make_points
 from bigbatch.launch.sweep.queueing import find_submitted, submit_points, wait_for_points
@@ -116,9 +116,8 @@ def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) 
             print(f"point {point.number}: {shlex.join(point_command(sweep, point, folder))}")
         return
     for same in arrays(points).values():
-        words = array_words(sweep, same, folder, name=sweep.name)
-        print(f"# bigbatch launch {shlex.join(words)}")
-        print(job_script(slurm_job(words), folder=None))
+        print(f"# bigbatch launch {shlex.join(array_words(sweep, same, folder, name=sweep.name))}")
+        print(job_script(array_job(sweep, same, folder, name=sweep.name), folder=None))
 
 
 def _submit(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> list[Point]:

@@ -31,11 +31,11 @@ class SweepFolder:
         """The sweep as it was read."""
         return self.path / "sweep.yaml"
 
-    def point(self, number: int) -> Path:
-        """Folder of a point."""
+    def point(self, number: int | str) -> Path:
+        """Folder of a point; of all points of an array, where the number is INDEX."""
         return self.path / "points" / str(number)
 
-    def config(self, number: int) -> Path:
+    def config(self, number: int | str) -> Path:
         """Its complete experiment."""
         return self.point(number) / "config.yaml"
 

@@ -1,11 +1,13 @@
-"""The command that runs one point, and the arrays that run many under Slurm."""
+"""A point, and an array of points, as a job for a launcher; the words of a command line that would start the same."""
 
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigbatch.launch.jobs.spec import INDEX
+from bigbatch.launch.jobs.options import JOB_OPTIONS, read_job, read_options
+from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.launch.sweep.folder import SweepFolder
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
@@ -14,35 +16,48 @@ BIGBATCH = (sys.executable, "-m", "bigbatch")
 
 
 def point_command(sweep: Sweep, point: Point, folder: SweepFolder) -> list[str]:
-    """What runs a point in the foreground."""
-    train = ["--", "train", "--config", str(folder.config(point.number))]
-    options = launch_words(sweep.launch)
-    if sweep.where == "emulated":
-        size = ["--nodes", str(point.nodes), "--ranks-per-node", str(point.ranks_per_node)]
-        return [*BIGBATCH, "launch", "emulate", "run", *size, *options, *train]
-    return [*BIGBATCH, "launch", sweep.where, "--ranks", str(point.ranks), *options, *train]
+    """Return what runs a point as a child process, so that its end, however it comes, is not that of the sweep."""
+    launcher = ("emulate", "run") if sweep.where == "emulated" else (sweep.where,)
+    words = [*stated_words(_size(sweep, point)), *launch_words(sweep.launch)]
+    return [*BIGBATCH, "launch", *launcher, *words, "--", *train_words(folder, point.number)]
+
+
+def point_job(sweep: Sweep, point: Point, folder: SweepFolder) -> JobSpec:
+    """Return the job of a point in the foreground of this host or others. Raises: ConfigError."""
+    return _job(_size(sweep, point) | sweep.launch, train_words(folder, point.number))
 
 
 def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
-    """Points that one array of Slurm can run: those with as many ranks, fewest first."""
+    """Return points that one array of Slurm can run: those with as many ranks, fewest first."""
     found: dict[int, list[Point]] = {}
     for point in sorted(points, key=lambda point: (point.ranks, point.number)):
         found.setdefault(point.ranks, []).append(point)
     return found
 
 
+def array_job(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, name: str) -> JobSpec:
+    """Return the job that runs such points under that name; their time limit is their end. Raises: ConfigError."""
+    stated = _array_options(sweep, points, folder, name=name) | sweep.launch
+    return _job(stated, train_words(folder, INDEX))
+
+
 def array_words(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
-    """The words behind `bigbatch launch` that submit such points under that name; their time limit is their end."""
-    numbers = ",".join(str(point.number) for point in points)
-    size = ["--nodes", str(points[0].nodes), "--ranks-per-node", str(points[0].ranks_per_node)]
-    own = ["--array", numbers, "--name", name, "--logs", str(folder.logs), "--stop-seconds", "0"]
-    if "time" not in sweep.launch:
-        own += ["--time", str(math.ceil(sweep.timeout_minutes))]
-    train = ["--", "train", "--config", str(folder.path / "points" / INDEX / "config.yaml")]
-    return ["slurm", *size, *own, *launch_words(sweep.launch), *train]
+    """Return the words behind `bigbatch launch` that submit the same job, for people."""
+    own = stated_words(_array_options(sweep, points, folder, name=name))
+    return ["slurm", *own, *launch_words(sweep.launch), "--", *train_words(folder, INDEX)]
 
 
-def launch_words(options: dict[str, Any]) -> list[str]:
+def train_words(folder: SweepFolder, number: int | str) -> tuple[str, ...]:
+    """Return the command of all ranks; number may stand for each point of an array."""
+    return ("train", "--config", str(folder.config(number)))
+
+
+def stated_words(options: Mapping[str, object]) -> list[str]:
+    """{'stop_seconds': 0} -> --stop-seconds 0."""
+    return [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def launch_words(options: Mapping[str, Any]) -> list[str]:
     """{'gpus_per_node': 8, 'env': [a, b]} -> --gpus-per-node=8 --env=a --env=b; true is an option without a value."""
     words = []
     for name, value in options.items():
@@ -50,3 +65,20 @@ def launch_words(options: dict[str, Any]) -> list[str]:
         for each in value if isinstance(value, list) else [value]:
             words.append(option if each is True else f"{option}={each}")
     return words
+
+
+def _size(sweep: Sweep, point: Point) -> dict[str, Any]:
+    if sweep.where in ("local", "mpirun"):
+        return {"ranks": point.ranks}
+    return {"nodes": point.nodes, "ranks_per_node": point.ranks_per_node}
+
+
+def _array_options(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, name: str) -> dict[str, Any]:
+    array = ",".join(str(point.number) for point in points)
+    own = {"array": array, "name": name, "logs": folder.logs, "stop_seconds": 0}
+    time = {} if "time" in sweep.launch else {"time": math.ceil(sweep.timeout_minutes)}
+    return _size(sweep, points[0]) | own | time
+
+
+def _job(options: Mapping[str, Any], command: Sequence[str]) -> JobSpec:
+    return read_job(read_options(options, JOB_OPTIONS), command, num_cores=os.cpu_count() or 1)

@@ -9,29 +9,17 @@ from typing import Any, TypeVar
 import yaml
 
 from bigbatch.errors import ConfigError, nearest
-from bigbatch.launch.jobs.options import job_options
+from bigbatch.launch.emulate.launchers import RUN_OPTIONS
+from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.words import NAME, option
-from bigbatch.launch.launchers import mpirun, slurm, torchrun
+from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.file import PACKAGED, StrictLoader
 from bigbatch.trainer.config.schema import all_keys
 
 Stated = TypeVar("Stated")
 PLACES = ("local", "mpirun", "emulated", "slurm")
 SCALINGS = ("weak", "strong")
-EMULATED_OPTIONS = ("link", "delay", "launcher", "place")
-OURS = (
-    "ranks",
-    "nodes",
-    "ranks_per_node",
-    "node_rank",
-    "master",
-    "array",
-    "dry_run",
-    "logs",
-    "name",
-    "help",
-    "stop_seconds",
-)
+OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
 
 
@@ -110,11 +98,9 @@ class Sweep:
 def launch_options(where: str) -> tuple[str, ...]:
     """What `launch` may state."""
     if where == "emulated":
-        return EMULATED_OPTIONS
-    known = (action.dest for action in job_options()._actions)
-    refused = {"mpirun": mpirun.REFUSED, "local": torchrun.LOCAL_REFUSED, "slurm": slurm.REFUSED}[where]
-    fields = {option(field)[2:].replace("-", "_") for field in refused}
-    return tuple(name for name in known if name not in OURS and name not in fields)
+        return tuple(each.name for each in RUN_OPTIONS)
+    refused = {option(field) for field in LAUNCHERS[where].refused}
+    return tuple(each.name for each in JOB_OPTIONS if each.name not in OURS and each.flag not in refused)
 
 
 def read_sweep(path: Path, *, where: str | None = None) -> Sweep:

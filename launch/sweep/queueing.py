@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, SlurmError
-from bigbatch.launch.launchers.slurm import log_path
+from bigbatch.launch.launchers.slurm import submit_job
 from bigbatch.launch.launchers.slurm_queue import run_slurm
-from bigbatch.launch.start import slurm_job, submit_job
+from bigbatch.launch.launchers.slurm_script import log_path
 from bigbatch.launch.sweep.folder import (
     DONE,
     FAILED,
@@ -23,7 +23,7 @@ from bigbatch.launch.sweep.folder import (
     state_of,
 )
 from bigbatch.launch.sweep.job_log import find_times, has_failed
-from bigbatch.launch.sweep.jobs import array_words, arrays
+from bigbatch.launch.sweep.jobs import array_job, array_words, arrays
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.sweep.running import judge, start_over
@@ -43,8 +43,7 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
     """
     for same in arrays(points).values():
         name = f"{sweep.name}-{secrets.token_hex(4)}"
-        words = array_words(sweep, same, folder, name=name)
-        job = slurm_job(words)
+        job, words = array_job(sweep, same, folder, name=name), array_words(sweep, same, folder, name=name)
         for point in same:
             start_over(folder, point.number)
             change_state(

@@ -12,7 +12,7 @@ import pytest
 from bigbatch.errors import ConfigError
 from bigbatch.launch.emulate import agent
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
-from bigbatch.launch.emulate.launchers import Job, mpirun_start, plain_starts, torchrun_starts
+from bigbatch.launch.emulate.launchers import Job, Site, mpirun_starts, plain_starts, torchrun_starts
 from bigbatch.launch.emulate.namespaces import enter_cluster, node_fd
 from bigbatch.launch.emulate.plan import (
     ClusterPlan,
@@ -30,7 +30,8 @@ from bigbatch.launch.emulate.switch import TIME, VNET_HEADER_BYTES, age_ns, dest
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
 JOB = Job(("train", "--config", "quickstart"))
-ANY = {"order": "block", "master_port": 20_000}
+SITE = Site(master_port=20_000)
+CYCLIC = Site(order="cyclic", master_port=20_000)
 
 
 # --- plan ---
@@ -173,15 +174,14 @@ def test_a_process_beside_us_is_no_keeper() -> None:
 
 
 def test_mpirun_from_the_first_node() -> None:
-    start = mpirun_start(
-        JOB,
-        UNEVEN,
+    site = Site(
         order="cyclic",
-        mpirun_path="/opt/mpirun",
+        mpirun="/opt/mpirun",
         folder=Path("/tmp/x"),
         terminal_columns=80,
         variables=("PATH", "NCCL_DEBUG"),
     )
+    (start,) = mpirun_starts(JOB, UNEVEN, site)
     assert start.node == 0
     assert list(start.argv) == [
         *("/opt/mpirun", "-n", "8", "--bind-to", "none", "--allow-run-as-root", "--map-by", "node"),
@@ -197,11 +197,11 @@ def test_mpirun_from_the_first_node() -> None:
 def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", path)
     with pytest.raises(ConfigError, match="has a blank or a colon: use --launcher torchrun or plain"):
-        mpirun_start(JOB, UNEVEN, mpirun_path="m", folder=Path("/x"), terminal_columns=0, variables=(), order="block")
+        mpirun_starts(JOB, UNEVEN, SITE)
 
 
 def test_one_torchrun_per_node_each_with_its_own_number_of_ranks() -> None:
-    starts = torchrun_starts(Job(("script.py", "a b"), is_python=True), UNEVEN, **ANY)
+    starts = torchrun_starts(Job(("script.py", "a b"), is_python=True), UNEVEN, SITE)
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
@@ -212,11 +212,11 @@ def test_one_torchrun_per_node_each_with_its_own_number_of_ranks() -> None:
 
 def test_torchrun_places_no_ranks_cyclically() -> None:
     with pytest.raises(ConfigError, match="--launcher mpirun or plain"):
-        torchrun_starts(JOB, UNEVEN, order="cyclic", master_port=20_000)
+        torchrun_starts(JOB, UNEVEN, CYCLIC)
 
 
 def test_plain_ranks_get_torchruns_variables() -> None:
-    starts = plain_starts(JOB, UNEVEN, order="cyclic", master_port=20_000)
+    starts = plain_starts(JOB, UNEVEN, CYCLIC)
     assert [start.node for start in starts] == [0, 1, 2, 3, 0, 1, 2, 0]
     assert starts[4].argv == (sys.executable, "-m", "bigbatch", *JOB.command)
     assert dict(starts[4].variables) == {

@@ -10,7 +10,7 @@ import pytest
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import mpirun_argv
-from bigbatch.launch.launchers.slurm import sbatch_script
+from bigbatch.launch.launchers.slurm_script import sbatch_script
 from bigbatch.launch.start import main
 
 ROOT = Path(__file__).resolve().parents[4]

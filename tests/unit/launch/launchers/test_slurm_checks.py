@@ -7,8 +7,8 @@ import pytest
 from slurm_stubs import JOB, Stubs
 
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.slurm import sbatch_script
 from bigbatch.launch.launchers.slurm_checks import MOST_EXCLUSIONS
+from bigbatch.launch.launchers.slurm_script import sbatch_script
 
 SRUN = """#!/bin/sh
 echo "$@" >> "$STUBS/srun.calls"

@@ -529,7 +529,7 @@ exit ${code:-0}
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mpirun").write_text(MPIRUN)
     (tmp_path / "mpirun").chmod(0o755)
-    monkeypatch.setattr("bigbatch.launch.start.find_mpirun", lambda: str(tmp_path / "mpirun"))
+    monkeypatch.setattr("bigbatch.launch.launchers.mpirun.find_mpirun", lambda: str(tmp_path / "mpirun"))
     for name, value in (("CALLS", str(tmp_path / "calls")), ("BAD", ""), ("CODE", "0")):
         monkeypatch.setenv(name, value)
     return tmp_path / "calls"
@@ -595,7 +595,7 @@ def test_ctrl_c_while_it_looks_starts_nothing(
         Path(argv[argv.index("--bad-nodes") + 1]).write_text("n1\n")
         return Ended(code, was_asked=True)
 
-    monkeypatch.setattr("bigbatch.launch.start.run_in_foreground", run_in_foreground)
+    monkeypatch.setattr("bigbatch.launch.launchers.mpirun.run_in_foreground", run_in_foreground)
     assert main(["launch", "mpirun", *HOSTS, "--preflight", choice, "--", *TRAIN]) == (code or 130)
     assert len(started) == 1
 

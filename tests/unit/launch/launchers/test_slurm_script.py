@@ -15,7 +15,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import JobSpec, interface_variables
 from bigbatch.launch.jobs.words import PATTERNS
-from bigbatch.launch.launchers.slurm import directives, log_path, sbatch_script
+from bigbatch.launch.launchers.slurm_script import directives, log_path, sbatch_script
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAIN = ("train", "--config", "quickstart")

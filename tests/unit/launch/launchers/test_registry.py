@@ -1,0 +1,110 @@
+"""What every launcher is for the commands, and a launcher that nobody knows of but by the registry."""
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError
+from bigbatch.launch.jobs.options import JOB_OPTIONS, read_options
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.base import Launcher, Queue, command_line
+from bigbatch.launch.launchers.registry import LAUNCHERS
+
+TRAIN = ("train", "--config", "quickstart")
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launcher_of_the_registry_is_in_the_help_and_its_example_works(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    assert f"    {name} " in capsys.readouterr().out
+    assert main(["launch", name, "--dry-run", *shlex.split(LAUNCHERS[name].example)]) == 0
+    assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name, each in LAUNCHERS.items() if isinstance(each.queue, str)])
+@pytest.mark.parametrize("action", ["status", "cancel"])
+def test_launcher_without_a_queue_says_in_one_line_what_to_do_instead(
+    name: str, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", action, "--launcher", name, "7"]) == 1
+    told = capsys.readouterr().err
+    assert f"--launcher {name}" in told
+    assert told.endswith(f"{LAUNCHERS[name].queue}\n")
+    assert told.count("\n") == 1
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the commands asked of a launcher called fake."""
+    asked: list[object] = []
+
+    def start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+        asked.append((job.command, job.num_ranks, "PATH" in environ, options.wing))
+        return 7
+
+    def cancel(jobs: Sequence[str], now: bool) -> None:
+        asked.append(("cancel", *jobs, now))
+
+    fake = Launcher(
+        name="fake",
+        help="start ranks by magic",
+        default_ranks="3",
+        passes="none",
+        example="--wing left -- train",
+        refused={"logs": "look into the stars"},
+        dry_run=lambda job, environ: command_line(["fly", *job.command], [("A", "b c")]),
+        start=start,
+        queue=Queue(status=lambda jobs: asked.append(("status", *jobs)), cancel=cancel),
+        add_options=lambda parser: parser.add_argument("--wing") and None,
+        count_ranks=lambda: 3,
+    )
+    monkeypatch.setitem(LAUNCHERS, "fake", fake)
+    return asked
+
+
+def test_launcher_that_is_new_is_a_subcommand_with_its_own_options(calls: list[object]) -> None:
+    assert main(["launch", "fake", "--wing", "left", "--", *TRAIN]) == 7
+    assert main(["launch", "fake", "--ranks", "2", "--", *TRAIN]) == 7
+    assert calls == [(TRAIN, 3, True, "left"), (TRAIN, 2, True, None)]
+
+
+def test_launcher_that_is_new_is_only_shown_by_a_dry_run(
+    calls: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "fake", "--dry-run", "--", "train", "a b"]) == 0
+    assert capsys.readouterr().out == "env 'A=b c' fly train 'a b'\n"
+    assert calls == []
+
+
+def test_launcher_that_is_new_has_a_queue(calls: list[object]) -> None:
+    assert main(["launch", "status", "--launcher", "fake"]) == 0
+    assert main(["launch", "cancel", "--launcher", "fake", "7", "8", "--now"]) == 0
+    assert calls == [("status",), ("cancel", "7", "8", True)]
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ({"gpus_per_node": "many"}, ("--gpus-per-node", "'many'")),
+        ({"gpus_per_node": 8.5}, ("--gpus-per-node", "'8.5'")),
+        ({"container": "docker"}, ("--container", "'docker'", "apptainer")),
+        ({"env": ["A=b", True]}, ("--env",)),
+    ],
+)
+def test_options_of_a_file_are_refused_by_name_and_value(stated: dict[str, object], told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options(stated, JOB_OPTIONS)
+    assert all(word in str(caught.value) for word in told)
+
+
+def test_options_of_a_file_are_those_of_a_command_line() -> None:
+    stated = {"gpus_per_node": "8", "time": 30, "env": ["A=b", "C=d"], "mount": "/a:/b", "partition": ["x", "y"]}
+    read = read_options(stated, JOB_OPTIONS)
+    assert (read.gpus_per_node, read.time, read.env, read.mount) == (8, "30", ["A=b", "C=d"], ["/a:/b"])
+    assert (read.partition, read.module, read.hosts) == ("y", [], None), "the last counts, and the rest is unstated"
