@@ -1,6 +1,6 @@
 """How long from submitting a job to its first step, and from Slurm's signal to a job that trains again?
 
-    python benchmarks/jobs.py --out benchmarks/results/jobs.json
+    python -m benchmarks.jobs --out benchmarks/results/jobs.json
 
 Two emulated nodes with a rank each and a real Slurm; the model and data of the quick start. Each trial submits a job by
 `bigbatch launch slurm`, signals it as Slurm does before a time limit once it has trained two steps, and lets it come
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from record import conditions, show, spread, write_record
+from benchmarks.record import conditions, show, spread, write_record
 
 BIGBATCH = (sys.executable, "-m", "bigbatch")
 PATIENCE_SECONDS = 240

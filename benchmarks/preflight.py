@@ -1,6 +1,6 @@
 """Does preflight find a node slowed by half, and a link at a tenth, and nothing where nothing is?
 
-    python benchmarks/preflight.py --out benchmarks/results/preflight.json
+    python -m benchmarks.preflight --out benchmarks/results/preflight.json
 
 Four emulated nodes at 1 Gbit/s with a rank each take turns in three states: healthy; one node stopped for half of the
 time, in slices of 5 ms; one node's link at 100 Mbit/s. Each trial draws its node. Needs what `bigbatch launch emulate`
@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from record import conditions, spread, write_record
+from benchmarks.record import conditions, spread, write_record
 
 NODES, LINK, SLOW_LINK = 4, "1gbit", "100mbit"
 SLICE_SECONDS = 0.005

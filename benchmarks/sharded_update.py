@@ -1,6 +1,6 @@
 """Memory and time of the sharded update beside the whole one: ranks on this machine, ResNet-50's weights.
 
-    python benchmarks/sharded_update.py --ranks 2 --out benchmarks/results/sharded-update.json
+    python -m benchmarks.sharded_update --ranks 2 --out benchmarks/results/sharded-update.json
 
 A turn sums random gradients over the ranks and updates, once whole (all-reduce, each rank updates everything) and once
 sharded (reduce-scatter, a share, all-gather); who goes first alternates. Nothing hides the communication: there is no
@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from record import conditions, show, spread, write_record
 from torch import Tensor, nn
 
+from benchmarks.record import conditions, show, spread, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -44,7 +44,8 @@ def main() -> None:
     options = parse()
     if not options.is_rank:
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
-        sys.exit(subprocess.run([*launcher, __file__, *sys.argv[1:], "--is-rank"], check=False).returncode)
+        rank = ["-m", "benchmarks.sharded_update", *sys.argv[1:], "--is-rank"]
+        sys.exit(subprocess.run([*launcher, *rank], check=False).returncode)
     del options.is_rank
     facts = conditions(options)
     torch.set_num_threads(options.threads)

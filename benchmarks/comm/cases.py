@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-
 SMALL = "1e3,3e3,1e4,3e4,1e5"
 TO_1_MB = f"{SMALL},3e5,1e6"
 SHORT = ("--sizes", "1e3,1e4,1e5,1e6,1e7", "--tune-seconds", "15")
@@ -19,7 +17,8 @@ class Case:
     """One job on one emulated cluster, or on this machine as it is where there is no link."""
 
     name: str
-    script: str
+    module: str
+    """Of benchmarks.comm."""
     options: tuple[str, ...] = ()
     ranks_per_node: str = "2,2,2,2"
     link: str = ""
@@ -32,32 +31,30 @@ class Case:
 
     def command(self, out: Path) -> list[str]:
         """What runs it; the record goes to out."""
-        script = [str(FOLDER / self.script), "--out", str(out), *self.options]
+        program = ["-m", f"benchmarks.comm.{self.module}", "--out", str(out), *self.options]
         if not self.link:
-            return [sys.executable, *script]
+            return [sys.executable, *program]
         setting = {key: getattr(self, key) for key in ("ranks_per_node", "link", "delay", "place")}
         nodes = self.ranks_per_node.count(",") + 1
         emulate = ["launch", "emulate", "run", "--nodes", str(nodes), "--ranks-per-node", self.ranks_per_node]
         emulate += ["--link", self.link]
         emulate += ["--delay", self.delay, "--place", self.place, "--launcher", "mpirun", "--python", "--"]
         labels = ["--case", self.name, "--setting", json.dumps(setting)]
-        return [sys.executable, "-m", "bigbatch", *emulate, *script, *labels]
+        return [sys.executable, "-m", "bigbatch", *emulate, *program, *labels]
 
 
 CASES = (
     Case(
         "exchange-4x2-200mbit",
-        "exchange.py",
+        "exchange",
         ("--sizes", f"{TO_1_MB},3e6,1e7,3e7", "--seconds-per-size", "70"),
         link="200mbit",
         seconds=340,
     ),
-    Case(
-        "exchange-4x2-1gbit", "exchange.py", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=470
-    ),
+    Case("exchange-4x2-1gbit", "exchange", ("--sizes", f"{TO_1_MB},3e6,1e7,3e7,1e8,2.56e8"), link="1gbit", seconds=470),
     Case(
         "exchange-4x2-200mbit-500us",
-        "exchange.py",
+        "exchange",
         ("--sizes", SMALL, "--tune-seconds", "8"),
         link="200mbit",
         delay="500us",
@@ -65,24 +62,24 @@ CASES = (
     ),
     Case(
         "exchange-4x2-1gbit-500us",
-        "exchange.py",
+        "exchange",
         ("--sizes", SMALL, "--tune-seconds", "8"),
         link="1gbit",
         delay="500us",
         seconds=45,
     ),
-    Case("gradients-resnet50-1gbit", "gradients.py", link="1gbit", seconds=205),
-    Case("gradients-resnet50-1gbit-cyclic", "gradients.py", link="1gbit", place="cyclic", seconds=225),
+    Case("gradients-resnet50-1gbit", "gradients", link="1gbit", seconds=205),
+    Case("gradients-resnet50-1gbit-cyclic", "gradients", link="1gbit", place="cyclic", seconds=225),
     Case(
         "gradients-alexnet_bn-1gbit",
-        "gradients.py",
+        "gradients",
         ("--model", "alexnet_bn", "--contestants", WITHOUT_HOOKS),
         link="1gbit",
         seconds=305,
     ),
     Case(
         "gradients-alexnet_bn-1gbit-cyclic",
-        "gradients.py",
+        "gradients",
         ("--model", "alexnet_bn", "--contestants", "ours tuned,ours fp16,ddp"),
         link="1gbit",
         place="cyclic",
@@ -91,20 +88,20 @@ CASES = (
     ),
     Case(
         "gradients-resnet50-200mbit",
-        "gradients.py",
+        "gradients",
         ("--contestants", WITHOUT_HOOKS, "--tune-seconds", "15"),
         link="200mbit",
         seconds=415,
     ),
-    Case("step-resnet50-1gbit", "step.py", ("--tune-seconds", "15"), link="1gbit", seconds=125),
-    Case("step-resnet50-1gbit-paced", "step.py", ("--pace", "0.6", "--tune-seconds", "15"), link="1gbit", seconds=125),
-    Case("exchange-8x1-1gbit", "exchange.py", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
-    Case("exchange-2x4-1gbit", "exchange.py", SHORT, "4,4", "1gbit", seconds=90),
-    Case("exchange-3+2+2+1-1gbit", "exchange.py", SHORT, "3,2,2,1", "1gbit", seconds=90),
-    Case("reducer-overhead", "reducer_overhead.py", seconds=25),
+    Case("step-resnet50-1gbit", "step", ("--tune-seconds", "15"), link="1gbit", seconds=125),
+    Case("step-resnet50-1gbit-paced", "step", ("--pace", "0.6", "--tune-seconds", "15"), link="1gbit", seconds=125),
+    Case("exchange-8x1-1gbit", "exchange", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
+    Case("exchange-2x4-1gbit", "exchange", SHORT, "4,4", "1gbit", seconds=90),
+    Case("exchange-3+2+2+1-1gbit", "exchange", SHORT, "3,2,2,1", "1gbit", seconds=90),
+    Case("reducer-overhead", "reducer_overhead", seconds=25),
     Case(
         "gradients-resnet50-200mbit-cyclic",
-        "gradients.py",
+        "gradients",
         ("--contestants", WITHOUT_HOOKS),
         link="200mbit",
         place="cyclic",
@@ -113,7 +110,7 @@ CASES = (
     ),
     Case(
         "gradients-alexnet_bn-200mbit",
-        "gradients.py",
+        "gradients",
         ("--model", "alexnet_bn", "--contestants", WITHOUT_HOOKS),
         link="200mbit",
         seconds=1000,
@@ -121,7 +118,7 @@ CASES = (
     ),
     Case(
         "gradients-alexnet_bn-200mbit-cyclic",
-        "gradients.py",
+        "gradients",
         ("--model", "alexnet_bn", "--contestants", "ours tuned,ours fp16,ddp"),
         link="200mbit",
         place="cyclic",
@@ -130,18 +127,18 @@ CASES = (
     ),
     Case(
         "exchange-4x2-200mbit-1e8",
-        "exchange.py",
+        "exchange",
         ("--sizes", "1e8", "--seconds-per-size", "240", "--contestants", "hybrid,hierarchical,gloo"),
         link="200mbit",
         seconds=330,
         is_long=True,
     ),
-    Case("step-resnet50-200mbit", "step.py", link="200mbit", seconds=400, is_long=True),
-    Case("step-resnet50-200mbit-paced", "step.py", ("--pace", "3"), link="200mbit", seconds=400, is_long=True),
+    Case("step-resnet50-200mbit", "step", link="200mbit", seconds=400, is_long=True),
+    Case("step-resnet50-200mbit-paced", "step", ("--pace", "3"), link="200mbit", seconds=400, is_long=True),
     *(
         Case(
             f"scaling-{model}-{link}-{nodes}",
-            "scaling.py",
+            "scaling",
             ("--model", model, "--weak", f"{weak}", "--strong", f"{2 * weak}", "--repetitions", "5"),
             ranks_per_node=",".join("1" * nodes),
             link=link,
@@ -153,7 +150,7 @@ CASES = (
         for nodes in (2, 4)
     ),
     *(
-        Case(f"exchange-{name}-200mbit", "exchange.py", SHORT, ranks, "200mbit", seconds=150, is_long=True)
+        Case(f"exchange-{name}-200mbit", "exchange", SHORT, ranks, "200mbit", seconds=150, is_long=True)
         for name, ranks in (("8x1", "1,1,1,1,1,1,1,1"), ("2x4", "4,4"), ("3+2+2+1", "3,2,2,1"))
     ),
 )
@@ -162,22 +159,22 @@ _FEW = ("--repetitions", "3", "--tune-seconds", "6")
 QUICK = (
     Case(
         "exchange-4x2-1gbit",
-        "exchange.py",
+        "exchange",
         (*_FEW, "--sizes", "1e3,1e5,1e6,1e7", "--seconds-per-size", "8"),
         link="1gbit",
         seconds=50,
     ),
     Case(
         "exchange-4x2-1gbit-500us",
-        "exchange.py",
+        "exchange",
         (*_FEW, "--sizes", "1e3,1e5", "--contestants", "hybrid,doubling,gloo,mpi"),
         link="1gbit",
         delay="500us",
         seconds=30,
     ),
-    Case("gradients-resnet50-1gbit", "gradients.py", (*_FEW, "--contestants", WITHOUT_HOOKS), link="1gbit", seconds=70),
-    Case("step-resnet50-1gbit-paced", "step.py", (*_FEW, "--pace", "0.6"), link="1gbit", seconds=60),
-    Case("reducer-overhead", "reducer_overhead.py", ("--repetitions", "5"), seconds=15),
+    Case("gradients-resnet50-1gbit", "gradients", (*_FEW, "--contestants", WITHOUT_HOOKS), link="1gbit", seconds=70),
+    Case("step-resnet50-1gbit-paced", "step", (*_FEW, "--pace", "0.6"), link="1gbit", seconds=60),
+    Case("reducer-overhead", "reducer_overhead", ("--repetitions", "5"), seconds=15),
 )
 """Does everything work? Too few repetitions for a claim."""
 

@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
-import links
 import torch
-from record import cpu_name, spread, version_of
-from record import show_record as show_record
-from record import write_record as write_record
 from torch import Tensor
 
+from benchmarks.comm import links
+from benchmarks.record import cpu_name, spread, version_of
+from benchmarks.record import show_record as show_record
+from benchmarks.record import write_record as write_record
 from bigbatch.comm.backends.links import leave_bbr
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import peers
 import torch
 import torch.distributed as dist
-from common import Job
 from torch import Tensor
 
+from benchmarks.comm import peers
+from benchmarks.comm.common import Job
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.backends.mpi import import_mpi
 from bigbatch.comm.communicator import Communicator

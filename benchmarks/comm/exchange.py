@@ -1,7 +1,7 @@
 """All-reduces by size: ours, gloo's, MPI's and Horovod's in one set of processes, in turn. A rank program.
 
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit --python -- \
-        benchmarks/comm/exchange.py --out exchange.json
+        -m benchmarks.comm.exchange --out exchange.json
 
 For each size every contestant sums whole numbers once, and all elements are compared with the exact sum; that time
 decides who can be repeated within --seconds-per-size, in the order of CONTESTANTS. Hybrid's table is measured at the
@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import links
-import peers
 import torch
-from common import (
+from torch import Tensor
+
+from benchmarks.comm import links, peers
+from benchmarks.comm.common import (
     Contestant,
     Job,
     add_job_options,
@@ -30,10 +31,8 @@ from common import (
     take_turns,
     write_record,
 )
-from entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
-from torch import Tensor
-from tuning import DEFAULT_ALGORITHM, describe_times
-
+from benchmarks.comm.entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
+from benchmarks.comm.tuning import DEFAULT_ALGORITHM, describe_times
 from bigbatch.comm.algorithms.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.tuning.exact import expected_pattern, limit_of, rank_pattern

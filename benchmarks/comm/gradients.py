@@ -1,7 +1,7 @@
 """All gradients of a network summed over ranks: our reducer, DDP and Horovod in one set of processes, in turn.
 
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 200mbit --python -- \
-        benchmarks/comm/gradients.py --model resnet50 --out gradients.json
+        -m benchmarks.comm.gradients --model resnet50 --out gradients.json
 
 The gradients are those of the real network, in the order in which its backward makes them ready, but nothing is
 computed: a repetition is the time from the start of backward to the moment when all gradients are summed on all
@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import links
-import peers
 import torch
-from common import (
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.comm import links, peers
+from benchmarks.comm.common import (
     Contestant,
     Job,
     add_job_options,
@@ -33,12 +36,8 @@ from common import (
     take_turns,
     write_record,
 )
-from gradient_sets import CostlessModel, count_wrong, make_values, parameter_shapes, start
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
-from tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
-
+from benchmarks.comm.gradient_sets import CostlessModel, count_wrong, make_values, parameter_shapes, start
+from benchmarks.comm.tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 from bigbatch.comm.tuning.tuner import Findings
 

@@ -13,7 +13,7 @@ from bigbatch.comm.tuning.cost_model import least_seconds
 from bigbatch.errors import CommError
 
 if TYPE_CHECKING:
-    from common import Job
+    from benchmarks.comm.common import Job
 
 NUM_TESTS = 3
 """How often the link is measured anew where iperf3 reports nothing."""

@@ -4,9 +4,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from common import Job
 from torch._C._distributed_c10d import PrefixStore
 
+from benchmarks.comm.common import Job
 from bigbatch.comm.backends.mpi import mpi_world
 from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS
 

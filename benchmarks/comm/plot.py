@@ -1,6 +1,6 @@
 """Draw what run.py measured: the share of the links' limit by size, and the gradients of whole networks.
 
-python benchmarks/comm/plot.py benchmarks/results --out docs/comm.png
+python -m benchmarks.comm.plot benchmarks/results --out docs/comm.png
 """
 
 import argparse
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from summary import read_records
-from targets import Record, median, show_size
+from benchmarks.comm.summary import read_records
+from benchmarks.comm.targets import Record, median, show_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

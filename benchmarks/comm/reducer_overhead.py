@@ -1,6 +1,6 @@
 """What the gradient reducer costs where there is nobody to sum with: one rank's steps with it and without, in turn.
 
-    python benchmarks/comm/reducer_overhead.py --device cuda --out benchmarks/results/reducer-overhead.json
+    python -m benchmarks.comm.reducer_overhead --device cuda --out benchmarks/results/reducer-overhead.json
 
 A step is forward, backward and an SGD update. The plain loop drops its gradients after each step (what PyTorch does by
 default), the one with the reducer keeps them in fusion buffers. On a GPU both also run as CUDA graphs of a whole step.
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import spread, write_record
 from torch import nn
 
+from benchmarks.comm.common import spread, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer

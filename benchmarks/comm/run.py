@@ -1,8 +1,8 @@
 """All measurements of comm on emulated clusters: one JSON file per case, then a summary in Markdown.
 
-    python benchmarks/comm/run.py --out benchmarks/results            # about 45 minutes
-    python benchmarks/comm/run.py --quick --out /tmp/quick            # under five: does everything work?
-    python benchmarks/comm/run.py --only step --out benchmarks/results
+    python -m benchmarks.comm.run --out benchmarks/results            # about 45 minutes
+    python -m benchmarks.comm.run --quick --out /tmp/quick            # under five: does everything work?
+    python -m benchmarks.comm.run --only step --out benchmarks/results
 
 Leave the machine alone meanwhile. Needs what `bigbatch launch emulate` needs, iperf3, and for all peers mpi4py and
 Horovod built with MPI.
@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from cases import Case, choose_cases, prefix, record_path
-from summary import read_records, summarise
+from benchmarks.comm.cases import Case, choose_cases, prefix, record_path
+from benchmarks.comm.summary import read_records, summarise
 
 MOST_TIMES_LONGER = 4
 """A case that takes so many times longer than it should is ended."""

@@ -1,7 +1,7 @@
 """Scaling efficiency: steps of stated length with a network's gradients, ours, DDP's and Horovod's. A rank program.
 
     bigbatch launch emulate run --nodes 4 --link 1gbit --python -- \
-        benchmarks/comm/scaling.py --model resnet50 --weak 3 --strong 6 --out scaling.json
+        -m benchmarks.comm.scaling --model resnet50 --weak 3 --strong 6 --out scaling.json
 
 Nothing is computed: forward and backward sleep, and gradients become ready in the order and at the shares of the time
 that the real network's were measured to have at the start of this run, so that nodes that share a few cores scale as
@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import links
-import peers
-from common import (
+from benchmarks.comm import links, peers
+from benchmarks.comm.common import (
     Job,
     Repetition,
     add_job_options,
@@ -37,11 +36,10 @@ from common import (
     take_turns,
     write_record,
 )
-from gradient_sets import CostlessModel, Pace, make_values, start
-from gradients import make_contestant
-from step import make_real_model
-from tuning import describe_tuned, tune_each
-
+from benchmarks.comm.gradient_sets import CostlessModel, Pace, make_values, start
+from benchmarks.comm.gradients import make_contestant
+from benchmarks.comm.step import make_real_model
+from benchmarks.comm.tuning import describe_tuned, tune_each
 from bigbatch.comm.tuning.ready_times import measure_backward
 
 CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")

@@ -1,7 +1,7 @@
 """Training steps with a real backward: what communication is left exposed, ours and DDP's, in turn. A rank program.
 
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 1gbit --python -- \
-        benchmarks/comm/step.py --out step.json
+        -m benchmarks.comm.step --out step.json
 
 A step is the forward and backward of a network on random pictures and the wait for the sums of its gradients. Exposed
 is the time from the end of backward (the last gradient is ready, on the slowest rank) to the end of the wait (on the
@@ -25,11 +25,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import links
-import peers
 import torch
 import torch.nn.functional as F
-from common import (
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.comm import links, peers
+from benchmarks.comm.common import (
     Contestant,
     Job,
     Repetition,
@@ -44,11 +46,8 @@ from common import (
     take_turns,
     write_record,
 )
-from gradient_sets import CostlessModel, Pace, make_values, start
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from tuning import TUNED_WIRES, describe_tuned, make_reducer, tune_each
-
+from benchmarks.comm.gradient_sets import CostlessModel, Pace, make_values, start
+from benchmarks.comm.tuning import TUNED_WIRES, describe_tuned, make_reducer, tune_each
 from bigbatch.comm.tuning.ready_times import measure_backward
 from bigbatch.comm.tuning.tuner import Findings
 from bigbatch.trainer.models import build_model

@@ -1,6 +1,6 @@
 """The records of one run of benchmarks/comm as Markdown, the issue's targets first. Pure but for reading the files.
 
-python benchmarks/comm/summary.py benchmarks/results
+python -m benchmarks.comm.summary benchmarks/results
 """
 
 import argparse
@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cases import prefix
-from targets import Record, Verdict, judge, median, show_size
+from benchmarks.comm.cases import prefix
+from benchmarks.comm.targets import Record, Verdict, judge, median, show_size
 
 
 def main() -> None:

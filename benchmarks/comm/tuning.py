@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from common import Job
 from torch import Tensor, nn
 
+from benchmarks.comm.common import Job
 from bigbatch.comm.algorithms.hybrid import Times
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES

@@ -1,7 +1,7 @@
 """What the precision between ranks does to a sum: relative error against float64, by wire and predivide factor.
 
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link none --launcher plain --python -- \
-        benchmarks/comm/wire_precision.py --out benchmarks/results/wire-precision.json
+        -m benchmarks.comm.wire_precision --out benchmarks/results/wire-precision.json
 
 Gradients are drawn from a normal distribution, one million per rank: "small", all with a standard deviation of 1e-3;
 "spread", with magnitudes over six decades, from 1 down to 1e-6, as layers differ; "large", with a standard deviation of
@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from common import run_rank
 from torch import Tensor
 
+from benchmarks.comm.common import run_rank
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect, make_wire
 from bigbatch.comm.tuning.conditions import gather_conditions

@@ -1,6 +1,6 @@
 """Images per second of a model alone, for inference, as one speedup after the other is added to it.
 
-    python benchmarks/gpu/inference.py --out benchmarks/results/inference-cuda.json
+    python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json
 
 The forms take turns, batch size by batch size, on the same random pictures, already on the device; a form's gain is the
 median over rounds of its rate divided by that of the form before it in the same round. Peers: torchvision's model as it
@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))  # for the suite, and record.py, which all share
-
 import torch
 import torchvision
-from record import conditions, ratios, spread, write_record
-from suite.job import AS_TORCH_STARTS
 from torch import Tensor, nn
 
+from benchmarks.gpu.suite.job import AS_TORCH_STARTS
+from benchmarks.record import conditions, ratios, spread, write_record
 from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.trainer.config.schema import RESNETS
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms

@@ -1,7 +1,7 @@
 """Speed, memory, largest batch and accuracy of ResNets on pictures of 32 pixels, by precision: one table.
 
-    python benchmarks/gpu/precision.py --data data/cifar10 --out benchmarks/results/precision-h200.json
-    python benchmarks/gpu/precision.py --small --data data/cifar10 --out benchmarks/results/precision-cpu-small.json
+    python -m benchmarks.gpu.precision --data data/cifar10 --out benchmarks/results/precision-h200.json
+    python -m benchmarks.gpu.precision --small --data data/cifar10 --out benchmarks/results/precision-cpu-small.json
 
 Every measurement is a process of its own (precision_case.py tells what it measures); speeds are repeated in turn, each
 precision once before any of them twice. A speed-up is of neighbours: fp32's in the same turn. Accuracy is the top-1 of
@@ -22,13 +22,10 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from precision_case import settings
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
-from arguments import run as run_main
-from record import conditions, spread, write_record
-
+from benchmarks.arguments import run as run_main
+from benchmarks.gpu.precision_case import settings
+from benchmarks.record import conditions, spread, write_record
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
@@ -39,7 +36,7 @@ from bigbatch.trainer.run.summary import device_name
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1, "memory_mb": 2000}
-CASE = Path(__file__).with_name("precision_case.py")
+CASE = (sys.executable, "-m", "benchmarks.gpu.precision_case")
 FREE = ("out", "data", "small")
 """Options that may differ between a run and the one that goes on with it."""
 WARMUP_SHARE = 5 / 24
@@ -146,8 +143,8 @@ def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
     for key in ("batch", "steps", "untimed", "memory_mb"):
         words += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
     if asked["what"] == "largest":  # libraries of a CPU may crash where its memory ends
-        return {"largest": None, **json.loads(run(sys.executable, str(CASE), *words, may_crash=True))}
-    figures: dict[str, Any] = json.loads(run(sys.executable, str(CASE), *words))
+        return {"largest": None, **json.loads(run(*CASE, *words, may_crash=True))}
+    figures: dict[str, Any] = json.loads(run(*CASE, *words))
     return figures
 
 

@@ -1,6 +1,6 @@
 """One measurement of precision.py, in a process of its own; its figures go to standard output as JSON.
 
-    python benchmarks/gpu/precision_case.py speed --model resnet18 --precision bf16 --batch 512 --steps 20
+    python -m benchmarks.gpu.precision_case speed --model resnet18 --precision bf16 --batch 512 --steps 20
 
 speed: training steps on generated pictures of 32 pixels, and the memory that they took at most. On a GPU that is what
 torch had allocated in the timed ones, without cuDNN's search; on a CPU, by how much the process grew. largest: the

@@ -1,6 +1,6 @@
 """The curve of memory against time when residual blocks are computed again in backward instead of kept.
 
-    python benchmarks/gpu/recompute.py --out recompute.json --plot recompute.png
+    python -m benchmarks.gpu.recompute --out recompute.json --plot recompute.png
 
 For each number of blocks, counted from the input: what a forward keeps for backward (exact, on any machine: it counts
 the bytes of tensors that autograd saves, without weights), on a GPU also the peak of allocated memory in forward and
@@ -21,11 +21,8 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
-from arguments import run as run_main
-from record import conditions, spread, write_record
-
+from benchmarks.arguments import run as run_main
+from benchmarks.record import conditions, spread, write_record
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS

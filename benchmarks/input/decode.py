@@ -1,6 +1,6 @@
 """Images per second and core, decoded and randomly cropped to 224 x 224: our loaders beside others, in one run.
 
-    python benchmarks/input/decode.py data/imagenet --split val --threads 2 --out benchmarks/results/input-decode.json
+    python -m benchmarks.input.decode data/imagenet --split val --threads 2 --out benchmarks/results/input-decode.json
 
 The process is bound to as many cores as it gets threads, or else helper threads would come for free. All contestants
 draw from one subset of the pictures, read once before any turn, so that the files of all lie in the page cache. They
@@ -20,14 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import numpy as np
 import torch
-from arguments import at_least, run
-from contestants import MAKERS, OURS, Contestant, Work, make_contestants
-from record import conditions, show, spread, write_record
 
+from benchmarks.arguments import at_least, run
+from benchmarks.input.contestants import MAKERS, OURS, Contestant, Work, make_contestants
+from benchmarks.record import conditions, show, spread, write_record
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.order import ImageIndex, read_index
@@ -41,7 +39,7 @@ def main() -> None:
     facts = conditions(options)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(1)
-    index = subset(read_index(options.root, options.split), number=options.images)
+    index = subset(read_index(options.root, options.split), number=options.pictures)
     work = Work(
         index,
         options.image_size,

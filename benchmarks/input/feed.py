@@ -1,7 +1,7 @@
 """Training fed by real pictures beside training on generated tensors: how long steps wait, and what the input costs.
 
-    python benchmarks/input/feed.py data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json
-    python benchmarks/input/feed.py data/imagenet --ranks 1 --out benchmarks/results/input-feed-resnet50.json -- \\
+    python -m benchmarks.input.feed data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json
+    python -m benchmarks.input.feed data/imagenet --ranks 1 --out benchmarks/results/input-feed-resnet50.json -- \\
         --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1 \\
         --schedule.warmup_epochs 1 --schedule.decay_epochs null
 
@@ -22,11 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
-from arguments import at_least, run
-from record import conditions, show, spread, write_record
-
+from benchmarks.arguments import at_least, run
+from benchmarks.record import conditions, show, spread, write_record
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.shards import open_split
 

@@ -1,7 +1,7 @@
 """One trained model, its validation pictures through three pipelines: the accuracy of each, and where they disagree.
 
     bigbatch launch mpirun --ranks 2 -- train --config imagenette
-    python benchmarks/input/parity.py runs/imagenette --out benchmarks/results/input-parity.json
+    python -m benchmarks.input.parity runs/imagenette --out benchmarks/results/input-parity.json
 
 dali and torchvision are the values of data.loader. reference is what most evaluation scripts do and shares no code with
 them: torchvision's ImageFolder, Resize and CenterCrop of Pillow pictures. Its Resize rounds the size of the whole
@@ -16,16 +16,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import torch
-from arguments import at_least, run
-from record import conditions, write_record
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+from benchmarks.arguments import at_least, run
+from benchmarks.record import conditions, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import DataError

@@ -1,6 +1,6 @@
 """Draw what decode.py measured: pictures a second and core of each contestant, with the quartiles.
 
-python benchmarks/input/plot.py benchmarks/results/input-decode-1core.json --out docs/input.png
+python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png
 """
 
 import argparse

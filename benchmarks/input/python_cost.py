@@ -1,6 +1,6 @@
 """What bigbatch's own code costs per picture, in microseconds of CPU time: everything but decoding and resizing.
 
-    python benchmarks/input/python_cost.py --out benchmarks/results/input-python-cost.json
+    python -m benchmarks.input.python_cost --out benchmarks/results/input-python-cost.json
 
 reader: EncodedReader alone, with its threads, from class folders and from packed shards: opening, reading from the page
 cache, sizes, draws, hand-over. loader: the whole of data.loader=dali on the CPU. The pictures have 16 x 16 pixels, so
@@ -19,13 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import torch
-from arguments import at_least, run
 from PIL import Image
-from record import conditions, show, spread, write_record
 
+from benchmarks.arguments import at_least, run
+from benchmarks.record import conditions, show, spread, write_record
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.datasets.pack import pack
 from bigbatch.trainer.datasets.shard_writer import PackRecipe
@@ -48,13 +46,13 @@ def main() -> None:
     costs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="bigbatch-python-") as scratch:
         root = Path(scratch)
-        make_images(root / "folders", number=options.images)
+        make_images(root / "folders", number=options.pictures)
         pack(root / "folders", root / "packed", recipe=PackRecipe(), splits=["train"], num_workers=1)
         loaders = {layout: make_loader(open_split(root / layout, "train")) for layout in ("folders", "packed")}
         for number in range(options.repetitions + 1):
             for layout, loader in loaders.items():
                 for part, draw in (("reader", loader.reader.read), ("loader", loader.load)):
-                    cost = microseconds(draw, requests(options.images, epoch=number))
+                    cost = microseconds(draw, requests(options.pictures, epoch=number))
                     if number:
                         costs.setdefault(f"{part}, {layout}", []).append(cost)
         for loader in loaders.values():

@@ -1,7 +1,7 @@
 """Seconds until a data set of ImageNet's size is listed and has given its first batch: class folders beside shards.
 
-    python benchmarks/input/startup.py --out benchmarks/results/input-startup.json
-    python benchmarks/input/startup.py --num 100000
+    python -m benchmarks.input.startup --out benchmarks/results/input-startup.json
+    python -m benchmarks.input.startup --num 100000
 
 Both are made up: 1,000 folders with one JPEG each, under as many names as there are pictures (hard links), and an index
 whose shards hold one JPEG each, and holes. Every repetition is a fresh process, the two in turn; the time runs from
@@ -27,11 +27,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import numpy as np
-from arguments import at_least, run
 from PIL import Image
+
+from benchmarks.arguments import at_least, run
 
 if TYPE_CHECKING:
     from bigbatch.trainer.input.base import ImageSource
@@ -53,7 +52,7 @@ def main() -> None:
         opener, root = options.measure
         print(json.dumps(measure_here(opener, Path(root))))
         return
-    from record import conditions, file_system, show, spread, write_record
+    from benchmarks.record import conditions, file_system, show, spread, write_record
 
     facts = conditions(options)
     with tempfile.TemporaryDirectory(prefix="bigbatch-startup-", dir=options.scratch) as folder:
@@ -94,13 +93,13 @@ def build_class_folders(root: Path, *, num_images: int) -> None:
         folder = root / "train" / wnid
         folder.mkdir(parents=True)
         names = [f"{wnid}_{number * 7919 % 100_000}.JPEG" for number in range(per_class + (label < rest))]
-        (folder / names[0]).write_bytes(a_image())
+        (folder / names[0]).write_bytes(an_image())
         for name in names[1:]:
             os.link(folder / names[0], folder / name)
 
 
 @cache
-def a_image() -> bytes:
+def an_image() -> bytes:
     """A JPEG of HEIGHT x WIDTH."""
     noise_HWC = np.random.default_rng(0).integers(0, 256, (HEIGHT // 4, WIDTH // 4, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -119,7 +118,7 @@ def build_packed(root: Path, *, num_images: int) -> int:
     per_shard = PackRecipe().shard_bytes // member_bytes
     entries_N, numbers_N = np.zeros(num_images, ENTRY), np.arange(num_images)
     entries_N["shard"], entries_N["offset"] = numbers_N // per_shard, BLOCK_BYTES
-    entries_N["length"], entries_N["height"], entries_N["width"] = len(a_image()), HEIGHT, WIDTH
+    entries_N["length"], entries_N["height"], entries_N["width"] = len(an_image()), HEIGHT, WIDTH
     entries_N["label"] = numbers_N * NUM_CLASSES // num_images
     np.save(folder / ENTRIES, entries_N)
     num_shards = -(-num_images // per_shard)
@@ -127,7 +126,7 @@ def build_packed(root: Path, *, num_images: int) -> int:
     for shard in shards:
         with open(folder / shard.name, "wb") as file:
             file.seek(BLOCK_BYTES)
-            file.write(a_image())
+            file.write(an_image())
             file.truncate(shard.num_bytes)
     facts = SplitIndex(
         version=FORMAT_VERSION,
@@ -156,7 +155,7 @@ def measure(root: Path, *, repetitions: int) -> dict[str, list[dict[str, Any]]]:
 
 def measure_fresh(opener: str, root: Path) -> dict[str, Any]:
     """One repetition in a process of its own, whose errors come through."""
-    command = [sys.executable, __file__, "--measure", opener, str(root)]
+    command = [sys.executable, "-m", "benchmarks.input.startup", "--measure", opener, str(root)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"startup.py: the process that was to measure {opener} ended with {done.returncode}, see above")

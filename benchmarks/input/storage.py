@@ -1,6 +1,6 @@
 """Pictures per second of reading alone: packed shards beside class folders, from a cold and a warm page cache.
 
-    python benchmarks/input/storage.py data/imagenette --scratch /data/tmp --out benchmarks/results/input-storage.json
+    python -m benchmarks.input.storage data/imagenette --scratch /data/tmp --out benchmarks/results/input-storage.json
 
 Packs the split into a temporary folder on the same file system, then reads both in whole batches in the loaders' own
 way (EncodedReader), in a new random order each round, the same for both. Nothing is decoded. Before a cold turn
@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import numpy as np
-from arguments import at_least, run
-from record import conditions, file_system, show, spread, write_record
 
+from benchmarks.arguments import at_least, run
+from benchmarks.record import conditions, file_system, show, spread, write_record
 from bigbatch.trainer.datasets.pack import pack
 from bigbatch.trainer.datasets.shard_writer import PackRecipe
 from bigbatch.trainer.input.base import ImageSource, Request

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ablation_data import Images
 
+from benchmarks.largebatch.ablation_data import Images
 from bigbatch.trainer.config.file import find_config, load_config
 
 Settings = Mapping[str, Any]

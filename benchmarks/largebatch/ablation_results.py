@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ablation_cases import OPTIMIZERS, Form, cases
 
+from benchmarks.largebatch.ablation_cases import OPTIMIZERS, Form, cases
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.tune.search.space import parse_axis

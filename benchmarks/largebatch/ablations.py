@@ -1,7 +1,7 @@
 """The ablations of Jia et al. 2018 in miniature: what large batches cost, and what LARS, decay and precision change.
 
     bigbatch data prepare cifar10 data/cifar10
-    python benchmarks/largebatch/ablations.py --dataset cifar10 --form short --data data/cifar10 \\
+    python -m benchmarks.largebatch.ablations --dataset cifar10 --form short --data data/cifar10 \\
         --out benchmarks/results/ablations-cifar10-short.json
 
 For each batch LARS, Nesterov and plain SGD get the same number of trials for their learning rate (`bigbatch tune
@@ -19,14 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import yaml
-from ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
-from ablation_data import missing_split, write_images
-from ablation_results import collect, markdown
-from record import conditions, write_record
 
+from benchmarks.largebatch.ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
+from benchmarks.largebatch.ablation_data import missing_split, write_images
+from benchmarks.largebatch.ablation_results import collect, markdown
+from benchmarks.record import conditions, write_record
 from bigbatch.errors import UserError
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops
 from bigbatch.trainer.run.folder import RunDir

@@ -1,6 +1,6 @@
 """How far LARS and its peers are from a float64 oracle written from the formula, after each of 200 random steps.
 
-    python benchmarks/largebatch/exactness.py --out benchmarks/results/lars-exactness.json
+    python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json
 
 A deviation is the largest difference of any element after any step, as a share of the tensor's largest element then.
 Ours runs in fp32 and float64, in both momentum forms, with and without Nesterov. Peers run in float64, so that what
@@ -18,14 +18,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import numpy as np
 import torch
-from oracle import Oracle
-from record import conditions, version_of, write_record
 from torch import Tensor
 
+from benchmarks.largebatch.oracle import Oracle
+from benchmarks.record import conditions, version_of, write_record
 from bigbatch.trainer.optim.lars import LARS, MOMENTUM_FORMS
 
 MOMENTUM, WEIGHT_DECAY, TRUST, BASE_LR = 0.9, 1e-4, 0.001, 10.0

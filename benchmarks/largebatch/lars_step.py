@@ -1,6 +1,6 @@
 """Seconds of one LARS step over all weights of a model, beside other implementations and SGD, in one run.
 
-    python benchmarks/largebatch/lars_step.py --device cpu --out benchmarks/results/lars-step-cpu.json
+    python -m benchmarks.largebatch.lars_step --device cpu --out benchmarks/results/lars-step-cpu.json
 
 All contestants take turns, each on its own copy of the weights, so their ratios are the result. No LARS step can avoid
 28 bytes per parameter: the norms read weight and gradient, the update reads weight, gradient and momentum and writes
@@ -15,13 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for record.py, which all benchmarks share
-
 import torch
-from lars_peers import MAKERS
-from record import conditions, show, spread, version_of, write_record
 from torch import nn
 
+from benchmarks.largebatch.lars_peers import MAKERS
+from benchmarks.record import conditions, show, spread, version_of, write_record
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.param_groups import param_groups
 

@@ -1,6 +1,6 @@
 """Draw what ablations.py measured: accuracy by batch and by ablation with every seed, and the loss curves.
 
-python benchmarks/largebatch/plot_ablations.py benchmarks/results/ablations-cifar10-short.json --out docs/ablations.png
+python -m benchmarks.largebatch.plot_ablations benchmarks/results/ablations-cifar10-short.json --out docs/ablations.png
 """
 
 import argparse
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_results import ended
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from benchmarks.largebatch.ablation_results import ended
 
 COLOURS = {"lars": "tab:blue", "nesterov": "tab:orange", "sgd": "tab:green"}
 

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmark_process import run_benchmark
 
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
@@ -16,23 +15,22 @@ from bigbatch.launch.emulate.slurm_start import require_slurm
 from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate, skip_unless_promised
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/comm"
 SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}
-SCRIPTS = {
-    # script: (launcher, options)
-    "exchange.py": (
+PROGRAMS = {
+    # module: (launcher, options)
+    "exchange": (
         "mpirun",
         ("--sizes", "1e3,1e5", "--seconds-per-size", "5", "--contestants", "hybrid,hierarchical,doubling,gloo,mpi"),
     ),
-    "gradients.py": ("plain", ("--model", "resnet9", "--contestants", "ours tuned,ours fp16,ours,ddp")),
-    "scaling.py": (
+    "gradients": ("plain", ("--model", "resnet9", "--contestants", "ours tuned,ours fp16,ours,ddp")),
+    "scaling": (
         "plain",
         (
             *("--model", "resnet9", "--image-size", "32", "--weak", "0.3", "--strong", "0.4"),
             *("--contestants", "ours tuned,ddp,local"),
         ),
     ),
-    "step.py": ("plain", ("--model", "resnet9", "--image-size", "32", "--contestants", "ours tuned,ddp,local")),
+    "step": ("plain", ("--model", "resnet9", "--image-size", "32", "--contestants", "ours tuned,ddp,local")),
 }
 
 
@@ -48,24 +46,23 @@ def pair(runtime_folder: Path) -> Iterator[EmulatedCluster]:
 def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: EmulatedCluster, tmp_path: Path) -> None:
     """The goodput is given, so that no iperf3 is needed; Horovod takes no part."""
     common = ("--repetitions", "1", "--tune-seconds", "1", "--goodput-mbit", "956", "--setting", json.dumps(SETTING))
-    for script, (launcher, options) in SCRIPTS.items():
-        out = ("--out", str(tmp_path / f"comm-{Path(script).stem}.json"))
-        job = (str(FOLDER / script), *out, *common, *options)
+    for module, (launcher, options) in PROGRAMS.items():
+        out = ("--out", str(tmp_path / f"comm-{module}.json"))
+        job = ("-m", f"benchmarks.comm.{module}", *out, *common, *options)
         done = emulate("run", "--name", "pair", "--launcher", launcher, "--python", "--", *job)
         assert done.returncode == 0, done.stdout + done.stderr
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("comm-*.json")}
     exchange = records["comm-exchange"]
     assert {(row["size"], row["contestant"]) for row in exchange["rows"]} == {
-        (size, name) for size in (1000, 100_000) for name in SCRIPTS["exchange.py"][1][-1].split(",")
+        (size, name) for size in (1000, 100_000) for name in PROGRAMS["exchange"][1][-1].split(",")
     }
     assert set(exchange["tuned"]["hybrid"]["times"]["1024"]) >= {"hierarchical", "doubling", "ring"}
     ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
     assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
     assert {row["contestant"] for row in records["comm-step"]["rows"]} == {"ours tuned", "ddp", "local"}
-    argv = [sys.executable, str(FOLDER / "summary.py"), str(tmp_path)]
-    text = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+    text = run_benchmark("comm.summary", tmp_path, check=True, timeout=60).stdout
     verdicts = [line for line in text.splitlines() if line.startswith("| wrong values, all contestants")]
-    assert [line.endswith("| none | 0 | met |") for line in verdicts] == [True] * 3  # all but step.py
+    assert [line.endswith("| none | 0 | met |") for line in verdicts] == [True] * 3  # all but step
     scaling = records["comm-scaling"]
     rows = {(row["scaling"], row["contestant"]): row for row in scaling["rows"]}
     assert rows.keys() == {(mode, name) for mode in ("weak", "strong") for name in ("ours tuned", "ddp", "local")}
@@ -76,10 +73,10 @@ def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Emulated
         assert heading in text
 
 
-@pytest.mark.parametrize(("script", "options"), [("jobs.py", ("--states", "warm")), ("preflight.py", ())])
-def test_the_benchmarks_of_launching_run(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "options"), [("jobs", ("--states", "warm")), ("preflight", ())])
+def test_the_benchmarks_of_launching_run(module: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Once each. Whether preflight is right every time is not asked here: other tests run beside it."""
-    if script == "jobs.py":
+    if module == "jobs":
         try:
             require_slurm(tmp_path, environ=os.environ)
         except EmulationError as error:
@@ -87,16 +84,10 @@ def test_the_benchmarks_of_launching_run(script: str, options: tuple[str, ...], 
                 pytest.skip(str(error))
             skip_unless_promised(str(error))
     out = tmp_path / "out.json"
-    done = subprocess.run(
-        [sys.executable, str(FOLDER.parent / script), "--trials", "1", "--out", str(out), *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_benchmark(module, "--trials", 1, "--out", out, *options, timeout=280)
     assert out.exists(), done.stdout + done.stderr
     record = json.loads(out.read_text())
-    if script == "jobs.py":
+    if module == "jobs":
         seconds = [record["results"]["warm"][stage]["median"] for stage in ("submitted", "running", "ready")]
         assert seconds == sorted(seconds)
         after = [record["results"]["warm"][stage]["median"] for stage in ("saved", "running again", "next step")]

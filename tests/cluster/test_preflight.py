@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,14 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.preflight import slowed
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import make_plan
 from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its scripts import each other by name
-
-from preflight import slowed
 
 MOST_SECONDS = 30.0
 

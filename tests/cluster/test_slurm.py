@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.preflight import slowed
 from bigbatch.comm.rendezvous.environ import expand_hostlist
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
@@ -34,10 +35,6 @@ from tests.laws.jobs import (
     steps,
     train_command,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its scripts import each other by name
-
-from preflight import slowed
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240

@@ -1,20 +1,14 @@
 """A tiny form of the ablations and a stand-in for the processes that they start, for the tests of ablations."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import yaml
 
+from benchmarks.largebatch.ablation_cases import FORMS
 from bigbatch.trainer.config.file import load_config
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # as `python -m bigbatch` in the repository's root finds HALF_LARS
-sys.path.insert(0, str(ROOT / "benchmarks/largebatch"))  # scripts that import each other by their plain names
-
-from ablation_cases import FORMS  # noqa: E402
 
 TINY = replace(FORMS["cifar10", "short"], batches=(128,), seeds=(0, 1))
 

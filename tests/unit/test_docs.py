@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_process import run_benchmark
 from torch import nn
 
 from bigbatch.cli import main
@@ -58,23 +59,23 @@ NOT_HERE = (  # need an engine or a base that a test machine has not
     "apptainer build bigbatch.sif docker-daemon://bigbatch:latest",
     "srun apptainer exec --nv --bind /data bigbatch.sif bigbatch train --config quickstart",
 )
-FEED = ("tests/unit/benchmarks/test_feed.py", 'run("feed.py", shapes')
+FEED = ("tests/unit/benchmarks/test_feed.py", 'run_benchmark("input.feed", shapes')
 RUN_ELSEWHERE |= {
-    ".venv/bin/python benchmarks/input/parity.py runs/imagenette --out benchmarks/results/input-parity.json": (
+    ".venv/bin/python -m benchmarks.input.parity runs/imagenette --out benchmarks/results/input-parity.json": (
         "tests/unit/benchmarks/test_feed.py",
-        'run("parity.py", folder',
+        'run_benchmark("input.parity", folder',
     ),
-    ".venv/bin/python benchmarks/input/feed.py data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json": FEED,  # noqa: E501
-    ".venv/bin/python benchmarks/input/feed.py data/imagenet --ranks 1 --out benchmarks/results/input-feed-gpu.json -- --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1 --schedule.warmup_epochs 1 --schedule.decay_epochs null": FEED,  # noqa: E501
+    ".venv/bin/python -m benchmarks.input.feed data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json": FEED,  # noqa: E501
+    ".venv/bin/python -m benchmarks.input.feed data/imagenet --ranks 1 --out benchmarks/results/input-feed-gpu.json -- --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1 --schedule.warmup_epochs 1 --schedule.decay_epochs null": FEED,  # noqa: E501
 }
 RUN_ELSEWHERE |= {
-    f".venv/bin/python benchmarks/{name}.py --out benchmarks/results/{name}.json": (
+    f".venv/bin/python -m benchmarks.{name} --out benchmarks/results/{name}.json": (
         "tests/cluster/test_benchmarks.py",
-        f'"{name}.py"',
+        f'("{name}", (',
     )
     for name in ("jobs", "preflight")
 }
-RUN_ELSEWHERE[".venv/bin/python benchmarks/gpu/run.py --small --out runs/gpu-small"] = (
+RUN_ELSEWHERE[".venv/bin/python -m benchmarks.gpu.run --small --out runs/gpu-small"] = (
     "tests/support/gpu_suite.py",
     '"--small", "--out"',
 )
@@ -85,19 +86,19 @@ RUN_ELSEWHERE |= {
     "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (WORDS, '"torchrun"'),
 }
 DRY_RUN = ("make check", "make format", "make clean")
-DECODE = "input/decode.py data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
-STEP = "largebatch/lars_step.py --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
-INFERENCE = "gpu/inference.py --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
-GPU = "gpu/run.py --guard --data d --cifar c --vision v --airbench a --list --out ."
+DECODE = "input.decode data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
+STEP = "largebatch.lars_step --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
+INFERENCE = "gpu.inference --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
+GPU = "gpu.run --guard --data d --cifar c --vision v --airbench a --list --out ."
 RECOMPUTE = (
-    "gpu/recompute.py --model resnet18 --precision fp32 --image-size 32 --batch 2 --blocks 4 8 --repetitions 1 "
+    "gpu.recompute --model resnet18 --precision fp32 --image-size 32 --batch 2 --blocks 4 8 --repetitions 1 "
     "--out out.json --plot out.png"
 )
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
 RUN_ELSEWHERE |= {
-    f".venv/bin/python benchmarks/gpu/precision.py {words}.json": (
+    f".venv/bin/python -m benchmarks.gpu.precision {words}.json": (
         "tests/unit/benchmarks/test_precision.py",
-        '"precision.py"',
+        'run_benchmark("gpu.precision"',
     )
     for words in (
         "--data data/cifar10 --out benchmarks/results/precision",
@@ -106,53 +107,53 @@ RUN_ELSEWHERE |= {
     )
 }
 SMALLER = {  # benchmark: the same with sizes for a test
-    ".venv/bin/python benchmarks/gpu/run.py --out benchmarks/results": GPU,
-    ".venv/bin/python benchmarks/gpu/run.py --guard --out benchmarks/results": GPU,
-    ".venv/bin/python benchmarks/gpu/run.py --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench --out benchmarks/results": GPU,  # noqa: E501
-    ".venv/bin/python benchmarks/comm/reducer_overhead.py --device cuda --out benchmarks/results/comm-reducer-overhead.json": (  # noqa: E501
-        "comm/reducer_overhead.py --device cpu --repetitions 2 --out out.json"
+    ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
+    ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
+    ".venv/bin/python -m benchmarks.gpu.run --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench --out benchmarks/results": GPU,  # noqa: E501
+    ".venv/bin/python -m benchmarks.comm.reducer_overhead --device cuda --out benchmarks/results/comm-reducer-overhead.json": (  # noqa: E501
+        "comm.reducer_overhead --device cpu --repetitions 2 --out out.json"
     ),
-    ".venv/bin/python benchmarks/comm/run.py --out benchmarks/results": "comm/run.py --list --out .",
-    ".venv/bin/python benchmarks/comm/run.py --only scaling --out benchmarks/results": (
-        "comm/run.py --only scaling --list --out ."
+    ".venv/bin/python -m benchmarks.comm.run --out benchmarks/results": "comm.run --list --out .",
+    ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
+        "comm.run --only scaling --list --out ."
     ),
-    ".venv/bin/python benchmarks/comm/plot.py benchmarks/results --out docs/comm.png": (
-        f"comm/plot.py {ROOT}/benchmarks/results --out comm.png"
+    ".venv/bin/python -m benchmarks.comm.plot benchmarks/results --out docs/comm.png": (
+        f"comm.plot {ROOT}/benchmarks/results --out comm.png"
     ),
-    ".venv/bin/python benchmarks/input/decode.py data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
-    ".venv/bin/python benchmarks/input/decode.py data/imagenet --split val --threads 8 --device-id 0 --out benchmarks/results/input-decode-gpu.json": DECODE,  # noqa: E501
-    ".venv/bin/python benchmarks/gpu/recompute.py --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
-    ".venv/bin/python benchmarks/gpu/recompute.py --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
-    ".venv/bin/python benchmarks/input/plot.py benchmarks/results/input-decode-1core.json --out docs/input.png": (
-        f"input/plot.py {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
+    ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --threads 8 --device-id 0 --out benchmarks/results/input-decode-gpu.json": DECODE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png": (
+        f"input.plot {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
     ),
-    ".venv/bin/python benchmarks/input/storage.py data/imagenette --shard-mb 16 --out benchmarks/results/input-storage.json": (  # noqa: E501
-        "input/storage.py data/shapes --shard-mb 1 --batch 4 --repetitions 5 --scratch . --out out.json"
+    ".venv/bin/python -m benchmarks.input.storage data/imagenette --shard-mb 16 --out benchmarks/results/input-storage.json": (  # noqa: E501
+        "input.storage data/shapes --shard-mb 1 --batch 4 --repetitions 5 --scratch . --out out.json"
     ),
-    ".venv/bin/python benchmarks/input/startup.py --out benchmarks/results/input-startup.json": (
-        "input/startup.py --num 1000 --repetitions 1 --scratch . --out out.json"
+    ".venv/bin/python -m benchmarks.input.startup --out benchmarks/results/input-startup.json": (
+        "input.startup --num 1000 --repetitions 1 --scratch . --out out.json"
     ),
-    ".venv/bin/python benchmarks/input/python_cost.py --out benchmarks/results/input-python-cost.json": (
-        "input/python_cost.py --pictures 256 --repetitions 1 --out out.json"
+    ".venv/bin/python -m benchmarks.input.python_cost --out benchmarks/results/input-python-cost.json": (
+        "input.python_cost --pictures 256 --repetitions 1 --out out.json"
     ),
-    ".venv/bin/python benchmarks/sharded_update.py --ranks 2 --out benchmarks/results/sharded-update.json": (
-        "sharded_update.py --ranks 2 --model resnet18 --repetitions 1 --out out.json"
+    ".venv/bin/python -m benchmarks.sharded_update --ranks 2 --out benchmarks/results/sharded-update.json": (
+        "sharded_update --ranks 2 --model resnet18 --repetitions 1 --out out.json"
     ),
-    ".venv/bin/python benchmarks/largebatch/lars_step.py --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
-    ".venv/bin/python benchmarks/gpu/inference.py --out benchmarks/results/inference-cuda.json": INFERENCE,
-    ".venv/bin/python benchmarks/gpu/inference.py --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
-    ".venv/bin/python benchmarks/largebatch/lars_step.py --out benchmarks/results/lars-step-cpu.json": STEP,
-    ".venv/bin/python benchmarks/largebatch/ablations.py --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
-        "largebatch/ablations.py --dataset cifar10 --form short --dry-run"
+    ".venv/bin/python -m benchmarks.largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
+    ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
+    ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
+    ".venv/bin/python -m benchmarks.largebatch.ablations --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
+        "largebatch.ablations --dataset cifar10 --form short --dry-run"
     ),
-    ".venv/bin/python benchmarks/largebatch/ablations.py --dataset imagenette --form short --out benchmarks/results/ablations-imagenette-short.json": (  # noqa: E501
-        "largebatch/ablations.py --dataset imagenette --form short --dry-run"
+    ".venv/bin/python -m benchmarks.largebatch.ablations --dataset imagenette --form short --out benchmarks/results/ablations-imagenette-short.json": (  # noqa: E501
+        "largebatch.ablations --dataset imagenette --form short --dry-run"
     ),
-    f".venv/bin/python benchmarks/largebatch/plot_ablations.py {ABLATIONS} --out docs/ablations.png": (
-        f"largebatch/plot_ablations.py {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"
+    f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
+        f"largebatch.plot_ablations {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"
     ),
-    ".venv/bin/python benchmarks/largebatch/exactness.py --out benchmarks/results/lars-exactness.json": (
-        "largebatch/exactness.py --steps 2 --out out.json"
+    ".venv/bin/python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json": (
+        "largebatch.exactness --steps 2 --out out.json"
     ),
 }
 
@@ -234,15 +235,9 @@ def test_make_targets_exist(command: str) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(SMALLER.values())))
 def test_benchmarks_run(command: str, tmp_path: Path) -> None:
-    script, *options = command.split()
     write_shapes(command, below=tmp_path)
-    subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *options],
-        cwd=tmp_path,
-        check=True,
-        timeout=100,
-        stdout=subprocess.DEVNULL,
-    )
+    done = run_benchmark(*command.split(), cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("line", BIGBATCH)

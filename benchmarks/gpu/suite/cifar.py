@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import ratios
 
+from benchmarks.gpu.suite.context import Context, Found
+from benchmarks.gpu.suite.images import small_images
+from benchmarks.gpu.suite.job import as_options
+from benchmarks.record import ratios
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.shards import open_split
-
-from .context import Context, Found
-from .images import small_images
-from .job import as_options
 
 RECIPE = "cifar10_10epochs"
 SCRIPTS = ("legacy/airbench94.py", "airbench94.py")

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import at_least
-from record import conditions, write_record
 
+from benchmarks.arguments import at_least
+from benchmarks.gpu.suite import cifar, evaluation, scripts, small_batches, starting, steps, training
+from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found, Size
+from benchmarks.gpu.suite.device import device_conditions, device_name, file_stem
+from benchmarks.gpu.suite.guard import compare_case
+from benchmarks.gpu.suite.report import page
+from benchmarks.record import conditions, write_record
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import UserError
-
-from . import cifar, evaluation, scripts, small_batches, starting, steps, training
-from .context import FULL, SMALL, Context, Found, Size
-from .device import device_conditions, device_name, file_stem
-from .guard import compare_case
-from .report import page
 
 DESCRIPTION = "All measurements on the GPU at hand; at a small size on the CPU where there is none."
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import spread
+
+from benchmarks.record import spread
 
 
 @dataclass(frozen=True, kw_only=True)

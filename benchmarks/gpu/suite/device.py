@@ -5,7 +5,8 @@ import subprocess
 from typing import Any
 
 import torch
-from record import cpu_name
+
+from benchmarks.record import cpu_name
 
 ASKED = {
     "driver": "driver_version",

@@ -3,16 +3,14 @@
 from contextlib import closing
 from importlib.util import find_spec
 
-from record import ratios
-
+from benchmarks.gpu.suite.context import Context, Found
+from benchmarks.gpu.suite.images import like_imagenet, small_images
+from benchmarks.gpu.suite.job import Job, seconds_of, settings_for
+from benchmarks.gpu.suite.torchvision_peer import num_workers
+from benchmarks.record import ratios
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.inference.accuracy import evaluate
 from bigbatch.trainer.input.shards import open_split
-
-from .context import Context, Found
-from .images import like_imagenet, small_images
-from .job import Job, seconds_of, settings_for
-from .torchvision_peer import num_workers
 
 ROUNDS = 3
 

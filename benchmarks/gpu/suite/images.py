@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import startup
-
+from benchmarks.input import startup
 from bigbatch.trainer.datasets.generated import write_dataset
 
 

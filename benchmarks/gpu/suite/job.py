@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.suite.context import Size
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build import input as build_input
@@ -19,8 +20,6 @@ from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import Window, train_step
-
-from .context import Size
 
 COMPILED = {"compute.compile": "default"}
 CAPTURED = {**COMPILED, "compute.cuda_graph": True}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .targets import TARGETS
+from benchmarks.gpu.suite.targets import TARGETS
 
 
 def page(record: Mapping[str, Any]) -> str:

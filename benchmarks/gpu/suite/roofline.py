@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import conv_flop_count
 
+from benchmarks.gpu.suite.context import Context, Found
+from benchmarks.gpu.suite.job import seconds_of
 from bigbatch.trainer.models import build_model
-
-from .context import Context, Found
-from .job import seconds_of
 
 DTYPE = torch.bfloat16
 PASSES = 3

@@ -3,14 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from inference import FORMS
-
-from .context import TOO_LONG, Context, Found
-
-FOLDER = Path(__file__).resolve().parents[1]
+from benchmarks.gpu.inference import FORMS
+from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 
 
 def measure_inference(context: Context) -> Found:
@@ -22,7 +18,7 @@ def measure_inference(context: Context) -> Found:
     if not context.compiles:
         options += ["--only", *(form.name for form in FORMS if not form.compile)]
         found.left_out["compiled"] = TOO_LONG
-    record = run_script("inference.py", options, context)
+    record = run_script("inference", options, context)
     found.conditions["precision"] = f"fp32, then {record['conditions']['options']['half']}"
     for each in record["batch_sizes"]:
         for name, form in each["forms"].items():
@@ -40,7 +36,7 @@ def measure_recompute(context: Context) -> Found:
     options = ["--batch", str(size.batch), "--repetitions", str(size.rounds), *_net(context)]
     if context.is_small:
         options += ["--blocks", "0", "2"]
-    rows, record = [], run_script("recompute.py", options, context)
+    rows, record = [], run_script("recompute", options, context)
     found.conditions |= {
         "precision": record["conditions"]["options"]["precision"],
         "clock": record["conditions"]["clock"],
@@ -63,7 +59,8 @@ def measure_recompute(context: Context) -> Found:
 def run_script(name: str, options: list[str], context: Context) -> dict[str, Any]:
     """Its record. What it says goes to standard error, as it comes."""
     out = context.scratch / f"{name}.json"
-    subprocess.run([sys.executable, str(FOLDER / name), *options, "--out", str(out)], check=True, stdout=sys.stderr)
+    command = [sys.executable, "-m", f"benchmarks.gpu.{name}", *options, "--out", str(out)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
     record: dict[str, Any] = json.loads(out.read_text())
     return record
 

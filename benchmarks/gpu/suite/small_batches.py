@@ -3,10 +3,9 @@
 from contextlib import ExitStack, closing
 from functools import partial
 
+from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
+from benchmarks.gpu.suite.job import CAPTURED, COMPILED, contestant, rates_in_turn, settings_for
 from bigbatch.errors import UserError
-
-from .context import TOO_LONG, Context, Found
-from .job import CAPTURED, COMPILED, contestant, rates_in_turn, settings_for
 
 MODES = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
 

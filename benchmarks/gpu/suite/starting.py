@@ -6,10 +6,9 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
+from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, settings_for
 from bigbatch.trainer.run.folder import RunDir, read_records
-
-from .context import TOO_LONG, Context, Found
-from .job import COMPILED, Settings, as_options, settings_for
 
 ROUNDS = 3
 

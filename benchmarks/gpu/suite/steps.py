@@ -4,11 +4,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
+from benchmarks.gpu.suite.job import COMPILED, Contestant, contestant, in_precision, rates_in_turn, settings_for
+from benchmarks.gpu.suite.roofline import layers_of, measure_peaks
 from bigbatch.errors import UserError
-
-from .context import TOO_LONG, Context, Found
-from .job import COMPILED, Contestant, contestant, in_precision, rates_in_turn, settings_for
-from .roofline import layers_of, measure_peaks
 
 LARS = {
     "optimizer.name": "lars",

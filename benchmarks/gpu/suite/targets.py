@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .cifar import RECIPE
-from .torchvision_peer import SCRIPT
+from benchmarks.gpu.suite.cifar import RECIPE
+from benchmarks.gpu.suite.torchvision_peer import SCRIPT
 
 
 @dataclass(frozen=True)

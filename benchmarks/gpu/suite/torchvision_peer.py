@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.gpu.suite.context import Context
+from benchmarks.gpu.suite.job import AS_TORCH_STARTS, Contestant
 from bigbatch.errors import ConfigError
-
-from .context import Context
-from .job import AS_TORCH_STARTS, Contestant
 
 SCRIPT = "torchvision's script"
 STAND_IN = f"stand-in for {SCRIPT}"

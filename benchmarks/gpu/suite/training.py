@@ -5,14 +5,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from record import ratios
-
+from benchmarks.gpu.suite import torchvision_peer
+from benchmarks.gpu.suite.context import Context, Found
+from benchmarks.gpu.suite.images import small_images
+from benchmarks.gpu.suite.job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn
+from benchmarks.record import ratios
 from bigbatch.trainer.input.shards import open_split
-
-from . import torchvision_peer
-from .context import Context, Found
-from .images import small_images
-from .job import CAPTURED, Contestant, contestant, rates_in_turn, settings_for, turn
 
 MOST_BATCHES_AHEAD = 2
 """Of each worker of torch's DataLoader, which have to be used up before the clock starts."""

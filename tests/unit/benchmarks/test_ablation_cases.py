@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 import shutil
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,16 +12,11 @@ import torch
 from fake_ablations import TINY
 from PIL import Image
 
+from benchmarks.largebatch import ablation_data, ablations
+from benchmarks.largebatch.ablation_cases import FORMS, HALF_LARS, OPTIMIZERS, TUNING_SEED, cases, write_experiment
 from bigbatch.errors import DataError
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.config.file import load_config
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/largebatch"))  # scripts that import each other by their plain names
-
-import ablation_data  # noqa: E402
-import ablations  # noqa: E402
-from ablation_cases import FORMS, HALF_LARS, OPTIMIZERS, TUNING_SEED, cases, write_experiment  # noqa: E402
 
 ALL_FORMS = pytest.mark.parametrize("form", FORMS.values(), ids=["-".join(key) for key in FORMS])
 

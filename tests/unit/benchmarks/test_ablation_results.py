@@ -2,18 +2,13 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from fake_ablations import TINY, FakeBigbatch
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/largebatch"))  # scripts that import each other by their plain names
-
-import ablation_results  # noqa: E402
-import ablations  # noqa: E402
-from ablation_cases import OPTIMIZERS  # noqa: E402
+from benchmarks.largebatch import ablation_results, ablations, plot_ablations
+from benchmarks.largebatch.ablation_cases import OPTIMIZERS
 
 
 def run(top1):
@@ -78,16 +73,12 @@ def test_the_table_states_its_conditions():
 
 
 def test_the_plot_marks_cases_that_are_incomplete():
-    import plot_ablations
-
     batches, others, _ = plot_ablations.draw([record_by_hand()]).axes
     assert [text.get_text() for text in batches.texts] == ["2 of 3 ended", "nesterov: 0 of 2 ended"]
     assert others.get_yticklabels()[0].get_text() == "half\n(batch 64, 1 of 2 ended)"
 
 
 def test_the_plot_draws_every_case(tmp_path, monkeypatch):
-    import plot_ablations
-
     monkeypatch.setattr(ablations, "run_child", FakeBigbatch())
     ablations.run_all(TINY, tmp_path)
     record = {"conditions": {"options": {"dataset": "cifar10"}}, **ablation_results.collect(TINY, tmp_path)}

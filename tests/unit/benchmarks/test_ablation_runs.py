@@ -6,23 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_process import from_checkout, run_benchmark
 from fake_ablations import TINY, FakeBigbatch
 
+from benchmarks.largebatch import ablation_results, ablations
+from benchmarks.largebatch.ablation_cases import cases
 from bigbatch.errors import ConfigError, TrainingDiverged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.step.divergence import require_finite
 from bigbatch.trainer.step.loss_scale import LossScale, Scaling
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/largebatch"))  # scripts that import each other by their plain names
-
-import ablation_results  # noqa: E402
-import ablations  # noqa: E402
-from ablation_cases import cases  # noqa: E402
 
 
 def test_what_is_finished_is_not_repeated(tmp_path, monkeypatch):
@@ -104,7 +99,7 @@ def test_an_interrupted_or_failed_run_ends_all(code, words, tmp_path, monkeypatc
 
 PARENT = """
 import sys
-import ablations
+from benchmarks.largebatch import ablations
 command = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 ablations.stop_unless_done(ablations.run_child(command).returncode, command)
 print("the next run")
@@ -124,7 +119,7 @@ time.sleep(60)
 def test_a_ctrl_c_waits_until_the_child_has_saved(tmp_path):
     """The whole process group gets SIGINT, as from a terminal; nothing else is started."""
     command = [sys.executable, "-c", PARENT, SLOW_TO_SAVE, str(tmp_path / "checkpoint")]
-    streams = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT / "benchmarks/largebatch"}
+    streams = {"stdout": subprocess.PIPE, "text": True, "env": from_checkout()}
     process = subprocess.Popen(command, start_new_session=True, **streams)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
@@ -135,15 +130,8 @@ def test_a_ctrl_c_waits_until_the_child_has_saved(tmp_path):
 
 
 def test_without_images_it_is_skipped(tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "benchmarks/largebatch/ablations.py",
-        "--dataset",
-        "imagenette",
-        "--form",
-        "short",
-    ]
-    done = subprocess.run([*command, "--data", "none"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    options = ("--dataset", "imagenette", "--form", "short", "--data", "none")
+    done = run_benchmark("largebatch.ablations", *options, cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.startswith("skipped: none/train is not there; bigbatch data prepare makes it")
     assert not list(tmp_path.iterdir())

@@ -9,34 +9,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from benchmark_process import from_checkout, run_benchmark
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/comm"))  # scripts that import each other by their plain names
-
-import cases  # noqa: E402
-import common  # noqa: E402
-import entries  # noqa: E402
-import exchange  # noqa: E402
-import gradient_sets  # noqa: E402
-import gradients  # noqa: E402
-import links  # noqa: E402
-import plot  # noqa: E402
-import reducer_overhead  # noqa: E402
-import run as driver  # noqa: E402
-import scaling  # noqa: E402
-import step  # noqa: E402
-import summary  # noqa: E402
-import targets  # noqa: E402
-import tuning  # noqa: E402
-
-from bigbatch.comm.algorithms.hybrid import Measured  # noqa: E402
-from bigbatch.errors import CommError  # noqa: E402
+from benchmarks.comm import (
+    cases,
+    common,
+    entries,
+    exchange,
+    gradient_sets,
+    gradients,
+    links,
+    plot,
+    reducer_overhead,
+    scaling,
+    step,
+    summary,
+    targets,
+    tuning,
+)
+from benchmarks.comm import run as driver
+from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.errors import CommError
 
 # --- scaling ---
 
@@ -326,12 +326,14 @@ def test_a_rank_ends_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     for error, code in (("CommError('no network')", 1), ("ValueError('defect')", 1)):
         script.write_text(
-            f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks/comm')!r})\n"
-            "from common import CommError, run_rank\n"
+            "from bigbatch.errors import CommError\n"
+            "from benchmarks.comm.common import run_rank\n"
             f"def run(): raise {error}\n"
             "run_rank(run)\n"
         )
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=from_checkout()
+        )
         assert done.returncode == code
         assert ("Traceback" in done.stderr) == ("defect" in error)
         assert "rank.py" in done.stderr
@@ -415,7 +417,7 @@ def test_cases_have_names_of_their_own_and_cover_the_issue() -> None:
     for group in (cases.CASES, cases.QUICK):
         assert len({case.name for case in group}) == len(group)
         for case in group:
-            assert (ROOT / "benchmarks/comm" / case.script).exists()
+            assert find_spec(f"benchmarks.comm.{case.module}")
     plain = cases.choose_cases(quick=False, long=False, only=[])
     names = " ".join(case.name for case in plain)
     for part in ("4x2-200mbit", "4x2-1gbit", "500us", "cyclic", "8x1", "2x4", "3+2+2+1", "resnet50", "alexnet_bn"):
@@ -433,15 +435,15 @@ def test_choosing_cases() -> None:
 
 
 def test_the_command_of_a_case(tmp_path: Path) -> None:
-    case = cases.Case("c", "step.py", ("--pace", "1"), "3,2", "1gbit", place="cyclic")
+    case = cases.Case("c", "step", ("--pace", "1"), "3,2", "1gbit", place="cyclic")
     words = case.command(tmp_path / "c.json")
     before, after = words[: words.index("--")], words[words.index("--") + 1 :]
     assert before[1:6] == ["-m", "bigbatch", "launch", "emulate", "run"]
     options = dict(zip(before[6:-1:2], before[7::2], strict=False))
     assert options["--ranks-per-node"] == "3,2"
     assert options["--place"] == "cyclic"
-    assert after[0].endswith("step.py")
-    parsed = step.parse(after[1:])
+    assert after[:2] == ["-m", "benchmarks.comm.step"]
+    parsed = step.parse(after[2:])
     assert parsed.case == "c"
     assert json.loads(parsed.setting) == {"ranks_per_node": "3,2", "link": "1gbit", "delay": "0", "place": "cyclic"}
 
@@ -449,15 +451,15 @@ def test_the_command_of_a_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", [cases.CASES, cases.QUICK])
 def test_the_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) -> None:
     parsers = {
-        "exchange.py": exchange.parse,
-        "gradients.py": gradients.parse,
-        "step.py": step.parse,
-        "scaling.py": scaling.parse,
-        "reducer_overhead.py": reducer_overhead.parse,
+        "exchange": exchange.parse,
+        "gradients": gradients.parse,
+        "step": step.parse,
+        "scaling": scaling.parse,
+        "reducer_overhead": reducer_overhead.parse,
     }
     known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS}
     for case in group:
-        options = parsers[case.script](["--out", "x.json", *case.options])
+        options = parsers[case.module](["--out", "x.json", *case.options])
         assert set((getattr(options, "contestants", None) or "hybrid").split(",")) <= known
 
 
@@ -617,7 +619,7 @@ def test_the_image(tmp_path: Path) -> None:
 
 
 def test_a_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
-    case = cases.Case("broken", "no-such-script.py", seconds=10)
+    case = cases.Case("broken", "no_such_module", seconds=10)
     path = cases.record_path(tmp_path, case, quick=False)
     path.write_text("{}")
     assert not driver.run_case(case, out=tmp_path, quick=False)
@@ -625,12 +627,11 @@ def test_a_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
 
 
 def test_the_driver_lists_its_cases() -> None:
-    argv = [sys.executable, str(ROOT / "benchmarks/comm/run.py"), "--list", "--only", "paced"]
-    listed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = run_benchmark("comm.run", "--list", "--only", "paced", check=True, timeout=60).stdout
     assert [line.split()[0] for line in listed.splitlines()] == [
         "step-resnet50-1gbit-paced",
         "step-resnet50-200mbit-paced",
     ]
-    wrong = subprocess.run([*argv[:2], "--only", "moon"], capture_output=True, text=True, timeout=60)
+    wrong = run_benchmark("comm.run", "--only", "moon", timeout=60)
     assert wrong.returncode == 2
     assert "no case has such a name" in wrong.stderr

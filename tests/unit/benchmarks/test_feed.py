@@ -4,21 +4,15 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_process import run_benchmark
 
+from benchmarks.input import feed, parity, python_cost
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/input"))  # scripts that import each other by their plain names
-
-import feed  # noqa: E402
-import parity  # noqa: E402
-import python_cost  # noqa: E402
 
 TINY = {
     "data.image_size": 32,
@@ -40,11 +34,6 @@ def shapes(tmp_path_factory):
     root = tmp_path_factory.mktemp("data") / "shapes"
     write_dataset(root, train_per_class=8, val_per_class=3)
     return root
-
-
-def run(script, *options):
-    command = [sys.executable, str(ROOT / "benchmarks/input" / script), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def test_feed_compares_runs_of_one_repetition():
@@ -88,7 +77,7 @@ def test_feed_names_a_run_that_fails(shapes):
 @pytest.mark.slow
 def test_feed(shapes, tmp_path):
     out = tmp_path / "feed.json"
-    done = run("feed.py", shapes, "--ranks", 1, "--repetitions", 1, "--out", out, "--", *OPTIONS)
+    done = run_benchmark("input.feed", shapes, "--ranks", 1, "--repetitions", 1, "--out", out, "--", *OPTIONS)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found["conditions"]["pictures"] == 80
@@ -103,7 +92,7 @@ def test_parity(shapes, tmp_path):
     folder, out = tmp_path / "run", tmp_path / "parity.json"
     command = [sys.executable, "-m", "bigbatch", "train", *OPTIONS, "--data.root", shapes, "--run.directory", folder]
     subprocess.run(command, check=True, timeout=200)
-    done = run("parity.py", folder, "--out", out)
+    done = run_benchmark("input.parity", folder, "--out", out)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found["pictures"] == 30
@@ -132,7 +121,7 @@ def test_parity_wants_an_evaluated_run(tmp_path):
 def test_python_cost(tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     out = tmp_path / "cost.json"
-    done = run("python_cost.py", "--pictures", 512, "--repetitions", 2, "--out", out)
+    done = run_benchmark("input.python_cost", "--pictures", 512, "--repetitions", 2, "--out", out)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert set(found["microseconds_per_picture"]) == {

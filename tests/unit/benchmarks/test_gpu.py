@@ -15,23 +15,19 @@ from gpu_suite import run_small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpu.suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training
+from benchmarks.gpu.suite.context import SMALL, Context, Found
+from benchmarks.gpu.suite.device import file_stem
+from benchmarks.gpu.suite.guard import compare_case
+from benchmarks.gpu.suite.report import page
+from benchmarks.gpu.suite.targets import TARGETS, Target
+from benchmarks.record import ratios
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.shards import open_split
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import set_tf32
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
-
-from record import ratios  # noqa: E402
-from suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training  # noqa: E402
-from suite.context import SMALL, Context, Found  # noqa: E402
-from suite.device import file_stem  # noqa: E402
-from suite.guard import compare_case  # noqa: E402
-from suite.report import page  # noqa: E402
-from suite.targets import TARGETS, Target  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -178,7 +174,7 @@ def test_cases_are_chosen_by_name_or_group() -> None:
 
 
 def test_small_and_full_have_records_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("suite.device.device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("benchmarks.gpu.suite.device.device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert file_stem(CPU, size="full") == "gpu-nvidia-h100-80gb-hbm3"
     assert file_stem(CPU, size="small") == "gpu-small-nvidia-h100-80gb-hbm3"
 
@@ -197,7 +193,7 @@ def test_targets_in_closed_form() -> None:
 
 
 def test_every_target_is_of_a_case_that_there_is() -> None:
-    from suite.context import FULL
+    from benchmarks.gpu.suite.context import FULL
 
     names = set(command.cases_of(FULL))
     assert {where[0] for each in TARGETS for where in (each.figure, each.over) if where} <= names

@@ -1,18 +1,13 @@
 """Why LARS has fp32 masters: the same arithmetic in fp16 leaves weights where they are (Jia et al. 2018)."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from bigbatch.trainer.optim.lars import LARS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # as someone who trains with it from the checkout
-
 from benchmarks.largebatch.half_lars import HalfLARS
+from bigbatch.trainer.optim.lars import LARS
 
 FIRST_LR, PEAK_LR = 24.699 / 31 / 19, 24.699
 """Of imagenet/resnet50_64k: 31 epochs of warm-up of 19 steps each."""

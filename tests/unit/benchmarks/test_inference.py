@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # for record.py
-
 from benchmarks.gpu import inference
 
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -13,26 +12,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from benchmark_process import run_benchmark
 from PIL import Image
 
+from benchmarks import record
+from benchmarks.input import contestants, decode, startup, storage
 from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.shards import PackedIndex, open_split
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/input"))  # scripts that import each other by their plain names
-
-import contestants  # noqa: E402
-import decode  # noqa: E402
-import record  # noqa: E402  (found by what decode adds to sys.path)
-import startup  # noqa: E402
-import storage  # noqa: E402
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
-
-
-def run(script, *options):
-    command = [sys.executable, str(ROOT / "benchmarks/input" / script), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 @pytest.fixture
@@ -156,12 +146,13 @@ def test_the_made_shards_are_a_packed_data_set(tmp_path):
     shards = list((tmp_path / "train").glob("shard-*.tar"))
     assert sum(path.stat().st_size for path in shards) > 5000 * startup.IMAGE_BYTES
     assert sum(path.stat().st_blocks * 512 for path in shards) < 1e6  # holes take no room
-    assert source.read(4999) == source.read(0) == startup.a_image()
+    assert source.read(4999) == source.read(0) == startup.an_image()
 
 
 @linux
 def test_startup(tmp_path):
-    done = run("startup.py", "--num", 2000, "--repetitions", 2, "--scratch", tmp_path, "--out", tmp_path / "out.json")
+    options = ("--num", 2000, "--repetitions", 2, "--scratch", tmp_path)
+    done = run_benchmark("input.startup", *options, "--out", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["conditions"]["options"]["num"] == "2000"
@@ -276,7 +267,7 @@ def test_decode(images, tmp_path):
     for path in {*index.paths} - {*small.paths}:
         (images / "train" / path).write_text("no picture")
     options = ("--pictures", 5, "--image-size", 32, "--batch", 4, "--batches", 2, "--repetitions", 2)
-    done = run("decode.py", images, *options, "--out", tmp_path / "out.json")
+    done = run_benchmark("input.decode", images, *options, "--out", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     rates, facts = found["images_per_second_per_core"], found["conditions"]
@@ -318,7 +309,7 @@ def test_conditions_tell_no_place_of_this_machine(value, shown):
 @linux
 def test_storage(images, tmp_path):
     options = ("--scratch", tmp_path, "--repetitions", 5, "--batch", 4, "--out", tmp_path / "out.json")
-    done = run("storage.py", images, *options)
+    done = run_benchmark("input.storage", images, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     rates, facts = found["pictures_per_second"], found["conditions"]

@@ -1,20 +1,14 @@
 """The benchmarks of LARS: every case is exact, peers agree where definitions meet, a step's figures follow by hand."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from benchmark_process import run_benchmark
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks/largebatch"))  # scripts that import each other by their plain names
-
-import exactness  # noqa: E402
-import lars_step  # noqa: E402
+from benchmarks.largebatch import exactness, lars_step
 
 # --- exactness ---
 
@@ -82,9 +76,9 @@ def test_shares_of_the_bandwidth_by_hand():
 
 
 def test_lars_step_runs_and_names_who_is_left_out(tmp_path):
-    script = ROOT / "benchmarks/largebatch/lars_step.py"
-    options = ["--models", "resnet18", "--repeats", "1", "--threads", "1", "--bandwidth-mb", "1"]
-    subprocess.run([sys.executable, script, *options, "--out", tmp_path / "out.json"], check=True, timeout=200)
+    options = ("--models", "resnet18", "--repeats", 1, "--threads", 1, "--bandwidth-mb", 1)
+    done = run_benchmark("largebatch.lars_step", *options, "--out", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     model = found["models"]["resnet18"]
     assert model["parameters"] == 11_689_512  # torchvision's documented count

@@ -2,17 +2,16 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from benchmark_process import run_benchmark
 
+from benchmarks.gpu import precision
 from bigbatch.trainer.datasets.generated import write_dataset
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks/gpu"
 TINY = [
     "--models",
     "resnet18",
@@ -33,28 +32,19 @@ TINY = [
 ]
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER.parent))
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import precision
-
-    return precision
-
-
 def measured(what: str, precision: str, turn: int, **figures: Any) -> dict[str, Any]:
     return {"what": what, "model": "resnet18", "precision": precision, "turn": turn, **figures}
 
 
 def test_data_that_is_not_there_is_refused_before_anything_is_measured(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        benchmark.parse(["--out", str(tmp_path / "o.json"), "--data", str(tmp_path)])
+        precision.parse(["--out", str(tmp_path / "o.json"), "--data", str(tmp_path)])
     assert f"{tmp_path / 'train'} is not there" in capsys.readouterr().err
 
 
-def test_rows_by_hand(benchmark: ModuleType) -> None:
+def test_rows_by_hand() -> None:
     """Speeds of 100, 50, 200 beside 200, 150, 300 in the same turns: ratios of 2, 3 and 1.5."""
     speeds = {"fp32": (100.0, 50.0, 200.0), "bf16": (200.0, 150.0, 300.0)}
     everything = [
@@ -64,7 +54,7 @@ def test_rows_by_hand(benchmark: ModuleType) -> None:
     ]
     everything.append(measured("largest", "bf16", 0, largest=96))
     everything += [measured("accuracy", "bf16", seed, top1=top1) for seed, top1 in ((0, 0.5), (7, 0.6))]
-    fp32, bf16 = benchmark.make_rows(everything)
+    fp32, bf16 = precision.make_rows(everything)
     assert (fp32["speedup"]["median"], fp32["largest"], fp32["top1"], fp32["peak_mb"]) == (1.0, None, None, 12.0)
     assert bf16["images_per_second"]["median"] == 200
     assert [bf16["speedup"][key] for key in ("n", "min", "median", "max")] == [3, 1.5, 2.0, 3.0]
@@ -76,10 +66,10 @@ def test_rows_by_hand(benchmark: ModuleType) -> None:
 def test_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", train_per_class=4, val_per_class=1, side_pixels=(32, 32))
     out = tmp_path / "out.json"
-    command = [sys.executable, str(FOLDER / "precision.py"), *TINY, "--data", str(tmp_path / "data"), "--out", str(out)]
 
     def run(*words: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=280)
+        options = (*TINY, "--data", tmp_path / "data", "--out", out)
+        return run_benchmark("gpu.precision", *options, *words, timeout=280)
 
     done = run("--precisions", "fp32", "tf32")
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,7 @@
 """LARS against a float64 oracle written from its formula, torch's SGD, and its promises to torch.amp."""
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +18,9 @@ from optimizer_steps import (
     set_random_grads,
 )
 
+from benchmarks.largebatch.oracle import Oracle
 from bigbatch.trainer.optim import lars
 from bigbatch.trainer.optim.lars import LARS, trust_ratios
-
-ROOT = Path(__file__).resolve().parents[4]
-sys.path.insert(0, str(ROOT / "benchmarks/largebatch"))  # scripts that import each other by their plain names
-
-from oracle import Oracle  # noqa: E402
 
 torch.set_num_threads(1)
 

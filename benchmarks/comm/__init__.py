@@ -1,0 +1,1 @@
+"""All-reduces, gradients, steps and scaling across emulated nodes, beside gloo, MPI and Horovod."""

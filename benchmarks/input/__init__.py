@@ -1,0 +1,1 @@
+"""From a picture on disk to a batch: decoding, reading, starting, and what of it a training waits for."""
