@@ -72,8 +72,12 @@ class EmulationError(UserError, RuntimeError):
     """The cluster cannot be built, found or left; the message says what to do."""
 
 
-class SlurmError(ConfigError):
-    """Slurm refused; the message holds its words."""
+class LaunchOptionError(UserError, ValueError):
+    """An option of launch, sweep, ablate or report, or a key of their files, is wrong; the message tells how."""
+
+
+class SchedulerError(UserError, RuntimeError):
+    """A scheduler refused, or its programs are not here; the message holds its words."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, write_hostfile
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import look_at_hosts, show_look
@@ -15,17 +15,19 @@ def compare_nodes(job: JobSpec, *, good_hosts: Path | None, dry_run: bool, envir
     """Run the preflight that is the job's command; its exit code, UNFIT where something is wrong.
 
     good_hosts is where a hostfile of the fit hosts goes; Slurm, which chooses the nodes itself, takes none.
-    Raises: ConfigError; SlurmError.
+    Raises: LaunchOptionError; SchedulerError.
     """
     if choose_launcher(job) == "slurm":
         if good_hosts:
-            raise ConfigError("--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm")
+            raise LaunchOptionError(
+                "--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm"
+            )
         if dry_run:
             print(job_script(job, folder=None), end="")
             return 0
         return run_and_show(job, environ=environ)
     if good_hosts and not job.hosts:
-        raise ConfigError("--good-hosts needs --hosts or --hostfile, of which it writes the fit ones")
+        raise LaunchOptionError("--good-hosts needs --hosts or --hostfile, of which it writes the fit ones")
     if dry_run:
         print(show_look(job, environ=environ), end="")
         return 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.compare_nodes import compare_nodes
 from bigbatch.launch.emulate import subcommands as emulate
 from bigbatch.launch.jobs.fit_hosts import preflight_command
@@ -42,7 +42,7 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
 
 def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     if arguments.preflight is not None:
-        raise ConfigError(
+        raise LaunchOptionError(
             "--preflight: bigbatch launch preflight only looks: give it to the launcher that trains, such as bigbatch "
             f"launch slurm --preflight {arguments.preflight}"
         )
@@ -68,7 +68,7 @@ def _cancel(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
 def _queue(name: str) -> Queue:
     queue = LAUNCHERS[name].queue
     if isinstance(queue, str):
-        raise ConfigError(f"--launcher {name} has no queue to ask: {queue}")
+        raise LaunchOptionError(f"--launcher {name} has no queue to ask: {queue}")
     return queue
 
 

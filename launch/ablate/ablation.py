@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.plan import Ablation, choose, find_ablation, make_points, packaged_ablations
 from bigbatch.launch.report.tables import show_table, stdout_console
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = _parser().parse_known_args(argv)
     for name in ("epochs", "seeds"):
         if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigError(f"--{name} {value} must be a number from 1 on")
+            raise LaunchOptionError(f"--{name} {value} must be a number from 1 on")
     ablation = find_ablation(arguments.ablation)
     folder = SweepFolder(Path(arguments.folder or ablation.folder))
     epochs, seeds = arguments.epochs, arguments.seeds

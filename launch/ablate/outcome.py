@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import RunFolderError
 from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
 from bigbatch.launch.report.collect import common_conditions, differences, whole_records
@@ -23,7 +24,7 @@ NOTE = (
 
 
 def collect(ablation: Ablation, points: Sequence[Point], folder: SweepFolder) -> list[StepResult]:
-    """What there is of these points, step by step. Raises: ConfigError for a damaged folder."""
+    """What there is of these points, step by step. Raises: LaunchOptionError for a damaged folder."""
     found = []
     for name, changes in ablation.steps.items():
         runs: list[RunResult] = []
@@ -48,6 +49,8 @@ def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResu
     try:
         records = whole_records(folder.run(point.number))
         return run_result(records, seed=point.config.run.seed, global_batch_size=size, target=target)
+    except RunFolderError as error:
+        return str(error)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         return f"its files are damaged: {type(error).__name__} {error}"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, nearest
+from bigbatch.errors import ConfigError, LaunchOptionError, nearest
 from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -39,19 +39,19 @@ class Ablation:
     """A run that takes longer is ended and has failed."""
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError."""
+        """Raises: LaunchOptionError."""
         if not self.steps:
-            raise ConfigError("steps: there is none")
+            raise LaunchOptionError("steps: there is none")
         if self.ranks < 1:
-            raise ConfigError(f"ranks: {self.ranks} must be a number from 1 on")
+            raise LaunchOptionError(f"ranks: {self.ranks} must be a number from 1 on")
         for where, given in {"options": self.options, **self.steps}.items():
             check_keys(given, legal=all_keys(), where=where)
             if taken := [key for key in given if key in OURS]:
-                raise ConfigError(f"{where}: {taken[0]}: the ablation sets it itself: leave it out")
+                raise LaunchOptionError(f"{where}: {taken[0]}: the ablation sets it itself: leave it out")
         if odd := [name for name in self.steps if "," in name]:
-            raise ConfigError(f"steps: {odd[0]!r} holds a comma, which stands between names: leave it out")
+            raise LaunchOptionError(f"steps: {odd[0]!r} holds a comma, which stands between names: leave it out")
         if self.target_top1 is not None and not 0 < self.target_top1 <= 1:
-            raise ConfigError(f"target_top1: {self.target_top1:g} must be a share of right answers, such as 0.94")
+            raise LaunchOptionError(f"target_top1: {self.target_top1:g} must be a share of right answers, such as 0.94")
         self.as_sweep()
 
     @property
@@ -60,7 +60,7 @@ class Ablation:
         return Path("runs/ablations") / self.name
 
     def as_sweep(self) -> Sweep:
-        """How and where its points run, for those who run points. Raises: ConfigError."""
+        """How and where its points run, for those who run points. Raises: LaunchOptionError."""
         return Sweep(
             name=self.name,
             config=self.config,
@@ -88,12 +88,14 @@ def packaged_ablations() -> list[str]:
 
 
 def find_ablation(name: str) -> Ablation:
-    """A file, or the packaged ablation of that name. Raises: ConfigError."""
+    """A file, or the packaged ablation of that name. Raises: LaunchOptionError."""
     path, known = Path(name), packaged_ablations()
     if not path.is_file():
         if name not in known:
             near = nearest(name, known)
-            raise ConfigError(f"{name}: there is no such file or packaged ablation; the nearest packaged one is {near}")
+            raise LaunchOptionError(
+                f"{name}: there is no such file or packaged ablation; the nearest packaged one is {near}"
+            )
         path = PACKAGED / "ablations" / f"{name}.yaml"
     return read_stated(path, Ablation, replaced={}, example="ablations/bag_of_tricks.yaml")
 
@@ -131,12 +133,12 @@ def _with_seed(config: Config, seed: int) -> Config:
 
 
 def choose(points: Sequence[Point], only: str | None) -> list[Point]:
-    """'a,b' -> the points of those steps. Raises: ConfigError."""
+    """'a,b' -> the points of those steps. Raises: LaunchOptionError."""
     if only is None:
         return list(points)
     names, known = only.split(","), [point.values[STEP] for point in points]
     for name in names:
         if name not in known:
             near = nearest(name, known)
-            raise ConfigError(f"--only: there is no step {name!r}; the nearest is {near!r}")
+            raise LaunchOptionError(f"--only: there is no step {name!r}; the nearest is {near!r}")
     return [point for point in points if point.values[STEP] in names]

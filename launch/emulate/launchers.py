@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, TERMINAL_VARIABLE
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
 from bigbatch.launch.jobs.options import Option
 from bigbatch.launch.launchers import mpirun, torchrun
@@ -85,9 +85,11 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
 
 
 def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
-    """Start one torchrun per node. Raises: ConfigError for an order that it does not have."""
+    """Start one torchrun per node. Raises: LaunchOptionError for an order that it does not have."""
     if site.order != "block":
-        raise ConfigError(f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain")
+        raise LaunchOptionError(
+            f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
+        )
     return tuple(
         Start(
             node,
@@ -105,10 +107,10 @@ def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
     """Start mpirun in the first node, which reaches the others by our agent instead of ssh.
 
     Everyone is root inside. Ranks that wait yield their core: they share a few.
-    Raises: ConfigError for a Python that mpirun cannot be told of.
+    Raises: LaunchOptionError for a Python that mpirun cannot be told of.
     """
     if re.search(r"[\s:]", sys.executable):  # mpirun parts its agents at colons and their words at blanks; no quotes
-        raise ConfigError(
+        raise LaunchOptionError(
             f"mpirun cannot call {sys.executable!r}, as its path has a blank or a colon: use --launcher torchrun or "
             "plain, or a virtual environment elsewhere"
         )
@@ -128,7 +130,7 @@ class NodeLauncher:
     """A launcher that can start a job in nodes that are there."""
 
     starts: Callable[[Job, ClusterPlan, Site], tuple[Start, ...]]
-    """Returns the processes to start; pure. Raises: ConfigError for what it cannot do."""
+    """Returns the processes to start; pure. Raises: LaunchOptionError for what it cannot do."""
     asks_to_stop: signal.Signals
     """Makes the processes pass on a request to save a checkpoint and stop."""
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 
 DEFAULT_NAME = "box"
 MAX_NODES = 100
@@ -36,60 +36,62 @@ class ClusterPlan:
 
 
 def make_plan(*, name: str, nodes: int | None, ranks_per_node: str, link: str, delay: str) -> ClusterPlan:
-    """Read what the command line says. Raises: ConfigError."""
+    """Read what the command line says. Raises: LaunchOptionError."""
     return ClusterPlan(parse_name(name), parse_ranks(ranks_per_node, nodes=nodes), parse_rate(link), parse_delay(delay))
 
 
 def parse_name(text: str) -> str:
-    """The name itself, which will be that of a folder. Raises: ConfigError."""
+    """The name itself, which will be that of a folder. Raises: LaunchOptionError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,19}", text):
-        raise ConfigError(f"--name {text!r}: use up to 20 lower-case letters, digits and dashes, such as box")
+        raise LaunchOptionError(f"--name {text!r}: use up to 20 lower-case letters, digits and dashes, such as box")
     return text
 
 
 def parse_ranks(text: str, *, nodes: int | None) -> tuple[int, ...]:
     """'2' for 4 nodes -> (2, 2, 2, 2); '3,2,2,1' -> (3, 2, 2, 1), for which nodes may be None.
 
-    Raises: ConfigError.
+    Raises: LaunchOptionError.
     """
     if not re.fullmatch(r"[1-9]\d{0,2}(,[1-9]\d{0,2})*", text, re.ASCII):
-        raise ConfigError(f"--ranks-per-node {text!r}: give a number, such as 2, or one for each node, such as 3,2,2,1")
+        raise LaunchOptionError(
+            f"--ranks-per-node {text!r}: give a number, such as 2, or one for each node, such as 3,2,2,1"
+        )
     ranks = tuple(int(word) for word in text.split(","))
     if nodes is None and len(ranks) == 1:
-        raise ConfigError("say how many: --nodes 4, or a number for each node, such as --ranks-per-node 3,2,2,1")
+        raise LaunchOptionError("say how many: --nodes 4, or a number for each node, such as --ranks-per-node 3,2,2,1")
     total = len(ranks) if nodes is None else nodes
     if not 1 <= total <= MAX_NODES:
-        raise ConfigError(f"--nodes {total} is not between 1 and {MAX_NODES}")
+        raise LaunchOptionError(f"--nodes {total} is not between 1 and {MAX_NODES}")
     if len(ranks) not in (1, total):
-        raise ConfigError(f"--ranks-per-node {text} names {len(ranks)} nodes, --nodes {total}: make them agree")
+        raise LaunchOptionError(f"--ranks-per-node {text} names {len(ranks)} nodes, --nodes {total}: make them agree")
     return ranks * total if len(ranks) == 1 else ranks
 
 
 def parse_rate(text: str) -> int | None:
-    """'200mbit' -> 200000000 bits per second; 'none' -> None. Raises: ConfigError."""
+    """'200mbit' -> 200000000 bits per second; 'none' -> None. Raises: LaunchOptionError."""
     if text == "none":
         return None
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(kbit|mbit|gbit)", text, re.ASCII)
     rate = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise ConfigError(f"--link {text!r}: give a rate from 1mbit to 100gbit, such as 200mbit, or none")
+        raise LaunchOptionError(f"--link {text!r}: give a rate from 1mbit to 100gbit, such as 200mbit, or none")
     return rate
 
 
 def parse_delay(text: str) -> int:
-    """'500us' -> 500, '2ms' -> 2000, '0' -> 0. Raises: ConfigError."""
+    """'500us' -> 500, '2ms' -> 2000, '0' -> 0. Raises: LaunchOptionError."""
     match = re.fullmatch(r"(\d{1,7})(us|ms)|0", text, re.ASCII)
     delay_us = int(match[1] or 0) * (1000 if match[2] == "ms" else 1) if match else MAX_DELAY_US + 1
     if delay_us > MAX_DELAY_US:
-        raise ConfigError(f"--delay {text!r}: give a one-way delay of up to one second, such as 500us or 2ms")
+        raise LaunchOptionError(f"--delay {text!r}: give a one-way delay of up to one second, such as 500us or 2ms")
     return delay_us
 
 
 def parse_node(text: str, *, num_nodes: int) -> int:
-    """'n2' -> 2. Raises: ConfigError for a node that there is not."""
+    """'n2' -> 2. Raises: LaunchOptionError for a node that there is not."""
     names = [host(node) for node in range(num_nodes)]
     if text not in names:
-        raise ConfigError(f"--node {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
+        raise LaunchOptionError(f"--node {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
     return names.index(text)
 
 

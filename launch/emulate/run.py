@@ -35,7 +35,7 @@ def run_job(
 
     Bytes of each link go to standard error, and to the file counters. What outlives the job is killed, and the job
     itself where this process is killed. Raises: EmulationError when another job runs, the cluster is removed under
-    this one or the file cannot be written; ConfigError for a missing launcher.
+    this one or the file cannot be written; LaunchOptionError for a missing launcher.
     """
     with only_job(cluster, root=root):
         if counters:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, NUM_SLURM_PORTS, terminal_columns
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import (
@@ -54,7 +54,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         return _up(plan, root=root, environ=environ, dry_run=arguments.dry_run)
     if arguments.action == "exec":
         if not command:
-            raise ConfigError("nothing to run: put a command behind --, such as -- sbatch job.sh")
+            raise LaunchOptionError("nothing to run: put a command behind --, such as -- sbatch job.sh")
         found = clusters.find(arguments.name, root=root)
         return run_on_login_node(command, cluster=found, root=root, environ=environ)
     if arguments.action == "run":
@@ -144,15 +144,17 @@ def _describe(plan: ClusterPlan) -> str:
 
 def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]) -> int:
     if not job.command:
-        raise ConfigError("nothing to run: put a bigbatch command behind --, such as -- train --config quickstart")
+        raise LaunchOptionError(
+            "nothing to run: put a bigbatch command behind --, such as -- train --config quickstart"
+        )
     if arguments.nodes is None and arguments.ranks_per_node is None:
         if arguments.link or arguments.delay:
-            raise ConfigError(
+            raise LaunchOptionError(
                 "--link and --delay come with --nodes; to change a cluster: bigbatch launch emulate shape"
             )
         found = clusters.find(arguments.name or DEFAULT_NAME, root=root)
         if found.plan.slurm:
-            raise ConfigError(
+            raise LaunchOptionError(
                 f"Slurm starts the jobs of {found.plan.name}: bigbatch launch emulate exec --name {found.plan.name} "
                 "-- sbatch job.sh"
             )

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate.launchers import Start
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops, shell_code
 
@@ -27,7 +27,7 @@ def run_together(
     enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only
     this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. Before all are there, the
     first one ends those that are: none can have done anything that is worth saving.
-    Raises: ConfigError when a program is not installed; SubprocessError when a process cannot enter its node.
+    Raises: LaunchOptionError when a program is not installed; SubprocessError when a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
@@ -56,7 +56,7 @@ def _start(start: Start, *, environ: Mapping[str, str], enter: Callable[[int], N
             preexec_fn=lambda: enter(start.node),
         )
     except FileNotFoundError as error:
-        raise ConfigError(
+        raise LaunchOptionError(
             f"{start.argv[0]} is not installed: pip install 'bigbatch[mpi]', or use --launcher torchrun"
         ) from error
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec
 from bigbatch.trainer.run.folder import writing
 
@@ -29,11 +29,11 @@ def read_bad_nodes(path: Path) -> list[str]:
 
 
 def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
-    """The job on its other hosts. Raises: ConfigError where these have too few slots, or cannot be told."""
+    """The job on its other hosts. Raises: LaunchOptionError where these have too few slots, or cannot be told."""
     hosts = fit_hosts(job.hosts, bad=bad)
     slots = sum(count for _, count in hosts)
     if not hosts or slots < job.num_ranks:
-        raise ConfigError(
+        raise LaunchOptionError(
             f"without {', '.join(bad)} there are {slots} slots for {job.num_ranks} ranks: name more --hosts, or state "
             "fewer --ranks"
         )
@@ -41,14 +41,14 @@ def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
 
 
 def write_hostfile(path: Path, hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> None:
-    """Of the fit hosts. Raises: RunFolderError; ConfigError where they cannot be told."""
+    """Of the fit hosts. Raises: RunFolderError; LaunchOptionError where they cannot be told."""
     lines = [f"{host} slots={slots}\n" for host, slots in fit_hosts(hosts, bad=bad)]
     with writing(path):
         path.write_text("".join(lines))
 
 
 def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Those that are none of the bad nodes. Raises: ConfigError for a bad node that cannot be told among them."""
+    """Those that are none of the bad nodes. Raises: LaunchOptionError for a bad node that cannot be told among them."""
     unfit = {_find_host(name, [host for host, _ in hosts]) for name in bad if hosts}
     return tuple((host, slots) for host, slots in hosts if host not in unfit)
 
@@ -60,7 +60,7 @@ def _find_host(name: str, hosts: Sequence[str]) -> str:
         found = {host for host in hosts if is_same(host, name)}
         if len(found) == 1:
             return found.pop()
-    raise ConfigError(
+    raise LaunchOptionError(
         f"--hosts: it cannot be told which of them is the unfit node {name}: leave it out yourself, or state each by "
         "the name that `hostname` prints there"
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.trainer.step.signals import handling
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,12 +65,12 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_st
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
     Under nohup a closed terminal changes nothing.
-    Raises: ConfigError when the launcher is not installed.
+    Raises: LaunchOptionError when the launcher is not installed.
     """
     try:
         process = subprocess.Popen(argv, env=dict(environ), start_new_session=True)
     except FileNotFoundError as error:
-        raise ConfigError(
+        raise LaunchOptionError(
             f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
         ) from error
     stopper = Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)

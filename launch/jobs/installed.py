@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 
 
 def find_mpirun() -> str:
@@ -25,9 +25,9 @@ def count_gpus() -> int:
 
 
 def require_interface(name: str) -> None:
-    """mpirun uses it here, too, and its own complaint names neither interface nor host. Raises: ConfigError."""
+    """mpirun uses it here, too, and its own complaint names neither interface nor host. Raises: LaunchOptionError."""
     names = [found for _, found in socket.if_nameindex()]
     if name not in names:
-        raise ConfigError(
+        raise LaunchOptionError(
             f"--interface {name!r}: {socket.gethostname()} has no such network interface; it has {', '.join(names)}"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import parse_environment, parse_minutes
 
@@ -30,16 +30,18 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     def read(self, value: object) -> Any:
-        """Return the value as the command line reads the word. Raises: ConfigError, in argparse's words."""
+        """Return the value as the command line reads the word. Raises: LaunchOptionError, in argparse's words."""
         if value is True:
-            raise ConfigError(f"argument {self.flag}: expected one argument")
+            raise LaunchOptionError(f"argument {self.flag}: expected one argument")
         try:
             read = self.kind(str(value))
         except ValueError as error:
-            raise ConfigError(f"argument {self.flag}: invalid {self.kind.__name__} value: {str(value)!r}") from error
+            raise LaunchOptionError(
+                f"argument {self.flag}: invalid {self.kind.__name__} value: {str(value)!r}"
+            ) from error
         if self.choices is not None and read not in self.choices:
             legal = ", ".join(map(repr, self.choices))
-            raise ConfigError(f"argument {self.flag}: invalid choice: {read!r} (choose from {legal})")
+            raise LaunchOptionError(f"argument {self.flag}: invalid choice: {read!r} (choose from {legal})")
         return read
 
 
@@ -121,7 +123,7 @@ def add_options(parser: "argparse._ActionsContainer", options: Iterable[Option])
 def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argparse.Namespace:
     """Return what a command line would give that states these values, by option; of a list, one value each.
 
-    Raises: ConfigError for a value that the option does not take.
+    Raises: LaunchOptionError for a value that the option does not take.
     """
     read = argparse.Namespace()
     for each in options:
@@ -135,7 +137,7 @@ def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argpar
 def read_job(
     arguments: argparse.Namespace, command: Sequence[str], *, num_cores: int, default_ranks: int = 1
 ) -> JobSpec:
-    """Return the job that the options state, be they of a command line or of a file. Raises: ConfigError."""
+    """Return the job that the options state, be they of a command line or of a file. Raises: LaunchOptionError."""
     hosts = () if arguments.hosts is None else parse_hosts(arguments.hosts)
     if arguments.hostfile is not None:
         hosts += read_hostfile(arguments.hostfile)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import INTERFACE_VARIABLE
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.words import check_words, option
 
 SIGNAL_EARLY_SECONDS = 60
@@ -22,7 +22,7 @@ class JobSpec:
     """A command for all ranks. None leaves a choice to the cluster, or to the launcher's own default.
 
     hosts maps each host to its number of ranks; empty: the launcher, or the scheduler, says where.
-    Raises: ConfigError for a value that a launcher's own syntax could take for something else.
+    Raises: LaunchOptionError for a value that a launcher's own syntax could take for something else.
     """
 
     command: tuple[str, ...]
@@ -97,10 +97,15 @@ SCHEDULED = (
 
 
 def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
-    """Say which option a launcher cannot honour, and what to do instead, rather than drop it. Raises: ConfigError."""
+    """Say which option a launcher cannot honour, and what to do instead, rather than drop it.
+
+    Raises: LaunchOptionError.
+    """
     for field in fields(JobSpec):
         if field.name in refused and getattr(job, field.name) != field.default:
-            raise ConfigError(f"{option(field.name)}: bigbatch launch {launcher} cannot do that; {refused[field.name]}")
+            raise LaunchOptionError(
+                f"{option(field.name)}: bigbatch launch {launcher} cannot do that; {refused[field.name]}"
+            )
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
@@ -112,35 +117,35 @@ def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
 def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
     """'n0:8,n1:8' -> (('n0', 8), ('n1', 8)); ':1' may be left out.
 
-    Raises: ConfigError for anything else, so that no host name can be taken for an option.
+    Raises: LaunchOptionError for anything else, so that no host name can be taken for an option.
     """
     hosts = []
     for part in text.split(","):
         match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", part)
         if not match or match[2] == "0":
-            raise ConfigError(f"--hosts {text!r}: {part!r} is not of the form HOST:RANKS, such as n0:8,n1:8")
+            raise LaunchOptionError(f"--hosts {text!r}: {part!r} is not of the form HOST:RANKS, such as n0:8,n1:8")
         hosts.append((match[1], int(match[2] or 1)))
     return tuple(hosts)
 
 
 def parse_master(text: str) -> tuple[str, int]:
-    """'n0:29500' -> ('n0', 29500). Raises: ConfigError."""
+    """'n0:29500' -> ('n0', 29500). Raises: LaunchOptionError."""
     match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5})", text, re.ASCII)
     if not match or not 0 < int(match[2]) < 65536:
-        raise ConfigError(f"--master {text!r} is not of the form HOST:PORT, such as n0:29500")
+        raise LaunchOptionError(f"--master {text!r} is not of the form HOST:PORT, such as n0:29500")
     return match[1], int(match[2])
 
 
 def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
-    """Lines 'n0 slots=8' (Open MPI, as Kubernetes' operator writes them), 'n0:8' or 'n0'. Raises: ConfigError."""
+    """Lines 'n0 slots=8' (Open MPI, as Kubernetes' operator writes them), 'n0:8' or 'n0'. Raises: LaunchOptionError."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
+        raise LaunchOptionError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
     words = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not words:
-        raise ConfigError(f"--hostfile {str(path)!r} names no host; write lines such as: n0 slots=8")
+        raise LaunchOptionError(f"--hostfile {str(path)!r} names no host; write lines such as: n0 slots=8")
     return tuple(host for word in words for host in parse_hosts(word))
 
 
@@ -157,23 +162,25 @@ def make_job(
 ) -> JobSpec:
     """Check the numbers; others are further fields of JobSpec.
 
-    default_ranks is how many a node gets of which nothing is said. Raises: ConfigError.
+    default_ranks is how many a node gets of which nothing is said. Raises: LaunchOptionError.
     """
     if not command:
-        raise ConfigError("nothing to start: put a bigbatch command behind --, such as -- train --config quickstart")
+        raise LaunchOptionError(
+            "nothing to start: put a bigbatch command behind --, such as -- train --config quickstart"
+        )
     if hosts and (num_nodes is not None or ranks_per_node is not None):
-        raise ConfigError("--hosts states nodes and ranks by itself: leave out --nodes and --ranks-per-node")
+        raise LaunchOptionError("--hosts states nodes and ranks by itself: leave out --nodes and --ranks-per-node")
     for name, value in (("--nodes", num_nodes), ("--ranks-per-node", ranks_per_node)):
         if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} is not a number from 1 on")
+            raise LaunchOptionError(f"{name} {value} is not a number from 1 on")
     slots = sum(count for _, count in hosts)
     nodes = num_nodes or 1
     given = others.get("gpus_per_node") if ranks_per_node is None else ranks_per_node
     total = num_ranks if num_ranks is not None else slots or nodes * (given or default_ranks)
     if total < 1 or (hosts and total > slots):
-        raise ConfigError(f"--ranks {total} is not between 1 and the {slots or 'available'} slots of --hosts")
+        raise LaunchOptionError(f"--ranks {total} is not between 1 and the {slots or 'available'} slots of --hosts")
     if total % nodes or (ranks_per_node is not None and total != nodes * ranks_per_node):
-        raise ConfigError(f"--ranks {total} does not fill --nodes {nodes} evenly: state --ranks-per-node instead")
+        raise LaunchOptionError(f"--ranks {total} does not fill --nodes {nodes} evenly: state --ranks-per-node instead")
     return JobSpec(
         command,
         total,
@@ -185,9 +192,9 @@ def make_job(
 
 
 def check_time(job: JobSpec, *, stop_seconds: int) -> None:
-    """The ranks must have started, and trained a little, when they are asked to stop. Raises: ConfigError."""
+    """The ranks must have started, and trained a little, when they are asked to stop. Raises: LaunchOptionError."""
     if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + SIGNAL_EARLY_SECONDS:
-        raise ConfigError(
+        raise LaunchOptionError(
             f"--time of {job.minutes} min leaves no time to train: the ranks are asked to stop {stop_seconds} s before "
             f"it, and up to {SIGNAL_EARLY_SECONDS} s earlier; lengthen it or lower --stop-seconds"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import expand_hostlist
-from bigbatch.errors import ConfigError, LaunchError
+from bigbatch.errors import LaunchError, LaunchOptionError
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
 
@@ -50,15 +50,15 @@ def option(field: str) -> str:
 
 
 def check_words(field: str, value: Any) -> None:
-    """One field of a JobSpec. Raises: ConfigError naming the option, the value and a legal one."""
+    """One field of a JobSpec. Raises: LaunchOptionError naming the option, the value and a legal one."""
     if value is None:
         return
     if field in PATTERNS:
         pattern, meaning, example = PATTERNS[field]
         if not re.fullmatch(pattern, value, re.ASCII) or not NO_OPTION.match(value):
-            raise ConfigError(f"{option(field)} {value!r} must be {meaning}, such as {example}")
+            raise LaunchOptionError(f"{option(field)} {value!r} must be {meaning}, such as {example}")
     if field in MIN_VALUES and value < MIN_VALUES[field]:
-        raise ConfigError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
+        raise LaunchOptionError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
     if field in CHECKS:
         CHECKS[field](value)
 
@@ -67,10 +67,10 @@ def _check_exclude(value: str) -> None:
     try:
         hosts = expand_hostlist(value)
     except LaunchError as error:
-        raise ConfigError(f"--exclude {error}") from error
+        raise LaunchOptionError(f"--exclude {error}") from error
     for host in hosts:
         if not re.fullmatch(NAME, host, re.ASCII):
-            raise ConfigError(f"--exclude {value!r}: {host!r} is no name of a node")
+            raise LaunchOptionError(f"--exclude {value!r}: {host!r} is no name of a node")
 
 
 def _check_command(words: tuple[str, ...]) -> None:
@@ -81,25 +81,25 @@ def _check_command(words: tuple[str, ...]) -> None:
 def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
     for name, value in pairs:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
-            raise ConfigError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
+            raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
         _check_characters(value, what=f"--env {name}={value!r}")
 
 
 def _check_characters(text: str, *, what: str) -> None:
     if "\0" in text or "\r" in text:
-        raise ConfigError(f"{what} holds a character that neither scripts nor processes take")
+        raise LaunchOptionError(f"{what} holds a character that neither scripts nor processes take")
 
 
 def _check_modules(modules: tuple[str, ...]) -> None:
     for module in modules:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", module, re.ASCII):
-            raise ConfigError(f"--module {module!r} must be the name of a module, such as cuda/13.0")
+            raise LaunchOptionError(f"--module {module!r} must be the name of a module, such as cuda/13.0")
 
 
 def _check_mounts(mounts: tuple[str, ...]) -> None:
     for mount in mounts:
         if not re.fullmatch(r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?", mount):
-            raise ConfigError(f"--mount {mount!r} must be SOURCE:TARGET without blanks, such as /data:/data")
+            raise LaunchOptionError(f"--mount {mount!r} must be SOURCE:TARGET without blanks, such as /data:/data")
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
@@ -112,18 +112,21 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """NAME=VALUE words. Raises: ConfigError for one without =."""
+    """NAME=VALUE words. Raises: LaunchOptionError for one without =."""
     for word in words:
         if "=" not in word:
-            raise ConfigError(f"--env {word!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
+            raise LaunchOptionError(f"--env {word!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
     return tuple((name, value) for name, _, value in (word.partition("=") for word in words))
 
 
 def parse_minutes(text: str) -> int:
-    """Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; begun minutes count. Raises: ConfigError."""
+    """Read Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; begun minutes count.
+
+    Raises: LaunchOptionError.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if not match:
-        raise ConfigError(f"--time {text!r} must be minutes, H:MM:SS or D-HH:MM:SS, such as 2:00:00")
+        raise LaunchOptionError(f"--time {text!r} must be minutes, H:MM:SS or D-HH:MM:SS, such as 2:00:00")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:
@@ -132,7 +135,7 @@ def parse_minutes(text: str) -> int:
         hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
     total = int(days or 0) * 1440 + hours * 60 + minutes + math.ceil(seconds / 60)
     if not total:
-        raise ConfigError(f"--time {text!r} is no time; leave it out for the limit of the partition")
+        raise LaunchOptionError(f"--time {text!r} is no time; leave it out for the limit of the partition")
     return total
 
 

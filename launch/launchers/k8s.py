@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from bigbatch.comm.rendezvous.environ import expand_hostlist
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
@@ -40,15 +40,15 @@ HEADER = """\
 
 
 def manifest(job: JobSpec) -> str:
-    """YAML of the job; pure. Raises: ConfigError for what an MPIJob cannot say."""
+    """YAML of the job; pure. Raises: LaunchOptionError for what an MPIJob cannot say."""
     return HEADER.format(name=_name(job)) + yaml.safe_dump(mpijob(job), sort_keys=False, allow_unicode=True)
 
 
 def mpijob(job: JobSpec) -> dict[str, Any]:
-    """The same as plain objects. Raises: ConfigError."""
+    """The same as plain objects. Raises: LaunchOptionError."""
     refuse(job, launcher="k8s", refused=REFUSED)
     if job.image is None:
-        raise ConfigError("--image is missing: name the image of bigbatch that the cluster can pull")
+        raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
     nodes = job.num_nodes or 1
     policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": 3}
     if job.minutes is not None:
@@ -70,19 +70,23 @@ def mpijob(job: JobSpec) -> dict[str, Any]:
 
 
 def apply(text: str) -> None:
-    """Hand a manifest to kubectl. Raises: ConfigError with its words, and where it is not installed."""
+    """Hand a manifest to kubectl. Raises: SchedulerError with its words, and where it is not installed."""
     try:
         done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise ConfigError("kubectl is not installed here: add --dry-run, and apply the manifest elsewhere") from error
+        raise SchedulerError(
+            "kubectl is not installed here: add --dry-run, and apply the manifest elsewhere"
+        ) from error
     if done.returncode:
-        raise ConfigError(f"kubectl refused the job: {one_line(done.stderr)}")
+        raise SchedulerError(f"kubectl refused the job: {one_line(done.stderr)}")
 
 
 def _name(job: JobSpec) -> str:
     name = job.name or "bigbatch"
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", name):  # the operator appends -worker-NNN
-        raise ConfigError(f"--name {name!r} must be up to 52 of a-z, 0-9 and - for Kubernetes, such as resnet50-32k")
+        raise LaunchOptionError(
+            f"--name {name!r} must be up to 52 of a-z, 0-9 and - for Kubernetes, such as resnet50-32k"
+        )
     return name
 
 

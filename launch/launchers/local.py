@@ -21,7 +21,7 @@ REFUSED = {
 
 
 def local_argv(job: JobSpec) -> list[str]:
-    """Return the words that start all ranks; pure. Raises: ConfigError for what one host cannot do."""
+    """Return the words that start all ranks; pure. Raises: LaunchOptionError for what one host cannot do."""
     refuse(job, launcher="local", refused=REFUSED)
     return rank_argv(job)
 

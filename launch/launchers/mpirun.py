@@ -45,7 +45,7 @@ def mpirun_argv(
     Ranks are not bound to cores (each would decode and compute on one), and those that wait yield theirs where
     ranks outnumber cores. mpirun passes SIGUSR1 on to all ranks, which then save a checkpoint and stop.
     variables are the names of those that are set here.
-    Raises: ConfigError for what only a scheduler can do.
+    Raises: LaunchOptionError for what only a scheduler can do.
     """
     refuse(job, launcher="mpirun", refused=REFUSED)
     argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", "--map-by", "slot"]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import SlurmError
+from bigbatch.errors import SchedulerError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
@@ -16,7 +16,7 @@ from bigbatch.trainer.run.folder import writing
 
 
 def job_script(job: JobSpec, *, folder: str | None) -> str:
-    """Return the sbatch script of a job that starts this Python's bigbatch, or its image's. Raises: ConfigError."""
+    """Return the sbatch script of a job of this Python's bigbatch, or of its image's. Raises: LaunchOptionError."""
     program = ("bigbatch",) if job.image else (sys.executable, "-m", "bigbatch")
     return sbatch_script(job, program=program, folder=folder)
 
@@ -27,7 +27,7 @@ def submit_job(
     """Hand a job to Slurm; return its number, and sbatch, which with wait ends with the job and its exit code.
 
     environ is what sbatch, and so the job, gets; None: what this process has.
-    Raises: SlurmError with Slurm's words; ConfigError.
+    Raises: SchedulerError with Slurm's words; LaunchOptionError.
     """
     script = job_script(job, folder=find_run_folder(job))
     folder = Path(job.logs or "logs")
@@ -37,7 +37,10 @@ def submit_job(
 
 
 def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
-    """Wait for the end of a short job, print its log and return its exit code. Raises: SlurmError; ConfigError."""
+    """Wait for the end of a short job, print its log and return its exit code.
+
+    Raises: SchedulerError; LaunchOptionError.
+    """
     number, sbatch = submit_job(job, wait=True, environ=environ)
     log = Path(log_path(job, job_id=number))
     print(f"job {number} looks at the nodes; its output: {log}", flush=True)
@@ -88,15 +91,15 @@ def _cancel(numbers: Sequence[str], now: bool) -> None:
 
 
 def _for_each(numbers: Sequence[str], act: Callable[[str], None]) -> None:
-    """Call act with each; one that Slurm refuses does not hold up the others. Raises: SlurmError, at the end."""
+    """Call act with each; one that Slurm refuses does not hold up the others. Raises: SchedulerError, at the end."""
     refused: dict[str, None] = {}
     for number in numbers:
         try:
             act(number)
-        except SlurmError as error:
+        except SchedulerError as error:
             refused[str(error)] = None
     if refused:
-        raise SlurmError("; ".join(refused))
+        raise SchedulerError("; ".join(refused))
 
 
 LAUNCHER = Launcher(

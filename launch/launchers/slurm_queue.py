@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.errors import ConfigError, SlurmError
+from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report
 from bigbatch.launch.jobs.spec import INDEX
@@ -76,7 +76,7 @@ def submit(
     """Hand a script to sbatch; the job's number, and sbatch, which with wait ends with the job and its exit code.
 
     environ is what sbatch, and so the job, gets; None: what this process has.
-    Raises: SlurmError where Slurm refuses it.
+    Raises: SchedulerError where Slurm refuses it.
     """
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     try:
@@ -94,23 +94,28 @@ def submit(
     if not number:
         words = one_line(process.stderr.read().decode(errors="replace"))
         process.wait()
-        raise SlurmError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
+        raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
     return number, process
 
 
 def jobs_of_user() -> list[str]:
-    """Numbers of all jobs that wait or run. Raises: SlurmError."""
+    """Numbers of all jobs that wait or run. Raises: SchedulerError."""
     return run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
 
 
 def find_jobs(number: str) -> list[QueuedJob]:
-    """The one of that number, or all of an array. Raises: SlurmError for one that Slurm does not know, or forgot."""
+    """Return the job of that number, or all of an array.
+
+    Raises: SchedulerError for one that Slurm does not know, or forgot; LaunchOptionError for what is no number.
+    """
     if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
-        raise ConfigError(f"{number!r} is no job of Slurm's; bigbatch launch slurm prints its number, such as 1234")
+        raise LaunchOptionError(
+            f"{number!r} is no job of Slurm's; bigbatch launch slurm prints its number, such as 1234"
+        )
     try:
         shown = run_slurm(["scontrol", "show", "job", "--oneliner", number])
-    except SlurmError as error:
-        raise SlurmError(
+    except SchedulerError as error:
+        raise SchedulerError(
             f"job {number}: {error}; Slurm forgets a job minutes after its end, its log remains"
         ) from error
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
@@ -120,7 +125,7 @@ def find_jobs(number: str) -> list[QueuedJob]:
 def _script_of(number: str) -> str:
     try:
         return run_slurm(["scontrol", "write", "batch_script", number, "-"])
-    except SlurmError:  # of another user, or not a batch job
+    except SchedulerError:  # of another user, or not a batch job
         return ""
 
 
@@ -153,15 +158,15 @@ def describe(job: QueuedJob) -> str:
 def cancel(job: QueuedJob, *, now: bool) -> str:
     """Ask the ranks to save a checkpoint and stop; with now, and before its start, end the job; what was done.
 
-    Raises: SlurmError for a job that has ended or cannot be asked.
+    Raises: SchedulerError for a job that has ended or cannot be asked.
     """
     if job.has_ended:
-        raise SlurmError(f"job {job.number} has ended already: {job.state}")
+        raise SchedulerError(f"job {job.number} has ended already: {job.state}")
     if now or job.state != "RUNNING":
         run_slurm(["scancel", job.number])
         return f"job {job.number} is cancelled"
     if not job.is_ours:
-        raise SlurmError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
+        raise SchedulerError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
     run_slurm(["scancel", "--batch", "--signal=USR2", job.number])
     return (
         f"job {job.number} was asked to save a checkpoint and stop; "
@@ -170,7 +175,7 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
 
 
 def run_slurm(argv: Sequence[str]) -> str:
-    """What one of Slurm's programs prints. Raises: SlurmError with its own words."""
+    """What one of Slurm's programs prints. Raises: SchedulerError with its own words."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
@@ -178,14 +183,14 @@ def run_slurm(argv: Sequence[str]) -> str:
     except FileNotFoundError as error:
         raise _not_installed(argv[0]) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
+        raise SchedulerError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
     if done.returncode:
-        raise SlurmError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
+        raise SchedulerError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
 
 
-def _not_installed(program: str) -> SlurmError:
-    return SlurmError(
+def _not_installed(program: str) -> SchedulerError:
+    return SchedulerError(
         f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script anywhere"
     )
 

@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import preflight_command
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
@@ -69,12 +69,12 @@ exit "$code"
 def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folder: str | None = None) -> str:
     """The text that sbatch takes. program starts bigbatch on a node; folder is that of the run, if there is one.
 
-    Raises: ConfigError for what Slurm cannot do, and for an array whose jobs would share their files.
+    Raises: LaunchOptionError for what Slurm cannot do, and for an array whose jobs would share their files.
     """
     refuse(job, launcher="slurm", refused=REFUSED)
     check_time(job, stop_seconds=job.grace_seconds)
     if (job.array is not None) != any(INDEX in word for word in job.command):
-        raise ConfigError(
+        raise LaunchOptionError(
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
             f"--array 0-7 -- train --config quickstart --run.directory runs/sweep/{INDEX}"
         )

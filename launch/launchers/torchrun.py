@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher, command_line
@@ -26,7 +26,7 @@ REFUSED = {
 def torchrun_argv(job: JobSpec) -> list[str]:
     """Return the words of torchrun with one process per rank of this host; pure.
 
-    Raises: ConfigError for what torchrun cannot do, and for several nodes without --node-rank and --master.
+    Raises: LaunchOptionError for what torchrun cannot do, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
     return rank_argv(job)
@@ -36,7 +36,7 @@ def rank_argv(job: JobSpec) -> list[str]:
     """Return the same words for a job whose options were looked at before.
 
     torchrun is started as a module, so that it runs in this Python whatever is on PATH.
-    Raises: ConfigError for several nodes without --node-rank and --master.
+    Raises: LaunchOptionError for several nodes without --node-rank and --master.
     """
     return [
         *(sys.executable, "-m", "torch.distributed.run", *_rendezvous(job)),
@@ -49,12 +49,12 @@ def _rendezvous(job: JobSpec) -> list[str]:
     if nodes == 1 and job.master is None and job.node_rank is None:
         return ["--standalone"]
     if job.master is None or job.node_rank is None:
-        raise ConfigError(
+        raise LaunchOptionError(
             f"--nodes {nodes}: torchrun is started on each node: add --master HOST:PORT, of the first node and the "
             f"same on all, and --node-rank, 0 to {nodes - 1}"
         )
     if job.node_rank >= nodes:
-        raise ConfigError(f"--node-rank {job.node_rank} is not below --nodes {nodes}; the first node is 0")
+        raise LaunchOptionError(f"--node-rank {job.node_rank} is not below --nodes {nodes}; the first node is 0")
     host, port = job.master
     return [f"--nnodes={nodes}", f"--node-rank={job.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import RunFolderError, UserError
 from bigbatch.launch.report.split import Measured, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
@@ -46,18 +46,18 @@ class RunResults:
 
 
 def read_folder(path: Path) -> SweepResults | RunResults:
-    """A sweep, or a run. Raises: ConfigError for anything else."""
+    """A sweep, or a run. Raises: RunFolderError for anything else."""
     if (path / "sweep.yaml").is_file():
         return read_sweep_results(SweepFolder(path))
     run = RunDir(path)
     if run.config.is_file() and run.metrics.is_file():
         return read_run_results(run)
     what = "it holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
-    raise ConfigError(f"{path}: {what if path.is_dir() else 'no such folder'}; name the folder of either")
+    raise RunFolderError(f"{path}: {what if path.is_dir() else 'no such folder'}; name the folder of either")
 
 
 def read_sweep_results(folder: SweepFolder) -> SweepResults:
-    """Repeats of a point are taken together; a point whose files are damaged has no figures. Raises: ConfigError."""
+    """Repeats of a point are taken together; a point whose files are damaged has no figures. Raises: RunFolderError."""
     sweep = read_yaml(folder.sweep)
     groups: dict[str, list[_PointRun]] = {}
     fewest: dict[Variant, int] = {}
@@ -77,7 +77,7 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
             nodes = summary.get("num_nodes") or _planned_nodes(state, sweep)
             found = _PointRun(state, records, summary, summary["global_batch_size"], nodes)
             _measure([found], fewest_ranks=1)  # what is damaged shows here
-        except ConfigError as error:
+        except UserError as error:
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             unmeasured.append((shown, f"its files are damaged: {type(error).__name__} {error}"))
@@ -103,7 +103,7 @@ class _PointRun:
 
 
 def _planned_nodes(state: dict[str, Any], sweep: dict[str, Any]) -> int:
-    """Of a run that did not note its own, of an older bigbatch. Raises: ConfigError."""
+    """Of a run that did not note its own, of an older bigbatch. Raises: LaunchOptionError."""
     size = {"ranks": state["ranks"], "ranks_per_node": state["ranks_per_node"]}
     return count_nodes(str(state.get("where")), sweep.get("launch") or {}, **size)
 
@@ -159,18 +159,18 @@ def differences(conditions: dict[str, Any]) -> list[str]:
 
 
 def read_run_results(run: RunDir) -> RunResults:
-    """Of `bigbatch train`. Raises: ConfigError for a damaged folder."""
+    """Of `bigbatch train`. Raises: RunFolderError for a damaged folder."""
     config = read_yaml(run.config)
     summary = read_json(run.summary) if run.summary.is_file() else {}
     return RunResults(run.path, config, tuple(whole_records(run)), common_conditions([summary]))
 
 
 def whole_records(run: RunDir) -> list[dict[str, Any]]:
-    """Those of metrics.jsonl that are records. Raises: ConfigError."""
+    """Those of metrics.jsonl that are records. Raises: RunFolderError."""
     try:
         found = [record for record in read_records(run.metrics) if isinstance(record, dict) and "kind" in record]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{run.metrics} is not readable: {error}") from error
+        raise RunFolderError(f"{run.metrics} is not readable: {error}") from error
     return found
 
 
@@ -184,11 +184,11 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
             records.append(record)
     found = records[WARM_UP_REPORTS:]
     if not found:
-        raise ConfigError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
+        raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
     if "wire_wait_fraction" not in found[0]:
-        raise ConfigError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
+        raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
     if found[0]["wire_wait_fraction"] is None:
-        raise ConfigError(
+        raise RunFolderError(
             f"{run.metrics} does not split its steps: they were replayed as CUDA graphs; set compute.cuda_graph to "
             "false to see where their time goes"
         )
@@ -199,12 +199,12 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ConfigError."""
+    """Raises: RunFolderError."""
     return _mapping(path, json.loads)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raises: ConfigError."""
+    """Raises: RunFolderError."""
     return _mapping(path, yaml.safe_load)
 
 
@@ -212,9 +212,9 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         found = parse(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not readable: {' '.join(str(error).split())}") from error
+        raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no keys and values")
+        raise RunFolderError(f"{path} holds no keys and values")
     return found
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError, RunFolderError
 from bigbatch.launch.report.accuracy import ToAccuracy, to_accuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.launch.report.report import ScalingReport
@@ -15,9 +15,9 @@ def main(argv: Sequence[str]) -> int:
     """Print and write the report; 0."""
     arguments = _parser().parse_args(argv)
     if arguments.target is not None and not 0 < arguments.target <= 1:
-        raise ConfigError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
+        raise LaunchOptionError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
     if arguments.price is not None and not 0 < arguments.price < math.inf:
-        raise ConfigError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
+        raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
     results = [read_folder(path) for path in dict.fromkeys(map(Path, arguments.folders))]
     report = ScalingReport(
         [each for each in results if isinstance(each, SweepResults)],
@@ -48,9 +48,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
-    """By the stated target, or the run's own. Raises: ConfigError for a damaged folder."""
+    """By the stated target, or the run's own. Raises: RunFolderError for a damaged folder."""
     try:
         own = (run.config.get("run") or {}).get("target_top1")
         return to_accuracy(run.records, target=stated if stated is not None else own)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{run.folder}: its files are damaged: {type(error).__name__} {error}") from error
+        raise RunFolderError(f"{run.folder}: its files are damaged: {type(error).__name__} {error}") from error

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import launchers as emulated
 from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
 from bigbatch.launch.jobs.options import read_options
@@ -16,19 +16,19 @@ from bigbatch.launch.sweep.points import Point
 
 
 def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
-    """Make what would be started of each number of ranks, and throw it away. Raises: ConfigError."""
+    """Make what would be started of each number of ranks, and throw it away. Raises: LaunchOptionError."""
     if sweep.where == "slurm":
         try:
             check_words("logs", str(folder.logs))
-        except ConfigError as error:
-            raise ConfigError(
+        except LaunchOptionError as error:
+            raise LaunchOptionError(
                 f"--folder {str(folder.path)!r}: Slurm's scripts take letters, digits and . _ / + @ = : - alone"
             ) from error
     for same in arrays(points).values():
         try:
             _check(sweep, same, folder)
-        except ConfigError as error:
-            raise ConfigError(f"launch: {error}") from error
+        except LaunchOptionError as error:
+            raise LaunchOptionError(f"launch: {error}") from error
 
 
 def _check(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.sweep import SOME_FAILED
 from bigbatch.launch.sweep.check import check_launch
@@ -93,17 +93,17 @@ def _read(arguments: argparse.Namespace) -> Sweep:
 
 
 def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
-    """'0,3-5' -> those points. Raises: ConfigError."""
+    """'0,3-5' -> those points. Raises: LaunchOptionError."""
     if text is None:
         return list(points)
     numbers = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
         if not match:
-            raise ConfigError(f"--points {text!r} must be numbers and ranges, such as 0,3-5")
+            raise LaunchOptionError(f"--points {text!r} must be numbers and ranges, such as 0,3-5")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < len(points):
-            raise ConfigError(f"--points {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
+            raise LaunchOptionError(f"--points {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
         numbers |= set(range(first, last + 1))
     return [point for point in points if point.number in numbers]
 

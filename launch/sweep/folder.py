@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.config.file import dump_config, flatten
@@ -63,14 +63,14 @@ class SweepFolder:
 
 
 def prepare(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> None:
-    """Write what is not there yet. Raises: ConfigError where the folder holds something else; RunFolderError."""
+    """Write what is not there yet. Raises: LaunchOptionError where the folder holds something else; RunFolderError."""
     require_same(folder, sweep, points)
     if (
         not folder.sweep.exists()
         and folder.path.is_dir()
         and any(path.name != ".lock" for path in folder.path.iterdir())
     ):
-        raise ConfigError(f"{folder.path} is not empty and holds no sweep: name another --folder")
+        raise LaunchOptionError(f"{folder.path} is not empty and holds no sweep: name another --folder")
     RunDir(folder.path).write_text(folder.sweep, dump_sweep(sweep))
     for point in points:
         if not folder.config(point.number).exists():
@@ -101,18 +101,18 @@ def _first_state(sweep: Sweep, point: Point) -> dict[str, Any]:
 
 
 def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> None:
-    """Raises: ConfigError where the folder holds another sweep, or points of another experiment."""
+    """Raises: LaunchOptionError where the folder holds another sweep, or points of another experiment."""
     if not folder.sweep.exists():
         return
     try:
         old = yaml.safe_load(folder.sweep.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{folder.sweep} is not readable: name another --folder") from error
+        raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
     old = old if isinstance(old, dict) else {}
     new = yaml.safe_load(dump_sweep(sweep))
     for key, value in new.items():
         if old.get(key) != value:
-            raise ConfigError(
+            raise LaunchOptionError(
                 f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key))} instead of "
                 f"{json.dumps(value)}: name another --folder, or remove that one"
             )
@@ -126,28 +126,28 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
     try:
         old = flatten(yaml.safe_load(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not readable: remove {folder.point(point.number)}") from error
+        raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
     new = flatten(yaml.safe_load(dump_config(point.config)))
     if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
         old["run.directory"] = point.config.run.directory
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
-            raise ConfigError(
+            raise LaunchOptionError(
                 f"{path} has {key}={json.dumps(old.get(key))} instead of {json.dumps(new.get(key))}: {sweep.config} or "
                 "what overrides it is not as it was when this folder was begun: put it back, or name another --folder"
             )
 
 
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
-    """Of one point. Raises: ConfigError where the file is damaged."""
+    """Of one point. Raises: LaunchOptionError where the file is damaged."""
     try:
         return dict(json.loads(folder.state(number).read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
+        raise LaunchOptionError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
 
 
 def state_of(folder: SweepFolder, number: int) -> str:
-    """One of MISSING and so on; that of a point which no sweep has begun, too. Raises: ConfigError."""
+    """One of MISSING and so on; that of a point which no sweep has begun, too. Raises: LaunchOptionError."""
     return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
 
 
@@ -181,7 +181,7 @@ def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
 def alone_in(folder: SweepFolder) -> Iterator[None]:
     """No other sweep works in the folder meanwhile, where its file system can lock.
 
-    Raises: ConfigError; RunFolderError.
+    Raises: LaunchOptionError; RunFolderError.
     """
     with writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def alone_in(folder: SweepFolder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it") from error
+            raise LaunchOptionError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it") from error
         except OSError as error:
             text = f"{folder.path} cannot be locked ({error.strerror}): start no second sweep in it meanwhile"
             print(f"bigbatch: {text}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ def point_command(sweep: Sweep, point: Point, folder: SweepFolder) -> list[str]:
 
 
 def point_job(sweep: Sweep, point: Point, folder: SweepFolder) -> JobSpec:
-    """Return the job of a point in the foreground of this host or others. Raises: ConfigError."""
+    """Return the job of a point in the foreground of this host or others. Raises: LaunchOptionError."""
     return _job(_size(sweep, point) | sweep.launch, train_words(folder, point.number))
 
 
@@ -36,7 +36,10 @@ def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
 
 
 def array_job(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, name: str) -> JobSpec:
-    """Return the job that runs such points under that name; their time limit is their end. Raises: ConfigError."""
+    """Return the job that runs such points under that name; their time limit is their end.
+
+    Raises: LaunchOptionError.
+    """
     stated = _array_options(sweep, points, folder, name=name) | sweep.launch
     return _job(stated, train_words(folder, INDEX))
 

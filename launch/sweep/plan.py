@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from bigbatch.errors import ConfigError, nearest
+from bigbatch.errors import LaunchOptionError, nearest
 from bigbatch.launch.emulate.launchers import RUN_OPTIONS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.words import NAME, option
@@ -65,29 +65,31 @@ class Sweep:
     """A point that takes longer is ended and has failed; under Slurm the job's limit, where launch states no time."""
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError."""
+        """Raises: LaunchOptionError."""
         if not re.fullmatch(NAME, self.name, re.ASCII):
-            raise ConfigError(f"name {self.name!r} must be letters, digits and . _ + @ -, such as scaling")
+            raise LaunchOptionError(f"name {self.name!r} must be letters, digits and . _ + @ -, such as scaling")
         if self.where not in PLACES:
-            raise ConfigError(f"where: {self.where!r} must be one of {', '.join(PLACES)}")
+            raise LaunchOptionError(f"where: {self.where!r} must be one of {', '.join(PLACES)}")
         for key in ("ranks_per_node", "repeats", "steps"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                raise ConfigError(f"{key}: {value} must be a number from 1 on")
+                raise LaunchOptionError(f"{key}: {value} must be a number from 1 on")
         if not 0 < self.timeout_minutes < 1e6:
-            raise ConfigError(f"timeout_minutes: {self.timeout_minutes} must be above 0, and below a million")
+            raise LaunchOptionError(f"timeout_minutes: {self.timeout_minutes} must be above 0, and below a million")
         check_keys(self.options, legal=all_keys(), where="options")
         check_keys(self.grid, legal=("ranks", "scaling", *all_keys()), where="grid")
         check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
         _check_grid(self.grid)
         _check_launch(self.launch)
         if both := [key for key in self.grid if key in self.options]:
-            raise ConfigError(f"{both[0]}: options and grid state it, and a point has one value: leave one out")
+            raise LaunchOptionError(f"{both[0]}: options and grid state it, and a point has one value: leave one out")
         own = {"run.directory", *(("run.epochs", "data.num_synthetic_samples") if self.steps is not None else ())}
         if "weak" in self.grid.get("scaling", []) and "batch.global_batch_size" in self.grid:
-            raise ConfigError("grid: batch.global_batch_size follows from the ranks in weak scaling: sweep it apart")
+            raise LaunchOptionError(
+                "grid: batch.global_batch_size follows from the ranks in weak scaling: sweep it apart"
+            )
         if taken := [key for key in (*self.options, *self.grid) if key in own]:
-            raise ConfigError(f"{taken[0]}: the sweep sets it itself, by its folder and steps: leave it out")
+            raise LaunchOptionError(f"{taken[0]}: the sweep sets it itself, by its folder and steps: leave it out")
 
     @property
     def folder(self) -> Path:
@@ -104,32 +106,32 @@ def launch_options(where: str) -> tuple[str, ...]:
 
 
 def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
-    """A complete YAML file; where replaces its own. Raises: ConfigError, one line that names the file."""
+    """A complete YAML file; where replaces its own. Raises: LaunchOptionError, one line that names the file."""
     return read_stated(path, Sweep, replaced={"where": where} if where else {}, example="sweeps/scaling.yaml")
 
 
 def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], example: str) -> Stated:
-    """A dataclass out of a YAML file that states all of its fields. Raises: ConfigError, one line that names the file.
+    """Read a dataclass out of a YAML file that states all of its fields.
 
-    example: a packaged file that is right.
+    example is a packaged file that is right. Raises: LaunchOptionError, one line that names the file.
     """
     try:
         content: Any = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / example}") from error
+        raise LaunchOptionError(f"{path} is not readable YAML: {words}; see {PACKAGED / example}") from error
     fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     try:
         if not isinstance(content, dict):
-            raise ConfigError(f"it holds no keys; see {PACKAGED / example}")
+            raise LaunchOptionError(f"it holds no keys; see {PACKAGED / example}")
         check_keys(content, legal=tuple(fields), where="top level")
         if absent := [name for name in fields if name not in content]:
-            raise ConfigError(f"{absent[0]} is missing; the file must state every key")
+            raise LaunchOptionError(f"{absent[0]} is missing; the file must state every key")
         for name, value in content.items():
             _check_type(name, value, fields[name])
         return kind(**(content | replaced))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except LaunchOptionError as error:
+        raise LaunchOptionError(f"{path}: {error}") from error
 
 
 def dump_sweep(sweep: Sweep) -> str:
@@ -151,31 +153,31 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         is_right, kind_name = isinstance(value, legal) and not isinstance(value, bool), f"of type {legal}"
         kind_name = kind_name.replace("<class '", "").replace("'>", "")
     if not is_right:
-        raise ConfigError(f"{name}: {value!r} must be {kind_name}")
+        raise LaunchOptionError(f"{name}: {value!r} must be {kind_name}")
 
 
 def check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) -> None:
-    """Raise ConfigError for a key that is not legal, with the nearest one that is."""
+    """Raise LaunchOptionError for a key that is not legal, with the nearest one that is."""
     for key in given:
         if key not in legal:
-            raise ConfigError(f"{where}: unknown key {key}; the nearest legal one is {nearest(str(key), legal)}")
+            raise LaunchOptionError(f"{where}: unknown key {key}; the nearest legal one is {nearest(str(key), legal)}")
 
 
 def _check_launch(launch: dict[str, Any]) -> None:
     for name, value in launch.items():
         each = value if isinstance(value, list) else [value]
         if value is False or not all(isinstance(one, str | int | float) for one in each):
-            raise ConfigError(f"launch, {name}: {value!r} must be text, a number, true or a list of text")
+            raise LaunchOptionError(f"launch, {name}: {value!r} must be text, a number, true or a list of text")
 
 
 def _check_grid(grid: dict[str, list[Any]]) -> None:
     for key, values in grid.items():
         if not values:
-            raise ConfigError(f"grid: {key} has no values")
+            raise LaunchOptionError(f"grid: {key} has no values")
         if any(values.count(value) > 1 for value in values):
-            raise ConfigError(f"grid: {key} states a value twice")
+            raise LaunchOptionError(f"grid: {key} states a value twice")
     ranks = grid.get("ranks", [])
     if not ranks or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in ranks):
-        raise ConfigError(f"grid: ranks {ranks} must be numbers from 1 on, such as [1, 2, 4]")
+        raise LaunchOptionError(f"grid: ranks {ranks} must be numbers from 1 on, such as [1, 2, 4]")
     if odd := [mode for mode in grid.get("scaling", []) if mode not in SCALINGS]:
-        raise ConfigError(f"grid: scaling {odd[0]!r} must be one of {', '.join(SCALINGS)}")
+        raise LaunchOptionError(f"grid: scaling {odd[0]!r} must be one of {', '.join(SCALINGS)}")

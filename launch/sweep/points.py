@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
@@ -45,11 +45,11 @@ def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
 
     In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one
     of its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
-    Raises: ConfigError with a line for each reason why points cannot be trained.
+    Raises: LaunchOptionError with a line for each reason why points cannot be trained.
     """
     base = load_config(["--config", sweep.config], prog="bigbatch sweep")
     if sweep.steps is not None and sweep.options.get("data.loader", base.data.loader) != "synthetic":
-        raise ConfigError(
+        raise LaunchOptionError(
             f"steps: {sweep.steps} are of generated tensors: set data.loader: synthetic in options, or steps: null"
         )
     points: list[Point] = []
@@ -57,12 +57,14 @@ def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
     for number, (values, repeat) in enumerate(_combinations(sweep)):
         try:
             points.append(_make_point(sweep, base, number=number, values=values, repeat=repeat, folder=folder))
-        except ConfigError as error:
+        except (ConfigError, LaunchOptionError) as error:
             wrong.setdefault(str(error), []).append(f"{number} ({describe_values(values)})")
     if wrong:
         num_wrong = sum(map(len, wrong.values()))
         lines = [f"point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
-        raise ConfigError("\n  ".join([f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines]))
+        raise LaunchOptionError(
+            "\n  ".join([f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines])
+        )
     return points
 
 
@@ -80,12 +82,14 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
     ranks = values["ranks"]
     per_node = min(ranks, sweep.ranks_per_node)
     if ranks % per_node:
-        raise ConfigError(f"{ranks} ranks do not fill nodes of {per_node}; take a multiple, or other ranks_per_node")
+        raise LaunchOptionError(
+            f"{ranks} ranks do not fill nodes of {per_node}; take a multiple, or other ranks_per_node"
+        )
     stated = {**sweep.options, **{key: value for key, value in values.items() if key not in SPECIAL}}
     for key in ("batch.microbatch_size", "batch.global_batch_size", "batch.bn_span", "run.seed"):
         least = 0 if key == "run.seed" else 1
         if key in stated and (type(stated[key]) is not int or stated[key] < least):
-            raise ConfigError(f"{key}={as_yaml(stated[key])} must be a whole number from {least} on")
+            raise LaunchOptionError(f"{key}={as_yaml(stated[key])} must be a whole number from {least} on")
     microbatch = stated.get("batch.microbatch_size", base.batch.microbatch_size)
     is_weak = values.get("scaling") == "weak"
     total = microbatch * ranks if is_weak else stated.get("batch.global_batch_size", base.batch.global_batch_size)
@@ -105,7 +109,7 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
 
 
 def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_node: int) -> int:
-    """On which so many ranks run: mpirun fills one host of its list after the other. Raises: ConfigError."""
+    """On which so many ranks run: mpirun fills one host of its list after the other. Raises: LaunchOptionError."""
     if where not in ("local", "mpirun"):
         return ranks // ranks_per_node
     hosts = parse_hosts(str(launch["hosts"])) if "hosts" in launch else ()
@@ -115,9 +119,9 @@ def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_nod
 
 
 def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
-    """Batch, microbatch and batch-norm span of this many ranks. Raises: ConfigError."""
+    """Batch, microbatch and batch-norm span of this many ranks. Raises: LaunchOptionError."""
     if total % ranks:
-        raise ConfigError(f"a batch of {total} is no whole number of pictures for each of {ranks} ranks")
+        raise LaunchOptionError(f"a batch of {total} is no whole number of pictures for each of {ranks} ranks")
     microbatch = largest_divisor(total // ranks, microbatch_size)
     span = bn_span if bn_span % microbatch_size == 0 and bn_span > microbatch_size else None
     return {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, SlurmError
+from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.launchers.slurm import submit_job
 from bigbatch.launch.launchers.slurm_queue import run_slurm
 from bigbatch.launch.launchers.slurm_script import log_path
@@ -39,7 +39,7 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
     """One array for each number of ranks; points of one that Slurm refuses have failed, with its words.
 
     Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
-    Raises: SlurmError where Slurm does not answer at all; those submitted stay so.
+    Raises: SchedulerError where Slurm does not answer at all; those submitted stay so.
     """
     for same in arrays(points).values():
         name = f"{sweep.name}-{secrets.token_hex(4)}"
@@ -60,7 +60,7 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
             )
         try:
             number, sbatch = submit_job(job)
-        except SlurmError as error:
+        except SchedulerError as error:
             _note_refusal(same, folder, error=error)
             continue
         sbatch.wait()
@@ -68,11 +68,11 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
             _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
 
 
-def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SlurmError) -> None:
+def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SchedulerError) -> None:
     """Failed, unless sbatch lost no more than the answer. Raises: error where squeue knows nothing, too: next time."""
     try:
         find_submitted(points, folder)
-    except SlurmError:
+    except SchedulerError:
         raise error from None
     for point in points:
         if state_of(folder, point.number) == MISSING:
@@ -80,7 +80,10 @@ def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SlurmE
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
-    """What became of points whose submission ended without a job's number: in Slurm, or missing. Raises: SlurmError."""
+    """Find out what became of points whose submission ended without a job's number: in Slurm, or missing.
+
+    Raises: SchedulerError.
+    """
     states = [read_state(folder, point.number) for point in points]
     names = {s["number"]: s["job_name"] for s in states if s["state"] == SUBMITTED and s["job"] is None}
     jobs = {name: _job_named(name, folder) for name in set(names.values())}
@@ -107,7 +110,7 @@ def wait_for_points(
 ) -> None:
     """Until none of them is in the queue, and what each left has reached this host.
 
-    Without waits, only for those that have left the queue. Raises: SlurmError where Slurm answers waits no more.
+    Without waits, only for those that have left the queue. Raises: SchedulerError where Slurm answers waits no more.
     """
     left = {point.number: point for point in points}
     gone: dict[int, float] = {}
@@ -117,7 +120,7 @@ def wait_for_points(
         now = time.monotonic()
         try:
             waiting = queued(set(jobs.values()))
-        except SlurmError as error:
+        except SchedulerError as error:
             if now - answered >= PATIENCE_SECONDS:
                 raise
             if not is_told:
@@ -155,7 +158,7 @@ def _log(folder: SweepFolder, number: int) -> Path:
 
 
 def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
-    """(job, task) of all of these that wait or run. Raises: SlurmError."""
+    """(job, task) of all of these that wait or run. Raises: SchedulerError."""
     found = set()
     # of one job it would be an error that Slurm has forgotten it, minutes after its end
     for word in run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split():
@@ -163,6 +166,6 @@ def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
         if number not in jobs:
             continue
         if not task.isdigit():
-            raise ConfigError(f"squeue shows {word!r}, which is no job of an array")
+            raise LaunchOptionError(f"squeue shows {word!r}, which is no job of an array")
         found.add((number, int(task)))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -52,7 +52,7 @@ def test_torchrun_on_this_host() -> None:
 
 
 def test_torchrun_takes_no_hosts() -> None:
-    with pytest.raises(ConfigError, match="--hosts"):
+    with pytest.raises(LaunchOptionError, match="--hosts"):
         torchrun_argv(JobSpec(TRAIN, 4, hosts=(("n0", 4),)))
 
 
@@ -62,7 +62,7 @@ def test_hosts() -> None:
 
 @pytest.mark.parametrize("text", ["", "n0:", "n0:0", "n0:x", "-x:1", "n0 n1", "n0;rm:1", "n0:1,", "$(id):1", "n\n:1"])
 def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="HOST:RANKS"):
+    with pytest.raises(LaunchOptionError, match="HOST:RANKS"):
         parse_hosts(text)
 
 
@@ -80,12 +80,12 @@ def test_more_ranks_than_cores_share_them() -> None:
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(0, ()), (-1, ()), (9, (("n0", 8),))])
 def test_impossible_ranks_are_refused(ranks: int, hosts: tuple[tuple[str, int], ...]) -> None:
-    with pytest.raises(ConfigError, match="--ranks"):
+    with pytest.raises(LaunchOptionError, match="--ranks"):
         make_job(TRAIN, num_ranks=ranks, hosts=hosts, num_cores=2)
 
 
 def test_nothing_to_start_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing to start"):
+    with pytest.raises(LaunchOptionError, match="nothing to start"):
         make_job((), num_ranks=1, hosts=(), num_cores=2)
 
 
@@ -108,7 +108,7 @@ def test_exit_codes_pass_through() -> None:
 
 
 def test_missing_launcher_names_the_extra() -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'bigbatch\[mpi\]'"):
+    with pytest.raises(LaunchOptionError, match=r"pip install 'bigbatch\[mpi\]'"):
         in_foreground(["no-such-mpirun"])
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from bigbatch.cli import main
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.plan import choose, find_ablation, make_points, packaged_ablations
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
@@ -90,7 +90,7 @@ def points_of(name: str) -> list[Point]:
 
 
 def refusal(name: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, LaunchOptionError)) as caught:
         points_of(name)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -127,7 +127,7 @@ def test_names_that_are_none(file: str) -> None:
     )
     points = make_points(find_ablation(file), folder=Path("out"), epochs=None, seeds=2, overrides=[])
     assert [point.number for point in choose(points, "plain,short")] == [0, 2, 3, 5]
-    with pytest.raises(ConfigError, match="--only: there is no step 'smoth'; the nearest is 'smooth'"):
+    with pytest.raises(LaunchOptionError, match="--only: there is no step 'smoth'; the nearest is 'smooth'"):
         choose(points, "smoth")
 
 

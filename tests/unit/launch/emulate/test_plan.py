@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import agent
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
 from bigbatch.launch.emulate.launchers import Job, Site, mpirun_starts, plain_starts, torchrun_starts
@@ -57,7 +57,7 @@ def test_ranks_per_node() -> None:
     ],
 )
 def test_impossible_nodes_are_refused(text: str, nodes: int | None, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(LaunchOptionError, match=complaint):
         parse_ranks(text, nodes=nodes)
 
 
@@ -71,7 +71,7 @@ def test_rates(text: str, rate: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["200", "200mb", "0mbit", "1kbit", "200gbit", "-1mbit", "1e3mbit", "mbit", "200mbit "])
 def test_what_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--link"):
+    with pytest.raises(LaunchOptionError, match="--link"):
         parse_rate(text)
 
 
@@ -81,13 +81,13 @@ def test_delays() -> None:
 
 @pytest.mark.parametrize("text", ["500", "1s", "-1us", "1001ms", "", "0.5ms"])
 def test_what_is_no_delay_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--delay"):
+    with pytest.raises(LaunchOptionError, match="--delay"):
         parse_delay(text)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "-x", "Box", "x" * 21, "a b"])
 def test_a_name_is_no_path(name: str) -> None:
-    with pytest.raises(ConfigError, match="--name"):
+    with pytest.raises(LaunchOptionError, match="--name"):
         make_plan(name=name, nodes=2, ranks_per_node="1", link="none", delay="0")
 
 
@@ -196,7 +196,7 @@ def test_mpirun_from_the_first_node() -> None:
 @pytest.mark.parametrize("path", ["/home/a b/python", "/home/a:b/python"])
 def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", path)
-    with pytest.raises(ConfigError, match="has a blank or a colon: use --launcher torchrun or plain"):
+    with pytest.raises(LaunchOptionError, match="has a blank or a colon: use --launcher torchrun or plain"):
         mpirun_starts(JOB, UNEVEN, SITE)
 
 
@@ -211,7 +211,7 @@ def test_one_torchrun_per_node_each_with_its_own_number_of_ranks() -> None:
 
 
 def test_torchrun_places_no_ranks_cyclically() -> None:
-    with pytest.raises(ConfigError, match="--launcher mpirun or plain"):
+    with pytest.raises(LaunchOptionError, match="--launcher mpirun or plain"):
         torchrun_starts(JOB, UNEVEN, CYCLIC)
 
 

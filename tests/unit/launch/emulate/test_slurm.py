@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.errors import ConfigError, EmulationError
+from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, slurm_start
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.slurm import log_path, parse_states, slurm_commands, slurm_conf, slurm_environ
@@ -146,7 +146,7 @@ def test_slurm_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exec_needs_a_command_and_a_cluster() -> None:
-    with pytest.raises(ConfigError, match="nothing to run: put a command behind --, such as -- sbatch"):
+    with pytest.raises(LaunchOptionError, match="nothing to run: put a command behind --, such as -- sbatch"):
         emulate("exec")
     with pytest.raises(EmulationError, match="no cluster box is up"):
         emulate("exec", "--", "squeue")
@@ -157,7 +157,7 @@ def test_exec_needs_a_command_and_a_cluster() -> None:
     ("has_slurm", "words", "error", "complaint"),
     [
         (False, ("exec", "--", "squeue"), EmulationError, "box runs no Slurm: .* emulate up --slurm"),
-        (True, ("run", "--", "train"), ConfigError, "Slurm starts the jobs of box: .* exec --name box -- sbatch"),
+        (True, ("run", "--", "train"), LaunchOptionError, "Slurm starts the jobs of box: .* exec --name box -- sbatch"),
     ],
 )
 def test_jobs_are_started_by_slurm_or_by_run(

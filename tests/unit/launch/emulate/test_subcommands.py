@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.errors import ConfigError, EmulationError
+from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, supervise
 from bigbatch.launch.emulate import subcommands as command
 from bigbatch.launch.emulate.launchers import Start
@@ -135,12 +135,12 @@ def test_both_launchers_take_a_bigbatch_command(launcher: str, capsys: pytest.Ca
 
 
 def test_nothing_to_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing to run"):
+    with pytest.raises(LaunchOptionError, match="nothing to run"):
         emulate("run", "--nodes", "2", "--")
 
 
 def test_a_link_needs_nodes() -> None:
-    with pytest.raises(ConfigError, match="bigbatch launch emulate shape"):
+    with pytest.raises(LaunchOptionError, match="bigbatch launch emulate shape"):
         emulate("run", "--link", "1gbit", "--", "train")
 
 
@@ -160,7 +160,7 @@ def test_a_name_that_is_a_path_removes_nothing(name: str, tmp_path: Path) -> Non
     (tmp_path / "elsewhere").mkdir()
     for words in (("down",), ("shape", "--link", "none"), ("run", "--", "train")):
         split = words.index("--") if "--" in words else len(words)
-        with pytest.raises(ConfigError, match="--name"):
+        with pytest.raises(LaunchOptionError, match="--name"):
             emulate(*words[:split], "--name", name, *words[split:])
     assert (tmp_path / "elsewhere").exists()
 
@@ -282,7 +282,7 @@ def test_variables_come_on_top_of_the_environment() -> None:
 @linux
 def test_a_missing_launcher_ends_what_was_started() -> None:
     starts = [Start(0, ("sleep", "60")), Start(0, ("no-such-mpirun",))]
-    with pytest.raises(ConfigError, match="no-such-mpirun is not installed"):
+    with pytest.raises(LaunchOptionError, match="no-such-mpirun is not installed"):
         supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
 
 

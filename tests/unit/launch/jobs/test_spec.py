@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import format_minutes, parse_environment, parse_minutes
@@ -73,7 +73,7 @@ def test_an_option_is_honoured_or_refused_by_name(launcher: str, field: str) -> 
         base = JobSpec(TRAIN, 8, num_nodes=4, node_rank=0, master=("n9", 1))
     try:
         changed = write(replace(base, **{field: SAMPLES[field]}))
-    except ConfigError as error:
+    except LaunchOptionError as error:
         told = f"{option(field)}: bigbatch launch {launcher} cannot do that; "
         assert str(error).startswith(told), error  # noqa: PT017
         assert len(str(error)) > len(told) + 10, "and says what to do instead"  # noqa: PT017
@@ -91,7 +91,7 @@ def test_times_are_read_as_slurm_reads_them(text: str, minutes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1h", "1:2:3:4", "1-", "0:00:00", "٣", "1:00:00\n", "1;rm"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--time"):
+    with pytest.raises(LaunchOptionError, match="--time"):
         parse_minutes(text)
 
 
@@ -123,7 +123,7 @@ def test_nodes_times_ranks_per_node_are_the_ranks() -> None:
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(LaunchOptionError, match=message):
         make_job(TRAIN, **{"num_ranks": None, "hosts": (), "num_cores": 2, **stated})
 
 
@@ -136,17 +136,19 @@ def test_hostfiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# none\n", "n0 slots=0\n", "-x slots=1\n", "n0 max_slots=3\n", "n0;rm\n"])
 def test_what_is_no_hostfile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "hostfile").write_text(text)
-    with pytest.raises(ConfigError, match="--host"):
+    with pytest.raises(LaunchOptionError, match="--host"):
         read_hostfile(tmp_path / "hostfile")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(LaunchOptionError, match="cannot be read: No such file"):
         read_hostfile(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"'[^\n]*a\\nb' cannot be read"):
+    with pytest.raises(LaunchOptionError, match=r"'[^\n]*a\\nb' cannot be read"):
         read_hostfile(tmp_path / "a\nb")
 
 
 def test_an_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["mpirun", "--ranks", "2", "--interface", "ib7"]
-    with pytest.raises(ConfigError, match=r"^--interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
+    with pytest.raises(
+        LaunchOptionError, match=r"^--interface 'ib7': \S+ has no such network interface; it has .*\blo\b"
+    ):
         main([*words, *("--", *TRAIN)])
     assert main([*words, "--dry-run", *("--", *TRAIN)]) == 0  # may be meant for another machine
     assert "ib7" in capfd.readouterr().out
@@ -154,7 +156,7 @@ def test_an_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureF
 
 def test_no_host_is_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     """As where the shell's variable for it is empty."""
-    with pytest.raises(ConfigError, match="--hosts '': '' is not of the form HOST:RANKS"):
+    with pytest.raises(LaunchOptionError, match="--hosts '': '' is not of the form HOST:RANKS"):
         main(["mpirun", "--hosts", "", "--dry-run", *("--", *TRAIN)])
     assert capsys.readouterr().out == ""
 
@@ -162,13 +164,13 @@ def test_no_host_is_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("text", ["n0", "n0:", "n0:0", "n0:65536", "-n:1", "n 0:1", ":1", "n0:1\n"])
 def test_what_is_no_master_is_refused(text: str) -> None:
     assert parse_master("n0.x:29500") == ("n0.x", 29500)
-    with pytest.raises(ConfigError, match="--master"):
+    with pytest.raises(LaunchOptionError, match="--master"):
         parse_master(text)
 
 
 def test_variables_may_hold_equals_signs() -> None:
     assert parse_environment(["A=b=c", "D="]) == (("A", "b=c"), ("D", ""))
-    with pytest.raises(ConfigError, match="--env 'A'"):
+    with pytest.raises(LaunchOptionError, match="--env 'A'"):
         parse_environment(["A"])
 
 
@@ -182,7 +184,7 @@ def test_variables_may_hold_equals_signs() -> None:
     ],
 )
 def test_torchrun_on_several_nodes_needs_to_know_which_this_is(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(LaunchOptionError, match=message):
         main(["torchrun", "--nodes", "2", *words, "--", *TRAIN])
 
 
@@ -221,12 +223,12 @@ def test_variables_reach_the_ranks_of_local(capfd: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("name", ["A", "a.b", "a_b", "-a", "a" * 60, "a b", "a;b"])
 def test_kubernetes_takes_names_of_dns_only(name: str) -> None:
-    with pytest.raises(ConfigError, match="--name"):
+    with pytest.raises(LaunchOptionError, match="--name"):
         k8s.manifest(JobSpec(TRAIN, 1, image="bb", name=name))
 
 
 def test_kubernetes_needs_an_image() -> None:
-    with pytest.raises(ConfigError, match="--image is missing"):
+    with pytest.raises(LaunchOptionError, match="--image is missing"):
         k8s.manifest(JobSpec(TRAIN, 1))
 
 

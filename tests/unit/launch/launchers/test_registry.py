@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from bigbatch.cli import main
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.options import JOB_OPTIONS, read_options
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.base import Launcher, Queue, command_line
@@ -98,7 +98,7 @@ def test_launcher_that_is_new_has_a_queue(calls: list[object]) -> None:
     ],
 )
 def test_options_of_a_file_are_refused_by_name_and_value(stated: dict[str, object], told: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(LaunchOptionError) as caught:
         read_options(stated, JOB_OPTIONS)
     assert all(word in str(caught.value) for word in told)
 

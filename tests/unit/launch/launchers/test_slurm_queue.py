@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.launchers.slurm_queue import find_jobs, parse_facts
 from bigbatch.launch.start import main
 
@@ -102,14 +102,14 @@ def test_who_waits_gets_the_exit_code_of_the_job(cluster: Cluster) -> None:
 
 def test_words_of_slurm_are_passed_on_in_one_line(cluster: Cluster) -> None:
     cluster.answers("sbatch", "", code=1, errors="sbatch: error: invalid partition\nsbatch: error: Batch job failed\n")
-    with pytest.raises(ConfigError, match="refused the job: sbatch: error: invalid partition; sbatch: error: Batch"):
+    with pytest.raises(SchedulerError, match="refused the job: sbatch: error: invalid partition; sbatch: error: Batch"):
         main(["slurm", "--partition", "nope", *TRAIN])
 
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("words", [["slurm", *TRAIN], ["status"], ["status", "7"], ["cancel", "7"]])
 def test_without_slurm_it_says_where_to_go(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="is not installed here: do this on a login node"):
+    with pytest.raises(SchedulerError, match="is not installed here: do this on a login node"):
         main(words)
 
 
@@ -171,21 +171,21 @@ def test_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
 
 def test_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
     cluster.has_job(line="echo 1")
-    with pytest.raises(ConfigError, match="add --now"):
+    with pytest.raises(SchedulerError, match="add --now"):
         main(["cancel", "12"])
     assert cluster.calls("scancel") == []
 
 
 def test_a_job_that_has_ended_is_not_cancelled(cluster: Cluster) -> None:
     cluster.has_job("COMPLETED")
-    with pytest.raises(ConfigError, match="has ended already: COMPLETED"):
+    with pytest.raises(SchedulerError, match="has ended already: COMPLETED"):
         main(["cancel", "12"])
 
 
 @pytest.mark.parametrize("number", ["", "x", "-1", "7_", "1; rm", "7\n", "$(id)"])
 @pytest.mark.usefixtures("cluster")
 def test_what_is_no_number_of_a_job_is_refused(number: str) -> None:
-    with pytest.raises(ConfigError, match="is no job of Slurm's"):
+    with pytest.raises(LaunchOptionError, match="is no job of Slurm's"):
         find_jobs(number)
 
 
@@ -193,7 +193,7 @@ def test_a_job_that_slurm_has_forgotten(cluster: Cluster) -> None:
     (cluster.folder / "scontrol").write_text(
         "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n"
     )
-    with pytest.raises(ConfigError, match=r"job 9: .*Invalid job id specified; Slurm forgets a job minutes after"):
+    with pytest.raises(SchedulerError, match=r"job 9: .*Invalid job id specified; Slurm forgets a job minutes after"):
         find_jobs("9")
 
 
@@ -238,7 +238,7 @@ def test_a_job_that_is_gone_does_not_hold_up_the_others(
     gone = '#!/bin/sh\n[ "$1$4" = show9 ] && { echo unknown >&2; exit 1; }\n'
     (cluster.folder / "scontrol").write_text(gone + SCONTROL.format(folder=cluster.folder))
     with pytest.raises(
-        ConfigError, match=r"^job 9: unknown; Slurm forgets a job minutes after its end, its log remains$"
+        SchedulerError, match=r"^job 9: unknown; Slurm forgets a job minutes after its end, its log remains$"
     ):
         main([action, "9", "12", "9"])
     assert "job 7_3" in capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_a_folder_that_looks_like_a_fact_is_none(cluster: Cluster) -> None:
 
 def test_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
     (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
-    with pytest.raises(ConfigError, match="sbatch refused the job: no configuration"):
+    with pytest.raises(SchedulerError, match="sbatch refused the job: no configuration"):
         main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])
 
 
@@ -272,11 +272,11 @@ def test_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: pytest.Captu
     assert (cluster.folder / "kubectl.input").read_text() == printed
     assert capsys.readouterr().out == "kubectl logs -f job/bigbatch-launcher\n"
     cluster.answers("kubectl", "", code=1, errors="no matches for kind MPIJob\nensure CRDs are installed first\n")
-    with pytest.raises(ConfigError, match="kubectl refused the job: no matches for kind MPIJob; ensure"):
+    with pytest.raises(SchedulerError, match="kubectl refused the job: no matches for kind MPIJob; ensure"):
         main(["k8s", *words])
 
 
 @pytest.mark.usefixtures("bare")
 def test_without_kubectl_it_says_so() -> None:
-    with pytest.raises(ConfigError, match="kubectl is not installed here"):
+    with pytest.raises(SchedulerError, match="kubectl is not installed here"):
         main(["k8s", "--image", "bb", *TRAIN])

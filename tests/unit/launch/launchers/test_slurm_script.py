@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_stubs import JOB, Stubs
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import JobSpec, interface_variables
 from bigbatch.launch.jobs.words import PATTERNS
@@ -95,7 +95,7 @@ def test_what_slurm_reads_as_a_directive_is_one_plain_word_or_refused(field: str
     value = data.draw(st.lists(pieces, min_size=1, max_size=4).map("".join))
     try:
         job = JobSpec((*TRAIN, "{index}") if field == "array" else TRAIN, 2, **{field: value})
-    except ConfigError:
+    except LaunchOptionError:
         return
     for line in directives(job):
         assert line.isprintable()
@@ -106,14 +106,14 @@ def test_what_slurm_reads_as_a_directive_is_one_plain_word_or_refused(field: str
 @pytest.mark.parametrize("value", NASTY)
 @pytest.mark.parametrize("field", [field for field in PATTERNS if field != "image"])
 def test_a_value_that_slurm_could_misread_is_refused_in_one_line(field: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{field} ") as caught:
+    with pytest.raises(LaunchOptionError, match=f"--{field} ") as caught:
         JobSpec(TRAIN, 2, **{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("exclude", ["n1;x", "n[3-1]", "n[1-2", "", "n1 n2", "$(id)", "-n1", "n1\nn2"])
 def test_what_is_no_list_of_nodes_is_refused(exclude: str) -> None:
-    with pytest.raises(ConfigError, match="--exclude"):
+    with pytest.raises(LaunchOptionError, match="--exclude"):
         JobSpec(TRAIN, 2, exclude=exclude)
 
 
@@ -135,7 +135,7 @@ def test_what_is_no_list_of_nodes_is_refused(exclude: str) -> None:
     ],
 )
 def test_other_values_that_cannot_be_are_refused_in_one_line(fields: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(LaunchOptionError) as caught:
         JobSpec(**{"command": TRAIN, "num_ranks": 2, **fields})
     assert len(str(caught.value).splitlines()) == 1
 
@@ -287,7 +287,7 @@ def test_logs_have_names_that_slurm_fills_in() -> None:
 
 
 def test_a_time_limit_must_leave_time_to_train() -> None:
-    with pytest.raises(ConfigError, match="--time of 3 min leaves no time"):
+    with pytest.raises(LaunchOptionError, match="--time of 3 min leaves no time"):
         sbatch_script(JobSpec(TRAIN, 1, minutes=3))
     assert "--time=00:03:00" in sbatch_script(JobSpec(TRAIN, 1, minutes=3, stop_seconds=60))
     script = sbatch_script(JobSpec(TRAIN, 1, minutes=1, stop_seconds=0))
@@ -297,7 +297,7 @@ def test_a_time_limit_must_leave_time_to_train() -> None:
 
 @pytest.mark.parametrize("job", [JobSpec(TRAIN, 1, array="0-3"), JobSpec((*TRAIN, "{index}"), 1)])
 def test_jobs_of_an_array_must_differ(job: JobSpec) -> None:
-    with pytest.raises(ConfigError, match=r"--array and \{index\} belong together"):
+    with pytest.raises(LaunchOptionError, match=r"--array and \{index\} belong together"):
         sbatch_script(job)
 
 

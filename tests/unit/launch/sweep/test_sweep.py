@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from bigbatch.cli import main
-from bigbatch.errors import ConfigError, SlurmError
+from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.sweep import queueing, running
 from bigbatch.launch.sweep.complete import packaged_sweeps
@@ -189,9 +189,9 @@ def test_wrong_files_are_refused_in_a_line(
 )
 def test_files_that_are_no_sweep(text: str, complaint: str, file: Path) -> None:
     file.write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(LaunchOptionError, match=complaint):
         read_sweep(file)
-    with pytest.raises(ConfigError, match="No such file or directory"):
+    with pytest.raises(LaunchOptionError, match="No such file or directory"):
         read_sweep(file.with_name("none.yaml"))
 
 
@@ -789,7 +789,7 @@ def test_a_queue_that_does_not_answer_is_no_end_of_jobs(
     command, folder = ["sweep", str(file), "--folder", "f"], SweepFolder(Path("f"))
     assert main([*command, "--no-wait"]) == 0
     (slurm / "down").write_text("slurm_load_jobs error: Unable to contact slurm controller")
-    with pytest.raises(SlurmError, match="Unable to contact slurm controller"):
+    with pytest.raises(SchedulerError, match="Unable to contact slurm controller"):
         queueing.queued(["7"])
     assert main([*command, "--no-wait"]) == 0
     now = [0.0]
@@ -819,7 +819,7 @@ def test_a_queue_that_does_not_answer_is_no_end_of_jobs(
 def test_a_program_of_slurm_that_hangs_is_ended(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(slurm_queue, "ANSWER_SECONDS", 0.1)
-    with pytest.raises(SlurmError, match=r"squeue did not answer in 0\.1 s; try again later"):
+    with pytest.raises(SchedulerError, match=r"squeue did not answer in 0\.1 s; try again later"):
         queueing.queued(["7"])
 
 

@@ -15,7 +15,7 @@ import torch
 
 from bigbatch.cli import main
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.errors import CommError, ConfigError, DataError
+from bigbatch.errors import CommError, DataError, LaunchOptionError
 from bigbatch.launch.jobs.fit_hosts import (
     choose_launcher,
     fit_hosts,
@@ -133,7 +133,7 @@ def test_two_nodes_have_no_link_to_compare_with() -> None:
         ({"free_gb": {"/dev/shm": 0.064}}, "n1: /dev/shm has 0.064 GB left, below 0.5: free some, or start the"),
         ({"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}}, "n1: runs: no answer within 8 s"),
         ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),
-        ({"pictures": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
+        ({"images": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
         ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
     ],
 )
@@ -450,9 +450,9 @@ def test_who_starts_it() -> None:
 def test_a_job_without_its_unfit_hosts() -> None:
     job = JobSpec(TRAIN, 4, hosts=(("n0.cluster", 2), ("n1.cluster", 2), ("n2.cluster", 2)))
     assert without(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))
-    with pytest.raises(ConfigError, match="without n0, n1 there are 2 slots for 4 ranks: name more --hosts"):
+    with pytest.raises(LaunchOptionError, match="without n0, n1 there are 2 slots for 4 ranks: name more --hosts"):
         without(job, ["n0", "n1"])
-    with pytest.raises(ConfigError, match="without n0, n1, n2 there are 0 slots"):
+    with pytest.raises(LaunchOptionError, match="without n0, n1, n2 there are 0 slots"):
         without(replace(job, num_ranks=1), ["n0", "n1", "n2"])
 
 
@@ -507,9 +507,9 @@ def test_an_unfit_host_that_cannot_be_told_is_refused(
     resolves.update(known)
     stated = tuple((host, 2) for host in hosts)
     told = "^--hosts: it cannot be told which of them is the unfit node n1: leave it out yourself, or [^\n]*$"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(LaunchOptionError, match=told):
         without(JobSpec(TRAIN, 2, hosts=stated), ["n1"])
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(LaunchOptionError, match=told):
         write_hostfile(tmp_path / "good", stated, bad=["n1"])
     assert not (tmp_path / "good").exists()
 
