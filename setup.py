@@ -35,6 +35,7 @@ extras["dev"] = [
     "ruff",
     "mypy",
     "types-PyYAML",
+    "types-psutil",
     "setuptools>=70",
     "wheel",
 ]
@@ -57,6 +58,7 @@ setup(
         "PyYAML>=6",
         "jsonargparse[signatures]>=4.40",
         "rich>=13",
+        "psutil>=5.9",
         "tensorboard>=2.15",
         "matplotlib>=3.8",
     ],

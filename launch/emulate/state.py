@@ -72,6 +72,7 @@ def load(folder: Path) -> EmulatedCluster | None:
 
 def start_ticks(pid: int | str) -> int | None:
     """When a process started, in clock ticks since boot; None when it is gone or only waits to be buried."""
+    # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

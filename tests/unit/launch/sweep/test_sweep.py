@@ -25,7 +25,7 @@ from bigbatch.launch.sweep.job_log import find_reason, find_times
 from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
 from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
 from bigbatch.launch.sweep.points import make_points
-from bigbatch.launch.sweep.sessions import list_processes
+from bigbatch.launch.sweep.sessions import processes_in
 from bigbatch.trainer.config.file import PACKAGED, load_config
 
 SWEEP: dict[str, Any] = {
@@ -437,9 +437,10 @@ def test_no_rank_outlives_a_point_that_is_ended(launcher: str, monkeypatch: pyte
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         pids = set(map(int, process.stdout.readline().split()))
-        assert pids <= {each.pid for each in list_processes()}
+        sessions = {os.getsid(pid) for pid in pids}
+        assert pids == {each.pid for each in processes_in(sessions)}
         running._end(process)
-        left = pids & {each.pid for each in list_processes()}
+        left = {each.pid for each in processes_in(sessions)}
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     assert not left
