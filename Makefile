@@ -8,7 +8,7 @@ RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); 
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test cluster test-cluster check lint format clean
+.PHONY: train test cluster test-cluster check lint docs format clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -31,10 +31,15 @@ test-cluster: cluster
 check: lint
 	$(PYTEST) tests/unit -n 3 -m "not slow"
 
-lint: .venv/ready
+lint: .venv/ready docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# the pages as a site that can be searched; a dead link or anchor, or a page that README does not name, is an error
+docs: .venv/ready
+	$(BIN)/python -m sphinx -qnEW --keep-going -c docs -d build/doctrees . build/site
+	cp build/site/README.html build/site/index.html
 
 format: .venv/ready
 	$(BIN)/ruff check --fix

@@ -20,11 +20,13 @@ extras = {
     "verify": ["mlperf-logging>=4", "scipy>=1.11"],
     "energy": ["nvidia-ml-py>=12"],
     "export": ["onnx>=1.17", "onnxscript>=0.5"],
+    "docs": ["sphinx>=8", "myst-parser>=4", "furo"],
 }
 extras["dev"] = [
     *extras["tune"],
     *extras["verify"],
     *extras["export"],
+    *extras["docs"],
     "onnxruntime>=1.20",
     "schedulefree>=1.4",
     "timm>=1.0.15",

@@ -85,7 +85,7 @@ RUN_ELSEWHERE |= {
     "mpirun -n 2 python examples/language_model.py --precision bf16": (WORDS, 'pytest.param("mpirun"'),
     "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (WORDS, '"torchrun"'),
 }
-DRY_RUN = ("make check", "make format", "make clean")
+DRY_RUN = ("make check", "make docs", "make format", "make clean")
 DECODE = "input.decode data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch.lars_step --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
 INFERENCE = "gpu.inference --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501

@@ -56,7 +56,10 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
         for path in (ROOT / room).rglob("*")
         if (path.suffix in (".py", ".yaml") or path.parent.name == "scripts") and "__pycache__" not in path.parts
     ]
-    front = [ROOT / "bigbatch" / name for name in ("__init__.py", "__main__.py", "cli.py", "errors.py", "py.typed")]
+    front = [
+        ROOT / "bigbatch" / name
+        for name in ("__init__.py", "__main__.py", "cli.py", "errors.py", "groups.py", "py.typed")
+    ]
     expected = {f"bigbatch/{path.relative_to(ROOT)}": path for path in sources}
     expected |= {str(path.relative_to(ROOT)): path for path in front}
     assert set(held) == set(expected)
@@ -64,7 +67,7 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
     assert all(held[name] == path.read_bytes() for name, path in expected.items())
 
 
-EXTRAS = {"dali", "mpi", "horovod", "tune", "verify", "export", "energy", "dev"}
+EXTRAS = {"dali", "mpi", "horovod", "tune", "verify", "export", "energy", "docs", "dev"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) 
         return subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True).stdout
 
     place = run("-c", "import bigbatch.comm.rendezvous.environ as m; print(m.__file__)").strip()
-    assert Path(place) == tmp_path / "site/bigbatch/comm/environ.py"
+    assert Path(place) == tmp_path / "site/bigbatch/comm/rendezvous/environ.py"
     assert "usage: bigbatch" in run("-m", "bigbatch", "--help")
     configs = run("-c", "from bigbatch.trainer.config.file import packaged_configs; print(*packaged_configs())")
     assert {"quickstart", "imagenet/resnet50_8k"} <= set(configs.split())

@@ -1,0 +1,67 @@
+"""What the pages say of the house is so, and `make docs` refuses what would lead a reader nowhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+OURS = r"(?:bigbatch|comm|trainer|launch|configs|tests|docs|benchmarks|examples)"
+
+
+def build_site(root: Path, out: Path) -> tuple[int, list[str]]:
+    """Build the pages below root as `make docs` does; the exit code, and file and kind of each warning."""
+    strict = ["-qnEW", "--keep-going", "-c", str(ROOT / "docs"), "-d", str(out / "doctrees")]
+    command = [sys.executable, "-m", "sphinx", *strict, str(root), str(out / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return done.returncode, re.findall(r"^(\S+?)(?::\d+)?: WARNING: .*(\[.*\])$", done.stderr, re.M)
+
+
+def test_a_site_is_built_of_what_readme_names(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "LICENSE").write_text("text")
+    (tmp_path / "README.md").write_text("# House\n[licence](LICENSE), [room](docs/room.md#the-door)\n")
+    (tmp_path / "docs/room.md").write_text("# Room\n## The door\n[back](../README.md)\n")
+    assert build_site(tmp_path, tmp_path / "build") == (0, [])
+    assert "docs/room.html" in (tmp_path / "build/site/README.html").read_text()
+    assert "docs/room" in (tmp_path / "build/site/searchindex.js").read_text()
+
+
+def test_dead_ends_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("# House\n[a](docs/room.md#no-door), [b](LICENSE), [c](docs/room.md)\n")
+    (tmp_path / "docs/room.md").write_text("# Room\n[d](nowhere.md), ![e](picture.png)\n")
+    (tmp_path / "docs/attic.md").write_text("# Attic\n")
+    code, warnings = build_site(tmp_path, tmp_path / "build")
+    readme, room, attic = (str(tmp_path / name) for name in ("README.md", "docs/room.md", "docs/attic.md"))
+    assert code == 1
+    assert sorted(warnings) == sorted(
+        [
+            (readme, "[myst.xref_missing]"),  # the anchor
+            (readme, "[myst.xref_missing]"),  # the file
+            (room, "[myst.xref_missing]"),
+            (room, "[image.not_readable]"),
+            (attic, "[toc.not_included]"),
+        ]
+    )
+
+
+def test_files_that_pages_name_in_code_exist() -> None:
+    named = {
+        (page.relative_to(ROOT), path)
+        for page in PAGES
+        for path in re.findall(rf"`({OURS}/[\w./-]+)`", page.read_text())
+    }
+    assert len(named) > 50
+    assert {(str(page), path) for page, path in named if not (ROOT / path).exists()} == set()
+
+
+def test_design_names_every_room() -> None:
+    text = (ROOT / "docs/design.md").read_text()
+    rooms = {
+        path.parent.relative_to(ROOT)
+        for top in ("comm", "trainer", "launch")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    assert {str(room) for room in rooms if len(room.parts) > 1 and f"`{room}`" not in text} == set()
