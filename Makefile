@@ -8,7 +8,7 @@ RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); 
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test cluster test-cluster check lint docs format clean
+.PHONY: train test test-all test-long cluster test-cluster check lint docs format clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -16,10 +16,18 @@ train: .venv/ready
 	@if [ -e runs/quickstart/summary.json ]; then rm -r runs/quickstart; fi
 	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
 
-# unit tests three at a time, of which on 2 cores one waits; the others start ranks of their own, so one at a time
+# every law in a short form, and the unit tests that take less than seconds: within 8 minutes on 2 cores. Unit tests
+# run three at a time, of which on 2 cores one waits, the others two at a time, as most start two ranks or more.
 test: .venv/ready
-	$(PYTEST) tests/unit -n 3
-	$(PYTEST) tests --ignore tests/unit --ignore tests/cluster
+	$(PYTEST) tests/unit -n 3 -m "not long"
+	$(PYTEST) tests/laws tests/parallel -n 2 -m "not long"
+
+# the rest: full forms, compilers, benchmarks, launchers; those that start ranks one at a time
+test-long: .venv/ready
+	$(PYTEST) tests/unit -n 3 -m long
+	$(PYTEST) tests/laws tests/parallel -m long
+
+test-all: test test-long
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
@@ -29,7 +37,7 @@ cluster: .venv/ready
 test-cluster: cluster
 
 check: lint
-	$(PYTEST) tests/unit -n 3 -m "not slow"
+	$(PYTEST) tests/unit -n 3 -m "not slow and not long"
 
 lint: .venv/ready docs
 	$(BIN)/ruff check

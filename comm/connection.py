@@ -40,10 +40,11 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     if backend != "nccl" and num_gpus == 0:
         return torch.device("cpu")
     if num_gpus < env.local_size:
+        fewer = f" (--ranks {num_gpus})" if num_gpus and env.is_one_host else ""
         raise CommError(
-            f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU, let each see all "
-            "GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or set comm.backend to gloo to train "
-            "on the CPU"
+            f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU{fewer}, let each see "
+            "all GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or train on the CPU by "
+            "--comm.backend gloo"
         )
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)

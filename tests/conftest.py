@@ -1,17 +1,32 @@
-"""Shared by all tests: one thread per process, and tests that need a GPU."""
+"""Shared by all tests: one thread per process, and either the tests of the CPU or those of the GPU.
+
+Without BIGBATCH_EXPECT_GPU=1 no test sees a GPU, nor do the ranks and processes that it starts: on a machine with one
+GPU two ranks could not have one each. With it only tests marked gpu run, and fail where there is none.
+"""
 
 import os
 
 import pytest
 import torch
 
+EXPECT_GPU = os.environ.get("BIGBATCH_EXPECT_GPU") == "1"
+if not EXPECT_GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks when it is first asked for one
+
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of the other kind of machine."""
+    here, others = [], []
+    for item in items:
+        is_of_gpu = item.get_closest_marker("gpu") is not None
+        (here if is_of_gpu == EXPECT_GPU else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = here
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked gpu on a machine without one; fail it where a GPU was promised."""
-    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
-        return
-    if os.environ.get("BIGBATCH_EXPECT_GPU") == "1":
+    """Fail a test marked gpu where a GPU was promised and there is none."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.fail("BIGBATCH_EXPECT_GPU=1, but torch finds no CUDA device", pytrace=False)
-    pytest.skip("needs a CUDA device")

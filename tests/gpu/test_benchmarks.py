@@ -7,7 +7,7 @@ from gpu_suite import run_small
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_all_cases_run_on_a_gpu(tmp_path: Path) -> None:
     record, _ = run_small(tmp_path)

@@ -52,7 +52,7 @@ def step(model: nn.Module, precision: str) -> tuple[float, Tensor]:
     return float(loss), torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "eps"), [("fp32", 2**-11), ("bf16", 2**-8), ("fp16", 2**-11)])
 @pytest.mark.parametrize("num_recomputed", [0, 4])
 def test_a_compiled_step_is_as_close_to_the_truth_as_the_eager_one(

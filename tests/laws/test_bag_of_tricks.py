@@ -46,6 +46,7 @@ def test_any_number_of_ranks_gives_the_same_update(data: Path, tmp_path: Path) -
     assert statistics_distance(two, one) < ROUNDING
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [AVERAGED, {"optimizer.sharded": "true", "optimizer.precision": "bf16", "run.checkpoint_every_steps": 1}],

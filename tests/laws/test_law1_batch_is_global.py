@@ -32,9 +32,9 @@ def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, {"batch.microbatch_size": 32}),  # 4 ghost batches in one forward pass
         (2, {}),  # 2 ranks x 2 microbatches
-        (2, {"comm.backend": "mpi", "comm.algorithm": "ring"}),
+        pytest.param(2, {"comm.backend": "mpi", "comm.algorithm": "ring"}, marks=pytest.mark.long),
         (4, {"comm.group_size": 2}),  # 2 node groups x 2 ranks, hierarchical
-        (4, {"comm.group_size": 2, "comm.algorithm": "sharded"}),
+        pytest.param(4, {"comm.group_size": 2, "comm.algorithm": "sharded"}, marks=pytest.mark.long),
     ],
 )
 def test_any_division_gives_the_same_update(
@@ -53,7 +53,7 @@ def test_another_ghost_batch_is_another_run(data: Path, one_rank: Path, tmp_path
     assert statistics_distance(final_state(tmp_path), final_state(one_rank)) > 10 * ROUNDING
 
 
-@pytest.mark.parametrize("loader", ["dali", "torchvision"])
+@pytest.mark.parametrize("loader", [pytest.param("dali", marks=pytest.mark.long), "torchvision"])
 def test_augmented_and_mixed_images_are_those_of_the_batch(
     loader: str, data: Path, one_rank: Path, tmp_path: Path
 ) -> None:
@@ -79,9 +79,10 @@ def one_rank_wide(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (2, {"batch.microbatch_size": 16}),  # 1 group x 2 ranks x 2 microbatches
-        (2, {"batch.microbatch_size": 16, "comm.backend": "mpi"}),
-        (4, {"batch.microbatch_size": 16, "comm.backend": "gloo"}),  # 2 groups of 2 ranks
+        pytest.param(2, {"batch.microbatch_size": 16}, marks=pytest.mark.long),  # 1 group x 2 ranks x 2 microbatches
+        pytest.param(2, {"batch.microbatch_size": 16, "comm.backend": "mpi"}, marks=pytest.mark.long),
+        # 2 groups of 2 ranks
+        pytest.param(4, {"batch.microbatch_size": 16, "comm.backend": "gloo"}, marks=pytest.mark.long),
         (4, {"batch.microbatch_size": 8, "comm.group_size": 2}),  # one group of 4 ranks, over 2 node groups
     ],
 )

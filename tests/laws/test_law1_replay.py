@@ -100,6 +100,7 @@ def test_one_rank_replays_eight_in_fp32(runs: Runs) -> None:
     assert distance(runs("replay, fp32"), runs("8 ranks, fp32")).is_within(ROUNDING, factor=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", "autocast"])
 def test_one_rank_replays_eight_in_half_precision(precision: str, runs: Runs) -> None:
     """As close as half precision lets any two runs be: within what it moves the eight ranks' own run by."""

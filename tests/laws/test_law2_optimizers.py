@@ -53,12 +53,16 @@ def train(data: Path, folder: Path, settings: dict[str, object], *, ranks: int, 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (1, SCHEDULE_FREE),
-        (1, {**SCHEDULE_FREE, "optimizer.precision": "bf16"}),
-        (ALL_CORES, {**ADAPTIVE, "optimizer.name": "lamb"}),
+        pytest.param(1, SCHEDULE_FREE, marks=pytest.mark.long),
+        pytest.param(1, {**SCHEDULE_FREE, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
+        pytest.param(ALL_CORES, {**ADAPTIVE, "optimizer.name": "lamb"}, marks=pytest.mark.long),
         (1, {**ADAPTIVE, "optimizer.name": "adamw"}),
         (2, {**CONSTANT, "optimizer.sharded": "true"}),
-        (2, {**ADAPTIVE, "optimizer.name": "lamb", "optimizer.sharded": "true", "optimizer.precision": "bf16"}),
+        pytest.param(
+            2,
+            {**ADAPTIVE, "optimizer.name": "lamb", "optimizer.sharded": "true", "optimizer.precision": "bf16"},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["schedulefree", "schedulefree-bf16", "lamb", "adamw", "sharded-lars", "sharded-lamb-bf16"],
 )

@@ -45,9 +45,9 @@ LONG = {"run.epochs": EPOCHS, "run.checkpoint_every_steps": 3, "run.eval_every_e
 @pytest.mark.parametrize(
     ("launcher", "loader", "settings"),
     [
-        (mpirun, "dali", {}),
+        pytest.param(mpirun, "dali", {}, marks=pytest.mark.long),
         (forked, "torchvision", {}),
-        (forked, "dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[6,32]]"}),
+        pytest.param(forked, "dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[6,32]]"}, marks=pytest.mark.long),
     ],
     ids=["mpirun-dali", "torchvision", "dali-augmented"],
 )
@@ -90,7 +90,7 @@ def not_stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), pytest.param("torchrun", 1, marks=pytest.mark.long)])
 def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     launcher: str, code: int, data: Path, not_stopped: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +132,7 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
     assert statistics_distance(final_state(moved), final_state(whole)) < ROUNDING
 
 
+@pytest.mark.long
 def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: Path) -> None:
     """In a ring of three the place of a gradient in its buffer decides in which order it is added up.
 
@@ -159,6 +160,7 @@ def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: 
     assert_identical(final_state(resumed), final_state(whole))
 
 
+@pytest.mark.long
 def test_weights_to_start_from_are_read_once(data: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run(alone(train_command(data, first, {"run.epochs": 1})))

@@ -113,6 +113,7 @@ def test_images_of_any_side_count_once(data: Path, trained: Path) -> None:
     assert record["loss"] == pytest.approx(counted.loss, rel=2e-2)
 
 
+@pytest.mark.long
 def test_foreign_weights_score_the_same_at_any_world_size(data: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     torch.save(torchvision.models.resnet18(num_classes=NUM_CLASSES).state_dict(), tmp_path / "theirs.pth")

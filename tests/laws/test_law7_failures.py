@@ -119,6 +119,7 @@ def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
         assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in stderr
 
 
+@pytest.mark.long
 def test_full_disk_keeps_the_older_checkpoints(data: Path, tmp_path: Path) -> None:
     """The file-size limit stands in for a full disk: a write fails in the middle."""
     folder = tmp_path / "run"
@@ -198,6 +199,7 @@ def test_finished_run_says_so_again(data: Path, tmp_path: Path) -> None:
     assert rate in again.stdout, "the summary is the one of the run that trained"
 
 
+@pytest.mark.long
 def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path) -> None:
     command = train_command(data, tmp_path / "run", LONG)
     launch = [sys.executable, "-m", "bigbatch", "launch", "torchrun", "--ranks", "2", "--", *command]
@@ -213,6 +215,7 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
     assert "rank      : 1" in text, text
 
 
+@pytest.mark.long
 def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
     """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
     bounds = {"comm.timeout_seconds": 4, "comm.warn_seconds": 2, "data.patience_seconds": 1}
@@ -243,6 +246,7 @@ def test_steps_of_other_samples_are_not_gone_on_with(key: str, value: int, data:
     assert "--run.resume" in line
 
 
+@pytest.mark.long
 def test_steps_of_other_images_are_not_gone_on_with(data: Path, tmp_path: Path) -> None:
     """As many as before, one of them in another class: no count tells."""
     changed, folder = copy_of(data, tmp_path), tmp_path / "run"

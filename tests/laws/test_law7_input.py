@@ -70,7 +70,9 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "loader"), [(mpirun, "dali"), (forked, "torchvision")], ids=["dali", "torchvision"]
+    ("launcher", "loader"),
+    [pytest.param(mpirun, "dali", marks=pytest.mark.long), (forked, "torchvision")],
+    ids=["dali", "torchvision"],
 )
 def test_data_that_go_away_change_no_bit(launcher: Callable[..., Job], loader: str, data: Path, tmp_path: Path) -> None:
     """Taken away in mid-run and brought back: the same command goes on after the last whole step."""
@@ -106,7 +108,7 @@ def test_data_that_go_away_change_no_bit(launcher: Callable[..., Job], loader: s
     assert steps(broken) == steps(whole)
 
 
-@pytest.mark.parametrize("every_epochs", [1, 2], ids=["in mid-run", "at the end"])
+@pytest.mark.parametrize("every_epochs", [1, pytest.param(2, marks=pytest.mark.long)], ids=["in mid-run", "at the end"])
 def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp_path: Path) -> None:
     damaged, whole, broken = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "broken"
     overrides = {"run.eval_every_epochs": every_epochs}
@@ -184,6 +186,7 @@ def test_skipped_image_is_the_same_one_after_a_move(data: Path, tmp_path: Path) 
         assert [reason.partition(": ")[0] for reason in summary(folder)["skipped"]] == [str(victim)]
 
 
+@pytest.mark.long
 def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
     """Of bad pictures of both splits, by any rank, on streams that take nothing but UTF-8."""
     damaged, strict = copy_of(data, tmp_path), {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
@@ -216,6 +219,7 @@ def test_more_bad_images_than_may_be_skipped(ranks: tuple[int, int], data: Path,
     assert sorted(line.partition(": ")[0] for line in summary(folder)["skipped"]) == sorted(map(str, victims))
 
 
+@pytest.mark.long
 def test_packed_and_staged_copies_are_the_same_data(data: Path, tmp_path: Path) -> None:
     packed, local = tmp_path / "packed", tmp_path / "local"
     pack(data, packed, recipe=PackRecipe())

@@ -17,6 +17,9 @@ from bigbatch.comm.tuning.plan_search import LEAST_GAIN
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.trainer.datasets.generated import write_dataset
 
+pytestmark = pytest.mark.long
+
+
 SMALL_MODEL = ("--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4")
 ONE_SIZE = ("--min-bytes", "40000", "--max-bytes", "40000", "--repetitions", "2")
 

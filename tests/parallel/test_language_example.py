@@ -11,6 +11,9 @@ from forked_ranks import places
 from test_other_scripts import run_script
 from test_parallel import fork_job, needs_mpi
 
+pytestmark = pytest.mark.long
+
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = ["--epochs", "2", "--batch-size", "4"]
 

@@ -65,12 +65,12 @@ HOLDER = "rank 0, which holds the rendezvous"
     ("num_ranks", "backend", "algorithm", "victim", "how", "timeout", "named"),
     [
         # rank 3 has no connection to rank 1 in a ring: it must neither wait for its own timeout nor be taken for lost
-        pytest.param(4, "gloo", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.slow),
+        pytest.param(4, "gloo", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
         (3, "gloo", "native", 0, "kill", 60, HOLDER),
         # the stall is inside a group of its own, whose timeout must be the job's
-        pytest.param(3, "gloo", "doubling", 1, "stop", 4, "rank 1 on node0", marks=pytest.mark.slow),
-        pytest.param(4, "tcp", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.slow),
-        pytest.param(3, "tcp", "hierarchical", 0, "kill", 60, HOLDER, marks=pytest.mark.slow),
+        pytest.param(3, "gloo", "doubling", 1, "stop", 4, "rank 1 on node0", marks=pytest.mark.long),
+        pytest.param(4, "tcp", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
+        pytest.param(3, "tcp", "hierarchical", 0, "kill", 60, HOLDER, marks=pytest.mark.long),
         # ranks 2 and 3 share no memory with rank 1, and rank 3 hears of nobody who waits for it
         (4, "tcp", "sharded", 1, "stop", 4, "rank 1 on node0"),
     ],
@@ -94,7 +94,14 @@ def test_survivors_name_the_lost_rank(
         assert seconds < detection + 15, output  # roll call of 3 s, 2 s more on rank 0, and a slow machine
 
 
-@pytest.mark.parametrize(("backend", "where"), [("tcp", "forward"), ("tcp", "backward"), ("gloo", "forward")])
+@pytest.mark.parametrize(
+    ("backend", "where"),
+    [
+        ("tcp", "forward"),
+        pytest.param("tcp", "backward", marks=pytest.mark.long),
+        pytest.param("gloo", "forward", marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_lost_between_two_norm_layers_is_named_by_its_group_and_the_others(backend: str, where: str) -> None:
     ranks = start_ranks(4, ["norm", backend, where, "60"])
     results = finish(ranks, victim=1, timeout_seconds=60)

@@ -16,6 +16,9 @@ from torch import nn
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 
+pytestmark = pytest.mark.long
+
+
 ROOT = Path(__file__).resolve().parents[2]
 DDP = Path(__file__).with_name("ranks_ddp.py")
 HOROVOD = Path(__file__).with_name("ranks_horovod.py")
@@ -34,7 +37,7 @@ def run_script(script: Path, launcher: str, *arguments: str, num_ranks: int) -> 
     return run_to_the_end(argv, timeout_seconds=120)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ddp_with_our_hook(num_ranks: int) -> None:
     assert_all_passed(run_script(DDP, "torchrun", "ddp", "gloo", "tcp", num_ranks=num_ranks), num_ranks=num_ranks)
 
@@ -60,7 +63,7 @@ def test_ddp_survivors_name_the_lost_rank(backend: str) -> None:
     [
         pytest.param("mpirun", 3, ["gloo", "mpi"], marks=needs_mpi),
         ("torchrun", 2, ["gloo", "tcp"]),
-        pytest.param("torchrun", 4, ["tcp"], marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, ["tcp"], marks=pytest.mark.long),
     ],
 )
 def test_the_optimizer_wrapper(launcher: str, num_ranks: int, backends: list[str]) -> None:
@@ -69,7 +72,7 @@ def test_the_optimizer_wrapper(launcher: str, num_ranks: int, backends: list[str
 
 @needs_mpi
 @needs_horovod
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_real_horovod(num_ranks: int) -> None:
     assert_all_passed(run_script(HOROVOD, "mpirun", "horovod", num_ranks=num_ranks), num_ranks=num_ranks)
 

@@ -105,20 +105,20 @@ def assert_all_passed(output: str, *, num_ranks: int) -> None:
         assert f"rank {rank}: all checks passed" in output
 
 
-slow = pytest.mark.slow
+long = pytest.mark.long
 
 
 @pytest.mark.parametrize(
     ("hosts", "group_size", "backends"),
     [
         ("a,a", 0, "tcp gloo gloo-flat"),
-        pytest.param("a,b,c", 0, "tcp gloo", marks=slow),
-        pytest.param("a,a,b,b", 0, "tcp gloo-flat", marks=slow),
-        pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=slow),
-        pytest.param("a,a,a,b,b", 2, "tcp", marks=slow),
-        pytest.param("a,a,a,b,b,c", 0, "tcp gloo-flat", marks=slow),
-        pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=slow),
-        pytest.param("a,a,a,b,b,c,c,d", 0, "tcp gloo-flat", marks=slow),
+        pytest.param("a,b,c", 0, "tcp gloo", marks=long),
+        pytest.param("a,a,b,b", 0, "tcp gloo-flat", marks=long),
+        pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=long),
+        pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
+        pytest.param("a,a,a,b,b,c", 0, "tcp gloo-flat", marks=long),
+        pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
+        pytest.param("a,a,a,b,b,c,c,d", 0, "tcp gloo-flat", marks=long),
     ],
 )
 def test_the_contract(hosts: str, group_size: int, backends: str) -> None:
@@ -130,8 +130,8 @@ def test_the_contract(hosts: str, group_size: int, backends: str) -> None:
 @pytest.mark.parametrize(
     ("hosts", "backends"),
     [
-        pytest.param("a,a", "mpi tcp", marks=needs_mpi),
-        pytest.param("a,b,a,a", "mpi", marks=(needs_mpi, slow)),
+        pytest.param("a,a", "mpi tcp", marks=(needs_mpi, long)),
+        pytest.param("a,b,a,a", "mpi", marks=(needs_mpi, long)),
     ],
 )
 def test_the_contract_under_mpirun(hosts: str, backends: str) -> None:
@@ -143,9 +143,9 @@ def test_the_contract_under_mpirun(hosts: str, backends: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "backends"),
     [
-        (2, "tcp"),
-        pytest.param(3, "tcp", marks=slow),
-        pytest.param(2, "gloo", marks=slow),
+        pytest.param(2, "tcp", marks=long),
+        pytest.param(3, "tcp", marks=long),
+        pytest.param(2, "gloo", marks=long),
     ],
 )
 def test_sharded_update(num_ranks: int, backends: str) -> None:
@@ -156,7 +156,7 @@ def test_beside_a_process_group_of_the_scripts_own() -> None:
     assert_all_passed(run_forked(3, ["beside", "gloo"]), num_ranks=3)
 
 
-@pytest.mark.parametrize("launcher", [None, "torchrun"])
+@pytest.mark.parametrize("launcher", [None, pytest.param("torchrun", marks=long)])
 def test_one_connection_after_another(launcher: str | None) -> None:
     arguments = ["reconnect", "tcp", "gloo", "tcp", "gloo"]
     output = run_launched(launcher, 2, arguments) if launcher else run_forked(2, arguments)
@@ -179,6 +179,7 @@ def test_ranks_that_sum_different_tensors(hosts: str, algorithm: str, expected: 
 
 
 @needs_mpi
+@pytest.mark.long
 def test_a_stalled_rank_ends_an_mpi_job_and_is_named() -> None:
     argv = job_argv("mpirun", num_ranks=2, arguments=["stall"])
     code, output = run_job(argv, timeout_seconds=60)
@@ -191,7 +192,7 @@ def test_a_stalled_rank_ends_an_mpi_job_and_is_named() -> None:
 
 
 @needs_mpi
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_rank_ends_an_mpi_job() -> None:
     argv = job_argv("mpirun", num_ranks=3, arguments=["lose", "mpi", "sharded", "1", "kill", "60"])
     code, output = run_job(argv, timeout_seconds=45)

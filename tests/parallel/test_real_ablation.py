@@ -9,6 +9,9 @@ import yaml
 from bigbatch.cli import main
 from bigbatch.trainer.datasets.generated import write_dataset
 
+pytestmark = pytest.mark.long
+
+
 OPTIONS = {
     "data.loader": "torchvision",
     "data.image_size": 16,

@@ -9,6 +9,9 @@ import yaml
 from bigbatch.cli import main
 from bigbatch.launch.sweep.folder import SweepFolder, read_state, read_summary
 
+pytestmark = pytest.mark.long
+
+
 SWEEP = {
     "name": "memory",
     "config": "quickstart",

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from test_lost_rank import finish, start_ranks
 
 WARNED = r"rank {rank} on node{node} has waited [\d.]+ s in all-reduce of buffer 0 \(1\.bias and 3 .*\): (.*) \(the job"
@@ -24,6 +25,7 @@ def test_a_late_rank_is_named_by_all_and_the_job_goes_on() -> None:
     assert "rank 1 on node0 is late: other ranks wait for it in all-reduce of buffer 0 (1.bias and 3 more" in late, late
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_ends_the_job() -> None:
     results = run("tcp", "600", "4")
     for rank, node in ((0, 0), (2, 1)):

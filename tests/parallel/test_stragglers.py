@@ -13,6 +13,9 @@ SLEEP_SECONDS = 0.1
 SCRIPT = f"""
 import os, sys, time
 import torch.nn.functional as F
+
+pytestmark = pytest.mark.long
+
 if os.environ["RANK"] == "1":
     fast = F.cross_entropy
     def slow(*arguments, **options):

@@ -47,7 +47,10 @@ RUN_ELSEWHERE = {  # command: (file that runs it, as)
     "docker build -t bigbatch .": ("tests/container/run", "buildah bud"),
     "source .venv/bin/activate": ("Makefile", "-m venv .venv"),
     "pip install 'bigbatch[verify]'": ("setup.py", '"verify": ["mlperf-logging'),
-    "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": (".ci/run", "export BIGBATCH_EXPECT_GPU=1"),
+    "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": (
+        ".ci/run",
+        "BIGBATCH_EXPECT_GPU=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m gpu",
+    ),
 }
 NOT_HERE = (  # need an engine or a base that a test machine has not
     "docker build -t bigbatch --build-arg BASE_IMAGE=nvcr.io/nvidia/pytorch:26.10-py3 --build-arg MPI=system .",
@@ -195,12 +198,15 @@ def write_quickstart(text: str, *, below: Path) -> None:
 TRAINED = {"evaluate": evaluate_parser, "export": export_parser, "predict": predict_parser}
 
 
-def write_run_folders(folder: Path) -> None:
-    """What the packaged experiments would leave, as far as command lines need it."""
+@pytest.fixture(scope="module")
+def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the packaged experiments would leave, as far as command lines need it, below one folder."""
+    folder = tmp_path_factory.mktemp("trained")
     for name in packaged_configs():
         config = load_config(["--config", name])
         (folder / config.run.directory / "checkpoints/step-00000001").mkdir(parents=True)
         (folder / config.run.directory / "config.yaml").write_text(dump_config(config))
+    return folder
 
 
 BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bigbatch )bigbatch ", line)]
@@ -212,6 +218,7 @@ def test_every_fence_has_a_known_language() -> None:
         assert set(opening) <= {"console", "sh", "python", "yaml"}, page
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", [text for page in PAGES for text in blocks(page, "yaml")])
 def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(text)
@@ -233,6 +240,7 @@ def test_make_targets_exist(command: str) -> None:
     subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", sorted(set(SMALLER.values())))
 def test_benchmarks_run(command: str, tmp_path: Path) -> None:
     write_shapes(command, below=tmp_path)
@@ -242,7 +250,11 @@ def test_benchmarks_run(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", BIGBATCH)
 def test_bigbatch_commands(
-    line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Launches are dry, trainings are parsed and checked for that number of ranks, measurements are parsed."""
     words = shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
@@ -308,14 +320,14 @@ def test_bigbatch_commands(
     elif words[0] == "verify":  # test_verify.py runs it
         assert verify_parser().parse_args(words[1:]).runs
     elif words[0] in TRAINED:  # their own tests run them
-        write_run_folders(tmp_path)
-        monkeypatch.chdir(tmp_path)
+        monkeypatch.chdir(request.getfixturevalue("run_folders"))  # only read
         read_trained(TRAINED[words[0]](), words[1:])
     else:
         assert words[0] == "data"  # their own tests, .ci/run and the container tier run them
         data_parser().parse_args(words[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [code for page in PAGES for code in blocks(page, "python")])
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     write_shapes(code, below=tmp_path)

@@ -72,6 +72,7 @@ def experiment(form, case, folder, **others):
     return load_config(["--config", str(write_experiment(form, case, **settings))])
 
 
+@pytest.mark.long
 @ALL_FORMS
 def test_every_experiment_is_legal_and_optimizers_differ_in_nothing_else(form, tmp_path):
     for case in cases(form):

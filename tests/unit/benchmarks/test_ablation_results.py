@@ -78,6 +78,7 @@ def test_the_plot_marks_cases_that_are_incomplete():
     assert others.get_yticklabels()[0].get_text() == "half\n(batch 64, 1 of 2 ended)"
 
 
+@pytest.mark.long
 def test_the_plot_draws_every_case(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "run_child", FakeBigbatch())
     ablations.run_all(TINY, tmp_path)

@@ -20,6 +20,7 @@ from bigbatch.trainer.step.divergence import require_finite
 from bigbatch.trainer.step.loss_scale import LossScale, Scaling
 
 
+@pytest.mark.long
 def test_what_is_finished_is_not_repeated(tmp_path, monkeypatch):
     fake = FakeBigbatch()
     monkeypatch.setattr(ablations, "run_child", fake)
@@ -66,6 +67,7 @@ def error_of(function):
     return f"bigbatch: {caught.value}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", [diverged_in_fp32, diverged_in_fp16])
 def test_a_diverged_run_is_a_result(function, tmp_path, monkeypatch):
     message = error_of(function)
@@ -116,6 +118,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_a_ctrl_c_waits_until_the_child_has_saved(tmp_path):
     """The whole process group gets SIGINT, as from a terminal; nothing else is started."""
     command = [sys.executable, "-c", PARENT, SLOW_TO_SAVE, str(tmp_path / "checkpoint")]
@@ -129,6 +132,7 @@ def test_a_ctrl_c_waits_until_the_child_has_saved(tmp_path):
     assert process.stdout.read() == "interrupted; the same command goes on from here\n"
 
 
+@pytest.mark.long
 def test_without_images_it_is_skipped(tmp_path):
     options = ("--dataset", "imagenette", "--form", "short", "--data", "none")
     done = run_benchmark("largebatch.ablations", *options, cwd=tmp_path)

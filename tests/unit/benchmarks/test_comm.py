@@ -322,6 +322,7 @@ def test_a_size_is_measured_and_wrong_sums_are_seen() -> None:
     job.communicator.close()
 
 
+@pytest.mark.long
 def test_a_rank_ends_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     for error, code in (("CommError('no network')", 1), ("ValueError('defect')", 1)):
@@ -605,6 +606,7 @@ def test_sizes_to_read() -> None:
     assert plot.far_apart([1000, 3000, 10_000, 30_000, 100_000, 256_000]) == [1000, 10_000, 100_000]
 
 
+@pytest.mark.slow
 def test_the_image(tmp_path: Path) -> None:
     facts = {"limit_share": 0.5}
     rows = [row(name, 0.1, size=size, **facts) for name in ("hybrid", "gloo") for size in (1000, 10**6)]

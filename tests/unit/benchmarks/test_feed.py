@@ -68,13 +68,14 @@ def test_commands_of_the_docstring_are_complete():
     assert (config.run.epochs, config.schedule.warmup_epochs) == (1, 1)
 
 
+@pytest.mark.long
 def test_feed_names_a_run_that_fails(shapes):
     options = feed.parse([str(shapes), "--ranks", "1", "--", "--config", "nonesuch"])
     with pytest.raises(DataError, match=r"train --config nonesuch .*ended with exit code 1: .*nonesuch"):
         feed.train(options, [])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_feed(shapes, tmp_path):
     out = tmp_path / "feed.json"
     done = run_benchmark("input.feed", shapes, "--ranks", 1, "--repetitions", 1, "--out", out, "--", *OPTIONS)
@@ -86,7 +87,7 @@ def test_feed(shapes, tmp_path):
     assert found["real / generated"]["median"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parity(shapes, tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     folder, out = tmp_path / "run", tmp_path / "parity.json"
@@ -118,6 +119,7 @@ def test_parity_wants_an_evaluated_run(tmp_path):
         parity.load_model(None, None, tmp_path)
 
 
+@pytest.mark.long
 def test_python_cost(tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     out = tmp_path / "cost.json"

@@ -105,6 +105,7 @@ def read(path: Path) -> dict[str, float]:
     return {name: each["figures"]["rate"]["median"] for name, each in cases.items()}
 
 
+@pytest.mark.long
 def test_guard_keeps_the_better_record(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gpu-other.json").write_text(json.dumps({"cases": {"a": case(rate=(9e9, "images/s"))}}))
     assert suite({"a": 1000.0, "b": 10.0}, guard=True)[0] == 0
@@ -119,6 +120,7 @@ def test_guard_keeps_the_better_record(suite: Any, tmp_path: Path, capsys: pytes
     assert suite({"a": 500.0})[0] == 0, "not asked for"
 
 
+@pytest.mark.slow
 def test_guard_compares_with_another_folder(suite: Any, tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.mkdir()
@@ -143,6 +145,7 @@ def test_a_guard_without_what_it_was_told_to_guard_is_refused(
         command.main()
 
 
+@pytest.mark.long
 def test_a_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = suite({"a": ConfigError("name it by --vision"), "b": 10.0, "c": RuntimeError("broken")})
     assert (code, found.failed) == (1, ["a", "c"])
@@ -152,6 +155,7 @@ def test_a_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pyt
     assert told.count("Traceback") == 1, "of what is not the user's error"
 
 
+@pytest.mark.long
 def test_a_case_without_figures_replaces_none(suite: Any, tmp_path: Path) -> None:
     suite({"a": 10.0})
     suite({"a": None})
@@ -216,6 +220,7 @@ def test_table_of_steps_in_closed_form() -> None:
     assert [list(row.values()) for row in rows] == [["first", 100, None, 2, 0.1], ["second", 150, 1.5, 3, 0.15]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", "resnet50"])
 def test_flops_are_those_that_torch_counts(model: str) -> None:
     layers = roofline.layers_of(model, batch=2, image_size=64, num_classes=10)
@@ -255,6 +260,7 @@ def test_contestants_take_turns_with_their_own_flags(monkeypatch: pytest.MonkeyP
     assert ratios(rates["a"], rates["b"]) == [2.0]
 
 
+@pytest.mark.slow
 def test_a_job_trains_by_the_real_step() -> None:
     with closing(job.Job(job.settings_for(SMALL, batch=2, precision="bf16"))) as made:
         before = [p.detach().clone() for p in made.parts.model.parameters()]
@@ -266,6 +272,7 @@ def test_a_job_trains_by_the_real_step() -> None:
     assert any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
 
 
+@pytest.mark.slow
 def test_every_step_is_tried_on_a_gpu_on_top_of_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tried: list[dict[str, Any]] = []
 
@@ -337,6 +344,7 @@ def batches() -> Iterator[torchvision_peer.Batches]:
     sys.modules.pop("train", None)
 
 
+@pytest.mark.slow
 def test_the_script_of_a_checkout_is_run(
     tmp_path: Path, batches: torchvision_peer.Batches, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,6 +396,7 @@ def main(run):
 """
 
 
+@pytest.mark.long
 def test_airbench_is_driven_and_read(tmp_path: Path) -> None:
     root = tmp_path / "shapes"
     write_dataset(root, train_per_class=3, val_per_class=1, side_pixels=(32, 32))
@@ -447,7 +456,7 @@ def test_the_first_step_counts(tmp_path: Path) -> None:
 # --- everything ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # of one core: one to two minutes
 def test_all_cases_run_small(tmp_path: Path) -> None:
     record, stdout = run_small(tmp_path)

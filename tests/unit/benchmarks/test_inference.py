@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.gpu import inference
 
 
+@pytest.mark.long
 def test_all_forms_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

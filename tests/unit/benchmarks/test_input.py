@@ -149,6 +149,7 @@ def test_the_made_shards_are_a_packed_data_set(tmp_path):
     assert source.read(4999) == source.read(0) == startup.an_image()
 
 
+@pytest.mark.long
 @linux
 def test_startup(tmp_path):
     options = ("--num", 2000, "--repetitions", 2, "--scratch", tmp_path)
@@ -165,6 +166,7 @@ def test_startup(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.long
 def test_a_fresh_process_that_fails_says_why(tmp_path, capfd):
     with pytest.raises(SystemExit, match="the process that was to measure read_index ended with 1, see above"):
         startup.measure_fresh("read_index", tmp_path / "none")
@@ -257,7 +259,7 @@ def test_simplejpeg_leaves_to_pillow_what_it_cannot_decode(images, simplejpeg):
     assert np.stack(batches)[..., 0].min() > 200  # red, all of them
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @linux
 def test_decode(images, tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
@@ -306,6 +308,7 @@ def test_conditions_tell_no_place_of_this_machine(value, shown):
 # --- storage ---
 
 
+@pytest.mark.long
 @linux
 def test_storage(images, tmp_path):
     options = ("--scratch", tmp_path, "--repetitions", 5, "--batch", 4, "--out", tmp_path / "out.json")

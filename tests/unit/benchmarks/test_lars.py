@@ -17,6 +17,7 @@ def small(case):
     return replace(case, shape=(30, 7) if case.shape == (1024, 520) else case.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("form", exactness.MOMENTUM_FORMS)
 @pytest.mark.parametrize("case", exactness.CASES, ids=lambda case: case.name)
@@ -75,6 +76,7 @@ def test_shares_of_the_bandwidth_by_hand():
     assert set(found["share_of_bandwidth"]) == {"bigbatch", "timm"}
 
 
+@pytest.mark.long
 def test_lars_step_runs_and_names_who_is_left_out(tmp_path):
     options = ("--models", "resnet18", "--repeats", 1, "--threads", 1, "--bandwidth-mb", 1)
     done = run_benchmark("largebatch.lars_step", *options, "--out", tmp_path / "out.json")

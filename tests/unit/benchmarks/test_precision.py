@@ -61,7 +61,7 @@ def test_rows_by_hand() -> None:
     assert (bf16["largest"], bf16["top1"]["median"], bf16["top1"]["n"]) == (96, 0.55, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tf32 is measured on a GPU")
 def test_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", train_per_class=4, val_per_class=1, side_pixels=(32, 32))

@@ -6,6 +6,7 @@ import torch
 from benchmarks.gpu import recompute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16_autocast", torch.bfloat16), ("bf16", torch.bfloat16)]
 )

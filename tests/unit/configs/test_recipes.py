@@ -146,6 +146,7 @@ def test_mlperf_recipes_last_as_long_as_the_slowest_reference_run(name: str) -> 
     assert min(abs(epoch - mean) for epoch in due) <= 0.5, "an evaluation meets the mean run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RCP)
 def test_decay_steps_of_the_records_as_we_read_them(name: str) -> None:
     """In epochs of 1,281,167 pictures, or of whole steps where NVIDIA's records of 1.1 say so."""
@@ -256,6 +257,7 @@ def test_recipes_fit_the_gpus_that_they_name(name: str) -> None:
     assert {1, 8} <= {gpus for gpus, _ in pairs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_recipes_say_that_they_were_not_run_and_mark_what_they_assume(name: str) -> None:
     text = words_of(name)

@@ -136,6 +136,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("disposition", "num_interrupts"), [(signal.SIG_DFL, 1), (signal.SIG_IGN, 2)])
 def test_a_closed_terminal_counts_as_a_ctrl_c_except_under_nohup(disposition: int, num_interrupts: int) -> None:
     """What asks must not end the launcher, and the second that asks ends the job."""

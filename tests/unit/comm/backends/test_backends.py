@@ -103,6 +103,7 @@ def test_an_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
 # --- torch.distributed ---
 
 
+@pytest.mark.slow
 def test_gloo_without_its_peers_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(CommError, match=r"rank 0 on here: gloo could not connect 2 ranks: .*; set comm.interface to"):
@@ -229,6 +230,7 @@ def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) ->
     return mpi.MpiBackend(UNLAUNCHED, half_a_job(0.3))
 
 
+@pytest.mark.slow
 def test_setting_up_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
     with pytest.raises(PeerLostError, match=f"rank 0: MPI's copy of its world {expected}"):
@@ -330,6 +332,7 @@ def test_only_a_cuda_aware_mpi_is_given_the_gpu(monkeypatch: pytest.MonkeyPatch)
 # --- Horovod without Horovod ---
 
 
+@pytest.mark.slow
 def test_setting_up_horovod_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     names: dict[str, Any] = {"is_initialized": lambda: False, "rank": lambda: 0, "size": lambda: 2}

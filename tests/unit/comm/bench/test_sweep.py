@@ -176,6 +176,7 @@ def test_the_plot(tmp_path: Path) -> None:
 # --- exact sums ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", sorted(LIMITS))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100, 300])
 def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) -> None:

@@ -390,6 +390,7 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
         reducer.zero_grad()
 
 
+@pytest.mark.long
 def test_a_compiled_model() -> None:
     """aot_eager: the whole of torch.compile but for the C++ compiler."""
     model = make_model()

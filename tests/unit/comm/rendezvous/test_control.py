@@ -185,6 +185,7 @@ def test_no_meeting_point_is_named() -> None:
         rendezvous(env, SECONDS)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(PeerLostError, match=r"rank 0: meeting of all ranks failed after .* no answer from"):
         connect(backend="gloo", env=rank_of_two(), timeout_seconds=1)

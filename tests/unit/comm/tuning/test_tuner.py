@@ -418,6 +418,7 @@ def test_ready_times_on_a_gpu() -> None:
 SMALL = ["--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4", "--data.image_size", "16"]
 
 
+@pytest.mark.slow
 def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tuned.json"
     assert main(["comm", "tune", *SMALL, "--budget-seconds", "3", "--output", str(path)]) == 0

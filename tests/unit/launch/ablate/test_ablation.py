@@ -70,12 +70,14 @@ def test_epochs_are_those_of_all_steps_and_without_a_target_the_last_one_is_eval
     assert points[2].config.schedule.warmup_epochs == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", packaged_ablations())
 def test_packaged_ablations_make_points(name: str) -> None:
     assert find_ablation(name).name == name
     assert points_of(name)
 
 
+@pytest.mark.long
 def test_the_bag_ends_as_the_config_of_ten_epochs() -> None:
     """The last step and cifar10_10epochs are the same experiment, but for where and how often it writes."""
     *_, last = points_of("bag_of_tricks")
@@ -121,6 +123,7 @@ def test_a_step_that_cannot_be_trained_is_named(file: str) -> None:
     assert refusal(write(Path(file), steps=steps)).startswith("step odd: batch.global_batch_size=500 is not a multiple")
 
 
+@pytest.mark.slow
 def test_names_that_are_none(file: str) -> None:
     assert refusal("bag_of_trick") == (
         "bag_of_trick: there is no such file or packaged ablation; the nearest packaged one is bag_of_tricks"
@@ -185,6 +188,7 @@ def test_table_by_hand() -> None:
     assert {len(row) for row in (plain.head, *plain.rows)} == {7}
 
 
+@pytest.mark.long
 def test_a_folder_is_of_one_ablation_and_takes_more_seeds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs are made up: two are done, one failed; the files say so."""
     ablation, folder = find_ablation(file), SweepFolder(Path("out"))

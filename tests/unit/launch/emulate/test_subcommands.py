@@ -263,6 +263,7 @@ def test_the_first_that_fails_ends_the_others_and_names_the_code() -> None:
     assert together("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
+@pytest.mark.slow
 @linux
 def test_who_does_not_heed_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)

@@ -265,6 +265,7 @@ def test_kubernetes_replaces_nothing_in_the_command(mpijob: dict[str, Any]) -> N
     assert command[:7] == ["bigbatch", "launch", "mpirun", "--hostfile", "/etc/mpi/hostfile", "--ranks", "16"]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_deleted_waits_for_its_ranks() -> None:
     """The hook must see a rank, and must not see itself."""
     subprocess.run([*k8s.UNTIL_RANKS_END[:2], without_others(k8s.UNTIL_RANKS_END[2], "$$")], check=True, timeout=20)

@@ -76,6 +76,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_submitted_is_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slurm", "--dry-run", *TRAIN]) == 0
     printed = capsys.readouterr().out

@@ -60,6 +60,7 @@ def test_the_ranks_get_the_values_of_variables_whatever_they_hold(stubs: Stubs) 
     assert not (stubs.folder / "x").exists()
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]))))
 def test_no_word_reaches_the_shell(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -148,6 +149,7 @@ def test_a_shell_that_submits_does_not_name_the_master(stubs: Stubs) -> None:
     assert stubs.variables()["MASTER_ADDR"] == "n0", "unless the job says so"
 
 
+@pytest.mark.long
 def test_output_of_rank_0_is_shown_in_the_jobs_own(tmp_path: Path) -> None:
     stubs = Stubs(tmp_path, shows_logs=True)
     folder = stubs.folder / f"logs/bigbatch-{JOB}"

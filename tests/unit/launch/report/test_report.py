@@ -84,6 +84,7 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
 # --- figures ---
 
 
+@pytest.mark.slow
 def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
     (rows,) = report(sweep)["sweeps"].values()
     found = {(row["values"]["scaling"], row["ranks"]): row for row in rows}
@@ -130,6 +131,7 @@ def test_a_share_of_nearly_nothing_has_no_sign() -> None:
     assert [percent(share) for share in (-0.0004, 0.0004, -0.0006, 0.923)] == ["0.0%", "0.0%", "-0.1%", "92.3%"]
 
 
+@pytest.mark.slow
 def test_repeats_are_taken_together(sweep: Path) -> None:
     values = {"scaling": "weak", "ranks": 4}
     write_point(sweep, 5, values, batch=400, rates=[640.0, 640.0], wire=0.0, wait=0.1, stragglers=0.0)
@@ -139,6 +141,7 @@ def test_repeats_are_taken_together(sweep: Path) -> None:
     assert weak["efficiency"] == pytest.approx(1.6)
 
 
+@pytest.mark.slow
 def test_what_a_person_reads(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report(sweep)
     printed = capsys.readouterr().out
@@ -161,6 +164,7 @@ def change(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.slow
 def test_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
     """Reports of 1 step and 400 pictures, after the first, take 720 J; those of other points are not told."""
     for number in range(4):
@@ -175,6 +179,7 @@ def test_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
     assert "| not told by a driver |" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("state", "summary", "launch", "nodes"),
     [
@@ -195,6 +200,7 @@ def test_nodes_are_those_of_the_run(
     assert f"weak: 4 ranks on {nodes} train 3.20 times" in (sweep / "report/report.md").read_text()
 
 
+@pytest.mark.slow
 def test_values_are_written_as_experiments_state_them(sweep: Path) -> None:
     values = {"comm.buffer_bytes": None, "comm.overlap": True, "ranks": 8}
     write_point(sweep, 5, values, state="failed", reason="lost")
@@ -202,6 +208,7 @@ def test_values_are_written_as_experiments_state_them(sweep: Path) -> None:
     assert told[1] == "comm.buffer_bytes=null, comm.overlap=true, ranks=8"
 
 
+@pytest.mark.slow
 def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In strong scaling alone: the point of 1 rank has no figures, that of 4 is the base."""
     state = json.loads((sweep / "points/1/point.json").read_text()) | {"state": "failed", "reason": "lost"}
@@ -219,6 +226,7 @@ def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[s
     assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank | 3.472 |" in text
 
 
+@pytest.mark.long
 def test_two_sweeps_are_told_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
     other = tmp_path / "other$x$"
     shutil.copytree(sweep, other)
@@ -234,6 +242,7 @@ def test_two_sweeps_are_told_apart_by_their_folders(sweep: Path, tmp_path: Path)
         assert f"{folder}: weak: 4 ranks on 4 nodes train" in text
 
 
+@pytest.mark.long
 def test_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 ranks at 320 images/s: 10^6 images take 3125 s, 3.472 hours of a rank."""
     facts = report(sweep, "--price", "2.50")
@@ -277,6 +286,7 @@ class Page(html.parser.HTMLParser):
                 self.loads.append(str(value))
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone(sweep: Path) -> None:
     report(sweep)
     text = (sweep / "report/report.html").read_text()
@@ -290,6 +300,7 @@ def test_the_page_stands_alone(sweep: Path) -> None:
     assert "80.0% efficiency" in text
 
 
+@pytest.mark.slow
 def test_images_are_images(sweep: Path) -> None:
     report(sweep)
     for name in ("efficiency", "split"):
@@ -342,6 +353,7 @@ def write_sweep(folder: Path, text: str) -> None:
     (folder / "sweep.yaml").write_text(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "text", "why"),
     [
@@ -367,12 +379,14 @@ def test_a_damaged_point_is_told_and_the_others_are_reported(file: str, text: st
     assert any(why in told for *_, told in facts["unmeasured"]), facts["unmeasured"]
 
 
+@pytest.mark.long
 def test_a_rate_of_nothing_is_damage(sweep: Path) -> None:
     lines = [json.dumps(train(step, 0.0, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
     (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert any("ZeroDivisionError" in told for *_, told in report(sweep)["unmeasured"])
 
 
+@pytest.mark.slow
 def test_points_that_do_not_compare_are_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep / "points/2/run/summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "cpu (1 threads a rank)"}))
@@ -382,6 +396,7 @@ def test_points_that_do_not_compare_are_told(sweep: Path, capsys: pytest.Capture
     assert told in (sweep / "report/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text("name: odd\n")
     for number, ranks in enumerate((1, 2)):
@@ -449,6 +464,7 @@ def test_energy_that_one_report_lacks_is_not_told() -> None:
     assert found.reached.joules is None
 
 
+@pytest.mark.long
 def test_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", RECORDS, target=0.75)
     facts = report(tmp_path / "run")

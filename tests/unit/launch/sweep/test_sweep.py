@@ -62,6 +62,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- which points there are ---
 
 
+@pytest.mark.long
 def test_weak_and_strong_points_by_hand(file: Path) -> None:
     points = make_points(read_sweep(file), folder=Path("out"))
     found = [
@@ -84,6 +85,7 @@ def test_weak_and_strong_points_by_hand(file: Path) -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "launch", "nodes"),
     [
@@ -103,6 +105,7 @@ def test_nodes_are_those_on_which_ranks_run(where: str, launch: dict[str, Any], 
     assert [point.nodes for point in make_points(read_sweep(file), folder=Path("out"))] == nodes
 
 
+@pytest.mark.long
 def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) -> None:
     grid = {"ranks": [1], "comm.algorithm": ["ring", "native"], "optimizer.precision": ["fp32", "bf16"]}
     points = make_points(read_sweep(write(file, grid=grid, repeats=2)), folder=Path("out"))
@@ -114,6 +117,7 @@ def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) ->
     assert points[5].describe() == "ranks=1, comm.algorithm=ring, optimizer.precision=bf16, repeat 1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", packaged_sweeps())
 def test_packaged_sweeps_make_points(name: str) -> None:
     sweep = read_sweep(PACKAGED / f"sweeps/{name}.yaml")
@@ -195,6 +199,7 @@ def test_files_that_are_no_sweep(text: str, complaint: str, file: Path) -> None:
         read_sweep(file.with_name("none.yaml"))
 
 
+@pytest.mark.slow
 def test_all_impossible_points_are_told_before_anything_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(file, grid={"ranks": [1, 5, 6], "model.width": [16, -1]})
     assert main(["sweep", str(file)]) == 1
@@ -246,6 +251,7 @@ def test_what_would_be_ignored_or_misread_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "launch", "folder", "complaint"),
     [
@@ -282,6 +288,7 @@ def test_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixtur
     assert "steps: 10 are of generated tensors: set data.loader: synthetic in options" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("points", ["9", "1-9", "3-1", "0-99999999999", "x", "-1", "1-", "²"])
 def test_points_that_are_not_there(points: str, file: Path) -> None:
     assert main(["sweep", str(file), f"--points={points}", "--dry-run"]) == 1
@@ -290,6 +297,7 @@ def test_points_that_are_not_there(points: str, file: Path) -> None:
 # --- what would run ---
 
 
+@pytest.mark.long
 def test_commands_of_every_place(file: Path) -> None:
     folder = SweepFolder(Path("f"))
     train = ["--", "train", "--config", "f/points/5/config.yaml"]
@@ -304,6 +312,7 @@ def test_commands_of_every_place(file: Path) -> None:
         assert point_command(sweep, point, folder) == [*start, *middle, *train]
 
 
+@pytest.mark.long
 def test_one_array_for_each_number_of_ranks(file: Path) -> None:
     sweep = read_sweep(write(file, where="slurm", launch={"partition": "gpu", "env": ["A=1", "B=2"]}))
     folder = SweepFolder(Path("f"))
@@ -324,6 +333,7 @@ def test_options_without_a_value() -> None:
     assert launch_words({"some_flag": True, "link": "none"}) == ["--some-flag", "--link=none"]
 
 
+@pytest.mark.long
 def test_a_dry_run_writes_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", str(file), "--dry-run", "--points", "0,4-5"]) == 0
     printed = capsys.readouterr().out
@@ -374,6 +384,7 @@ def states(folder: SweepFolder) -> list[str]:
     return [read_state(folder, number)["state"] for number in folder.numbers()]
 
 
+@pytest.mark.long
 def test_a_failed_point_does_not_end_the_others_and_is_tried_again_when_asked(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,6 +415,7 @@ def test_a_failed_point_does_not_end_the_others_and_is_tried_again_when_asked(
     assert read_state(fake, 1)["started"] == started, "a point that is done is kept"
 
 
+@pytest.mark.slow
 def test_a_point_that_takes_too_long_is_ended(file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write(file, grid={"ranks": [1]}, timeout_minutes=0.01)
     monkeypatch.setenv("FAKE_CODE", "5")
@@ -446,6 +458,7 @@ def test_no_rank_outlives_a_point_that_is_ended(launcher: str, monkeypatch: pyte
     assert not left
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_changes_nothing(file: Path, fake: SweepFolder) -> None:
     """The point itself plays the terminal, and ends well."""
     point = (
@@ -466,6 +479,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing(file: Path, fake: SweepFo
     assert states(fake) == ["done", "missing"]
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
     """Through the real command, since signals go to processes; the point itself plays the person."""
     point = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
@@ -483,6 +497,7 @@ def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
     assert states(fake) == ["missing", "missing"]
 
 
+@pytest.mark.long
 def test_folders_of_others_are_refused(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -501,6 +516,7 @@ def test_folders_of_others_are_refused(
     assert sorted(os.listdir(other)) == [".lock", "thesis.tex"]
 
 
+@pytest.mark.long
 def test_points_of_another_experiment_are_refused_and_stay_as_they_are(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -529,6 +545,7 @@ def test_points_of_another_experiment_are_refused_and_stay_as_they_are(
     assert f"{fake.config(0)} is not readable: remove {fake.point(0)}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_locked_is_told(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -542,6 +559,7 @@ def test_a_folder_that_cannot_be_locked_is_told(
     assert capsys.readouterr().err == f"bigbatch: {told}"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -646,6 +664,7 @@ def slurm(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return stubs
 
 
+@pytest.mark.long
 def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", str(file), "--folder", "f"]
     assert main([*command, "--no-wait"]) == 0
@@ -672,6 +691,7 @@ def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.Cap
     assert len(list(slurm.glob("script-*"))) == 1, "nothing was submitted twice"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("known", "has_log", "submissions"),
     [("squeue", False, 1), ("forgotten", True, 1), ("forgotten", False, 2)],
@@ -699,6 +719,7 @@ def test_a_sweep_that_ended_before_it_knew_its_jobs_number_does_not_submit_twice
         assert state["log"] == f"logs/{state['job_name']}-7_{number}.log"
 
 
+@pytest.mark.long
 def test_cancelled_points_are_waited_for_together(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -716,6 +737,7 @@ def test_cancelled_points_are_waited_for_together(
     assert states(SweepFolder(Path("f"))) == ["failed", "failed"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_goes_on_in_slurm(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -731,6 +753,7 @@ def test_ctrl_c_says_what_goes_on_in_slurm(
     assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"]
 
 
+@pytest.mark.long
 def test_a_refused_array_fails_alone_and_in_slurms_words(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -754,6 +777,7 @@ def test_a_refused_array_fails_alone_and_in_slurms_words(
     assert states(folder) == ["done", "submitted"]
 
 
+@pytest.mark.slow
 def test_nothing_is_refused_where_slurm_does_not_answer(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -764,6 +788,7 @@ def test_nothing_is_refused_where_slurm_does_not_answer(
     assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"], "the same command asks again"
 
 
+@pytest.mark.long
 def test_without_waiting_points_that_left_the_queue_are_collected(
     file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -783,6 +808,7 @@ def test_without_waiting_points_that_left_the_queue_are_collected(
     assert states(folder) == ["done", "failed"]
 
 
+@pytest.mark.long
 def test_a_queue_that_does_not_answer_is_no_end_of_jobs(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -824,6 +850,7 @@ def test_a_program_of_slurm_that_hangs_is_ended(slurm: Path, monkeypatch: pytest
         queueing.queued(["7"])
 
 
+@pytest.mark.long
 def test_a_points_config_is_the_whole_experiment(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

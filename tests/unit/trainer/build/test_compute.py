@@ -117,7 +117,7 @@ def test_only_training_through_the_model_itself_changes_statistics() -> None:
 @pytest.mark.parametrize(
     ("name", "num_graphs"),
     # stem, head, and the blocks of different shapes
-    [("resnet18", 9), pytest.param("resnet50", 10, marks=pytest.mark.slow), ("resnet9", 7), ("alexnet_bn", 2)],
+    [("resnet18", 9), pytest.param("resnet50", 10, marks=pytest.mark.long), ("resnet9", 7), ("alexnet_bn", 2)],
 )
 def test_a_region_is_one_graph_for_all_microbatches(name: str, num_graphs: int) -> None:
     """fullgraph=True lets no graph break pass."""
@@ -148,18 +148,19 @@ def compare(name: str, *, backend: str) -> None:
         assert float((got - want).norm()) <= 1e5 * 2**-53 * float(want.norm())
 
 
+@pytest.mark.long
 def test_a_compiled_step_is_the_eager_one() -> None:
     compare("resnet9", backend="aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_compiled_by_inductor_is_the_eager_one() -> None:
     if failure := cxx_failure():
         pytest.skip(failure)
     compare("resnet9", backend="inductor")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_compiler_fuses_norm_add_and_relu() -> None:
     """All ghost batches in one kernel a norm, in channels-last memory, without a copy beside it."""
     if failure := cxx_failure():
@@ -186,6 +187,7 @@ def cxx_failure() -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "num_blocks"), [("resnet18", 3), ("resnet18", 8), ("resnet9", 2)])
 def test_recomputed_blocks_change_no_bit_and_keep_less(name: str, num_blocks: int, dtype: torch.dtype) -> None:
@@ -280,6 +282,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "keep_compiled_code", lambda torchs_own: None)
 
 
+@pytest.mark.long
 def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Though torch has named its own folder when it was imported."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -321,6 +324,7 @@ def test_no_rank_compiles_where_one_cannot() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.long
 def test_compiling_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, statistics, gradients and random numbers are those of a run that is not compiled; one graph more for
     each region in evaluation."""

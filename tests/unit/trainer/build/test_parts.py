@@ -89,6 +89,7 @@ def agreed_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return said[-1]
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_classes_labels_and_sizes_not_on_counts_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def digest(root: Path) -> str | None:
     return build_input.samples_digest(build_input.make_splits(config, communicator)[0])
 
 
+@pytest.mark.slow
 def test_digest_of_the_samples_is_that_of_classes_and_labels(tmp_path: Path) -> None:
     """Packed copies count as the same. A new name within its class goes unseen: names are not in what is packed."""
     write_images(tmp_path / "set")

@@ -80,6 +80,7 @@ def test_defect_is_not_taken_for_bad_data(tmp_path: Path, monkeypatch: pytest.Mo
         stage_data(config(root=tmp_path, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
 
 
+@pytest.mark.slow
 def test_lost_rank_ends_the_wait_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 7: within the time in which it is found lost, not within that of the copy."""
     may_end, has_ended = threading.Event(), threading.Event()
@@ -166,6 +167,7 @@ def test_node_furthest_behind_is_told_of(
     ]
 
 
+@pytest.mark.long
 def test_copy_that_gets_no_byte_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives as long as files grow, whoever writes them, or whole ones are found right."""
     may_end, target = threading.Event(), tmp_path / "local"

@@ -97,6 +97,7 @@ def test_packaged_configs():
     assert packaged_configs() == sorted(packaged_configs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", packaged_configs())
 def test_packaged_config_loads_complete_and_comes_back(name, write_text):
     """What the YAML states is what the config holds, key by key, and dump_config writes the same."""

@@ -435,7 +435,7 @@ def test_processes_find_the_same_in_the_same_order(tmp_path):
     assert seen == [(64, 172), (128, 172), (169, 172), (172, 172)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_dies_ends_in_one_line():
     images = Fake(("a",), np.zeros(400, np.int64))
     with pytest.raises(DataError, match=r"a worker process died: .* give fewer --workers"):

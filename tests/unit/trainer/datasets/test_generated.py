@@ -235,6 +235,7 @@ def _flat_pixels(split: str, numbers: range) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([np.asarray(p, dtype=np.float32).ravel() for p in images]), labels_N
 
 
+@pytest.mark.long
 def test_linear_classifier_on_pixels_fails_here_and_succeeds_on_an_easy_set():
     train_NP, train_labels_N = _flat_pixels("train", range(100))
     val_NP, val_labels_N = _flat_pixels("val", range(50))

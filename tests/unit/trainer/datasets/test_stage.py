@@ -471,6 +471,7 @@ def test_the_help_teaches(capsys):
         assert words in out
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not (sample_images.REAL_DATA / "train").is_dir(), reason=f"no real pictures in {sample_images.REAL_DATA}"
 )

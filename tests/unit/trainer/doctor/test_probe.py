@@ -189,6 +189,7 @@ def probe(options: list[str]) -> Iterator[_Probe]:
         signal.signal(number, handler)
 
 
+@pytest.mark.long
 def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     before = {name: tensor.clone() for name, tensor in probe.parts.model.named_parameters()}
     for batches in ("pictures", "tensors", "pictures"):
@@ -212,6 +213,7 @@ def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     json.dumps([profile, roof, probe.facts])
 
 
+@pytest.mark.slow
 def test_a_captured_step_tells_no_parts(probe: _Probe) -> None:
     class Captured(EagerExecution):
         measures_waits = False
@@ -235,7 +237,7 @@ def doctor(*words: str) -> list[str]:
 QUICK = ("--quick", "--seconds", "0.05", "--only", "prefetch")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_examination(options: list[str], tmp_path: Path) -> None:
     """On two ranks; the tests that follow have one."""
     files = ["--json", str(tmp_path / "found.json"), "--out", str(tmp_path / "out.yaml")]
@@ -256,7 +258,7 @@ def test_a_whole_examination(options: list[str], tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_config_that_cannot_be_measured_is_an_error_as_in_training(options: list[str], tmp_path: Path) -> None:
     words = doctor(*options, *QUICK, f"--data.root={tmp_path / 'nowhere'}", "--json", str(tmp_path / "found.json"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
@@ -265,7 +267,7 @@ def test_a_config_that_cannot_be_measured_is_an_error_as_in_training(options: li
     assert not (tmp_path / "found.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_prints_what_was_found_and_leaves_no_process(options: list[str]) -> None:
     process = subprocess.Popen(
         doctor(*options, *QUICK),

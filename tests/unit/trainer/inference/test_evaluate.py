@@ -88,8 +88,8 @@ def command(
     [
         ("resnet9", 40, True),
         ("resnet9", 57, False),
-        pytest.param("resnet18", 81, True, marks=pytest.mark.slow),
-        pytest.param("alexnet_bn", 64, False, marks=pytest.mark.slow),
+        pytest.param("resnet18", 81, True, marks=pytest.mark.long),
+        pytest.param("alexnet_bn", 64, False, marks=pytest.mark.long),
     ],
 )
 def test_any_resolution_and_crop(
@@ -108,6 +108,7 @@ def test_any_resolution_and_crop(
     assert "(20 pictures in " in line
 
 
+@pytest.mark.long
 def test_torchvisions_weights_are_scored_as_torchvision_does(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +147,7 @@ def test_values_of_keys_are_not_taken_for_the_run_folder() -> None:
     assert (config.data.root, config.data.num_threads, weights) == ("else/where", 3, Path("a.pt"))
 
 
+@pytest.mark.long
 def test_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> None:
     parser = trained_parser("bigbatch evaluate", description="")
     mixing = load_config(["--config", "quickstart", "--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1"])

@@ -78,6 +78,7 @@ def facts(out: Path) -> dict[str, Any]:
     return dict(json.loads(Path(f"{out}.json").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torchvision", "timm"])
 def test_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "resnet18.pth"
@@ -100,8 +101,8 @@ def test_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.Ca
         "resnet9",
         "bag of tricks",
         "blurred",
-        pytest.param("resnet18", marks=pytest.mark.slow),
-        pytest.param("resnet50", marks=pytest.mark.slow),
+        pytest.param("resnet18", marks=pytest.mark.long),
+        pytest.param("resnet50", marks=pytest.mark.long),
     ],
 )
 def test_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) 
         assert_same(source, images_BCHW, torch.from_numpy(session.run(None, {"images": images_BCHW.numpy()})[0]))
 
 
-@pytest.mark.parametrize("model", ["resnet9", pytest.param("resnet50", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["resnet9", pytest.param("resnet50", marks=pytest.mark.long)])
 def test_exported_program_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
     out = tmp_path / "model.pt2"
     source, code = export(model, "torch_export", out)
@@ -144,6 +145,7 @@ def write_run(folder: Path) -> nn.Module:
     return best
 
 
+@pytest.mark.long
 def test_a_run_is_exported_with_what_serving_needs_to_know(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "below" / "a.pt2"
     best = write_run(run)
@@ -205,6 +207,7 @@ def test_other_logits_are_an_error_and_nothing_is_left(
         assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "name", "library"), [("timm", "a.pth", "timm"), ("onnx", "a.onnx", "onnxruntime")])
 def test_without_their_library_it_is_written_and_said(
     form: str,

@@ -37,7 +37,7 @@ SLOW = {
     "resnet101": ("resnet101", {}, 104, 0),
     "resnet152": ("resnet152", {}, 155, 0),
 }
-ALL = [*FORMS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+ALL = [*FORMS, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW)]
 
 
 def trained(name: str) -> nn.Module:
@@ -122,6 +122,7 @@ def test_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtyp
     assert float((got_BK - want_BK).norm() / want_BK.norm()) < bound
 
 
+@pytest.mark.long
 def test_what_compiles_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By dynamo alone, whole: a graph that breaks would be an error."""
     compile_module = nn.Module.compile
@@ -148,6 +149,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         yield
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
 def test_a_compile_that_fails_is_one_line() -> None:
     with pytest.raises(ComputeError, match=r"does not compile: .+; mend that, or leave out --compile") as caught:
@@ -157,6 +159,7 @@ def test_a_compile_that_fails_is_one_line() -> None:
         compile_(nn.Tanh().eval(), torch.zeros(2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_seconds", [0.002, 0.3])
 def test_the_rate_is_that_of_the_forward(pause_seconds: float) -> None:
     calls: list[None] = []
@@ -186,6 +189,7 @@ def start(data: Path, tmp_path: Path) -> list[str]:
     return ["--config", "quickstart", "--weights", str(tmp_path / "weights.pt"), *keys, *sizes]
 
 
+@pytest.mark.long
 def test_evaluate_states_the_speed_and_scores_the_same(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     records, lines = [], []
     for options in ([], ["--fold"], ["--fold", "--optimizer.precision=bf16"]):
@@ -205,6 +209,7 @@ def test_evaluate_states_the_speed_and_scores_the_same(start: list[str], capsys:
     assert lines[2].endswith(" (bf16, 5 of 8 norms folded)")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
 def test_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", *start, "--compile"]) == 1
@@ -212,7 +217,7 @@ def test_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.
     assert errors[-1].startswith("bigbatch: the model does not compile: InvalidCxxCompiler: No working C++")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
     found = []
@@ -225,6 +230,7 @@ def test_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str])
     assert [each["compiled"] for each in found] == [False, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "suffix"), [("onnx", "onnx"), ("torch_export", "pt2")])
 def test_export_folds(form: str, suffix: str, start: list[str], tmp_path: Path) -> None:
     out = tmp_path / f"a.{suffix}"

@@ -44,6 +44,7 @@ def images_of(run: Path) -> list[Path]:
     return sorted((run / "shapes/val").rglob("*.JPEG"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [[], ["--data.eval_flip=true", "--data.eval_crop_fraction=0.8"]])
 def test_it_scores_what_evaluate_counts(options: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = predicted(capsys, run, *options, *images_of(run))

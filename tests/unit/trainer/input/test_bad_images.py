@@ -171,6 +171,7 @@ class Slow:
         return self.index.read(position)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch_batches", [1, 2, 4])
 def test_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
     """Several in one batch and in batches read ahead: each stops the decoder with another lead of the reader."""

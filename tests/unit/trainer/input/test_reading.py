@@ -223,6 +223,7 @@ def test_slow_reads_are_not_stuck():
     loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["slow", "failing"])
 def test_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
     """Each picture comes within the patience, and all together later than the other ranks wait."""
@@ -243,6 +244,7 @@ def test_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
     loader.close()
 
 
+@pytest.mark.slow
 def test_the_time_of_all_that_a_batch_waits_for_counts():
     """DALI hands out its first batch when more are read: each of these comes in time alone."""
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
@@ -255,6 +257,7 @@ def test_the_time_of_all_that_a_batch_waits_for_counts():
     loader.close()
 
 
+@pytest.mark.long
 def test_what_nobody_waits_for_may_be_slow():
     storage = Storage(8, seconds=0.2)
     loader = slow(storage, 4, prefetch_batches=1)
@@ -283,6 +286,7 @@ class Down(Storage):
         return super().read(position)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
     """While what is behind it cannot be read: neither before it is skipped, nor again afterwards."""
@@ -399,7 +403,7 @@ TINY = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_run_ends_though_a_file_never_opens(tmp_path, split):
     root = tmp_path / "shapes"

@@ -78,7 +78,14 @@ def undisturbed(precision: str, optimizer: str) -> dict[int, Any]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", COMPUTE_DTYPES)
-@pytest.mark.parametrize(("step", "microbatch", "log_every"), [(1, 0, 1), (1, 1, 3), (2, 1, 1), (3, 2, 1), (3, 0, 3)])
+@pytest.mark.parametrize(
+    ("step", "microbatch", "log_every"),
+    [
+        (1, 1, 3),
+        (3, 2, 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0, 1), (2, 1, 1), (3, 0, 3))),
+    ],
+)
 def test_state_before_the_failed_step_is_saved_bit_for_bit(
     step: int, microbatch: int, log_every: int, precision: str, optimizer: str
 ) -> None:

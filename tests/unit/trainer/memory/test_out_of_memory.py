@@ -49,6 +49,7 @@ def quickstart(global_batch_size: int, microbatch_size: int, bn_span: int, *word
 # --- the search ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 4, 7, 8, 31, 32, 95, 96, 97, 4000])
 @pytest.mark.parametrize("is_last_near", [True, False])
 def test_search_finds_the_largest_legal_size_below_a_limit(limit: int, is_last_near: bool) -> None:
@@ -118,6 +119,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
         fits_memory(quickstart(64, 16, 8), 4, device=CPU)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["largest_batch._generated", "build._make_average"])
 def test_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
@@ -163,6 +165,7 @@ def test_proposals_by_hand(config: tuple[int, int, int], world_size: int, fittin
     assert f"({accumulation_steps(batch, world_size=world_size)} accumulation steps)" in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "reason", "words"),
     [
@@ -191,6 +194,7 @@ def test_line_of_a_run_without_memory(limit: int, reason: str, words: str, monke
     assert all(size < 256 and num == 2 for size, num in tried)
 
 
+@pytest.mark.long
 def test_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two microbatches cannot be captured, neither in a trial nor in the run that the line proposes."""
 
@@ -206,6 +210,7 @@ def test_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatc
     assert "cuda_graph" not in explain(quickstart(256, 256, 32), OF_GPU, world_size=1, device=CPU)
 
 
+@pytest.mark.slow
 def test_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "fits_memory", lambda *args, **options: True)
     monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
@@ -228,7 +233,7 @@ def limited(megabytes: str, *command: str) -> int:
     return main(command)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counts address space as Linux does")
 def test_a_run_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
     """It trains for an epoch; then its command asks for a larger microbatch, which 200 MB do not hold."""

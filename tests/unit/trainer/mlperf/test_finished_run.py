@@ -79,7 +79,7 @@ def test_a_run_that_does_not_reach_the_target_fails(tmp_path: Path, capsys: pyte
     assert not compliant(log)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_training_leaves_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = {
         "run.directory": tmp_path / "run",

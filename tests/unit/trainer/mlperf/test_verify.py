@@ -14,6 +14,7 @@ from bigbatch.trainer.mlperf.reference import RULESET
 from bigbatch.trainer.run.folder import RunDir
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("epochs", "holds"),
     [
@@ -43,6 +44,7 @@ def test_several_seeds_are_tested_together(
         assert passed == holds
 
 
+@pytest.mark.long
 def test_one_of_several_seeds_may_miss_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = seeds(tmp_path, (41, 42, 42))
     missed = [str(write_run(tmp_path / f"missed{n}", f"--run.seed={9 + n}", reached=False)) for n in range(2)]
@@ -54,6 +56,7 @@ def test_one_of_several_seeds_may_miss_the_target(tmp_path: Path, capsys: pytest
     assert "reached by all runs but one" in lines["epochs to 75.9%"]
 
 
+@pytest.mark.slow
 def test_two_seeds_are_too_few_for_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = verified(capsys, *seeds(tmp_path, (38, 38)))
     assert code == 0
@@ -75,6 +78,7 @@ def test_a_run_of_another_kind_is_verified_too(tmp_path: Path, capsys: pytest.Ca
     assert '"submission_division", "value": "open"' in (tmp_path / "run/mlperf_log.txt").read_text()
 
 
+@pytest.mark.long
 def test_runs_of_two_recipes_are_refused(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "--run.seed=1", "--schedule.base_lr=16")]
     with pytest.raises(ConfigError, match=r"b is of another recipe than .*a: schedule\.base_lr=16\.0 \(was 17\.0\)"):
@@ -110,6 +114,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.long
 def test_runs_of_one_recipe_on_other_machines_belong_together(tmp_path: Path) -> None:
     here = write_run(tmp_path / "a")
     words = [f"--{key}={value}" for key, value in ELSEWHERE.items()]
@@ -119,6 +124,7 @@ def test_runs_of_one_recipe_on_other_machines_belong_together(tmp_path: Path) ->
         verify_all([here, precise])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("epochs", "recipe", "warns"),
     [
@@ -152,6 +158,7 @@ def verify_all(runs: Sequence[Path]) -> int:
     return int(importlib.import_module("bigbatch.trainer.mlperf.verify").main([str(run) for run in runs]))
 
 
+@pytest.mark.slow
 def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"is no run folder: it holds no config\.yaml"):
         read_run(RunDir(tmp_path))

@@ -47,6 +47,7 @@ def assert_same_logits(model: nn.Module, peer: nn.Module) -> None:
         torch.testing.assert_close(model(images_BCHW), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_theirs_in_ours(name: str, library: str) -> None:
@@ -55,6 +56,7 @@ def test_theirs_in_ours(name: str, library: str) -> None:
     assert_same_logits(model, peer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_ours_in_theirs(name: str, library: str) -> None:
@@ -96,6 +98,7 @@ def refusal(state: Any, model: nn.Module) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_other_models_are_named_by_what_differs() -> None:
     shallow, deep = (
         torchvision.models.get_model(name, num_classes=10).state_dict() for name in ("resnet18", "resnet34")

@@ -126,6 +126,7 @@ def fitted(config: Config) -> Tensor:
     return model.state_dict()["prep.0.weight"]
 
 
+@pytest.mark.long
 def test_whole_images_of_the_training_set_are_whitened(root: Path) -> None:
     """All 11, neither cropped nor flipped; a microbatch that has to be filled up changes no bit."""
     config = config_of(root)
@@ -135,6 +136,7 @@ def test_whole_images_of_the_training_set_are_whitened(root: Path) -> None:
     assert torch.equal(fitted(other), want)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five of eleven, evenly spaced, each on one rank."""
     monkeypatch.setattr(build_whitening, "NUM_PICTURES", 5)
@@ -148,6 +150,7 @@ def test_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(seen) == [0, 2, 5, 8, 10]
 
 
+@pytest.mark.slow
 def test_given_weights_bring_their_own(root: Path) -> None:
     unfitted = PatchWhitening().weight
     assert torch.equal(fitted(config_of(root, **{"model.weights": "some.pt"})), unfitted)

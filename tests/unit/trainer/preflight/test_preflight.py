@@ -310,6 +310,7 @@ def test_ports_that_do_not_answer() -> None:
         assert links.unreachable([there, closed.getsockname(), there]) == [1]
 
 
+@pytest.mark.slow
 def test_a_short_queue_of_the_kernel_is_no_unreachable_node(monkeypatch: pytest.MonkeyPatch) -> None:
     create = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda where, backlog: create(where, backlog=4))

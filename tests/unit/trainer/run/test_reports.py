@@ -411,6 +411,7 @@ def test_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_plot_is_a_image_with_lines(tmp_path: Path) -> None:
     records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
     plot_run(records, tmp_path / "plot.png", title="a run")

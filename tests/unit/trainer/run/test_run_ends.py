@@ -83,6 +83,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.mark.long
 def test_target_ends_the_run_and_its_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"run.target_top1": 0.001, "run.eval_every_epochs": 2}
     assert start(tmp_path, found) == 0
@@ -109,6 +110,7 @@ def test_target_ends_the_run_and_its_resume(tmp_path: Path, capsys: pytest.Captu
     assert [record["lr"] for record in records(tmp_path, "train")][: len(rates)] == rates
 
 
+@pytest.mark.long
 def test_run_that_ended_in_its_warm_up_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its schedule is still that of all epochs, which have room for the warm-up."""
     found = {"run.target_top1": 0.001, "run.eval_every_epochs": 2, "schedule.warmup_epochs": 3}
@@ -119,6 +121,7 @@ def test_run_that_ended_in_its_warm_up_is_finished(tmp_path: Path, capsys: pytes
     assert "this run was finished before" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_accuracy_of_another_run_ends_none(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     assert start(theirs, {"run.epochs": 1}) == 0
@@ -133,6 +136,7 @@ def test_accuracy_of_another_run_ends_none(tmp_path: Path) -> None:
     assert summary(ours)["steps"] == 2 * STEPS_PER_EPOCH, "its own accuracy does"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(SGD, SCHEDULE_FREE), (SCHEDULE_FREE, SGD)])
 def test_state_of_another_optimizer_is_refused(
     before: dict[str, object], after: dict[str, object], tmp_path: Path
@@ -145,6 +149,7 @@ def test_state_of_another_optimizer_is_refused(
         start(tmp_path, {**after, "run.epochs": 2})
 
 
+@pytest.mark.slow
 def test_checkpoint_of_other_classes_is_refused(tmp_path: Path) -> None:
     assert start(tmp_path, {"run.epochs": 1}) == 0
     words = r"checkpoint \S+step-00000002: \S+ has 10 classes and data\.num_classes is 5: set data\.num_classes to 10"
@@ -152,6 +157,7 @@ def test_checkpoint_of_other_classes_is_refused(tmp_path: Path) -> None:
         start(tmp_path, {"run.epochs": 2, "data.num_classes": 5})
 
 
+@pytest.mark.long
 def test_evaluations_without_progress_end_the_run(tmp_path: Path) -> None:
     rule = {"run.stop_metric": "top1", "run.stop_after_evaluations": 2, "run.epochs": 20, **HARDLY}
     assert start(tmp_path, rule) == 0
@@ -166,12 +172,14 @@ def test_evaluations_without_progress_end_the_run(tmp_path: Path) -> None:
     assert [record["top1"] for record in records(tmp_path, "eval")] == top1s, "a resumed run remembers the others"
 
 
+@pytest.mark.long
 def test_loss_of_a_guess_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match=r"in the mean of steps 3 to 7, and a guess has 2\.303: lower"):
         start(tmp_path, {"run.divergence_steps": 5, **HARDLY})
     assert records(tmp_path, "train")[-1]["step"] == 7
 
 
+@pytest.mark.long
 def test_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> None:
     """The step after the one whose update was too large, whatever the reports."""
     changes = {"schedule.base_lr": 1e30, "schedule.warmup_epochs": 0}
@@ -180,6 +188,7 @@ def test_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> No
         start(tmp_path, {**wild, "run.log_every_steps": 5})
 
 
+@pytest.mark.long
 def test_fp16_records_its_scale_and_says_what_a_cpu_makes_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,12 +203,14 @@ def test_fp16_records_its_scale_and_says_what_a_cpu_makes_of_it(
     assert state(tmp_path)["precision"]["scale"] == scales[-1]
 
 
+@pytest.mark.slow
 def test_fp32_records_no_scale(tmp_path: Path) -> None:
     assert start(tmp_path, {"run.epochs": 1}) == 0
     record = records(tmp_path, "train")[-1]
     assert (record["loss_scale"], record["overflow_steps"], record["underflow_fraction"]) == (1.0, 0, None)
 
 
+@pytest.mark.long
 def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     static = {**FP16, "optimizer.loss_scale": 2.0**24, "optimizer.loss_scale_growth_steps": "null"}
     with pytest.raises(TrainingDiverged, match=r"all steps from 1 to 32 overflowed, at a loss scale of 1\.67772e\+07"):
@@ -209,6 +220,7 @@ def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path, capsys: pyte
     assert [line.rpartition("  updates skipped ")[2] for line in lines] == [str(step) for step in range(4, 33, 4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [AVERAGE, {**FP16, **AVERAGE}], ids=["fp32", "fp16"])
 def test_average_is_evaluated_and_resumed_bit_for_bit(
     changes: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -239,6 +251,7 @@ def test_average_is_evaluated_and_resumed_bit_for_bit(
     assert raw["loss"] != again["loss"], "the average is another model"
 
 
+@pytest.mark.slow
 def test_checkpoint_of_torchs_scaler_is_refused(tmp_path: Path) -> None:
     assert start(tmp_path, {**FP16, "run.epochs": 1}) == 0
     newest = list_checkpoints(RunDir(tmp_path).checkpoints)[-1]

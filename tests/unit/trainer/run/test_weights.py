@@ -81,6 +81,7 @@ def test_half_precision_weights_become_whole(tmp_path: Path) -> None:
     assert torch.equal(found["prep.0.weight"], halves["prep.0.weight"].float())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("there", "here", "message"),
     [
@@ -96,11 +97,13 @@ def test_checkpoint_of_another_model(
     assert refusal(path, config_of(*here)) == f"{path} is of another model: {message}"
 
 
+@pytest.mark.long
 def test_zero_gamma_is_of_the_start_and_not_of_the_model(tmp_path: Path) -> None:
     path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
     assert_equal(loaded(path, config_of(*RESNET, "model.zero_gamma=false")), weights)
 
 
+@pytest.mark.slow
 def test_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
     config = config_of(*RESNET)
     lines = [line for line in dump_config(config).splitlines() if "blurpool" not in line and "zero_gamma" not in line]
@@ -160,6 +163,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.long
 def test_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     config, path, mark = small(), tmp_path / "trap.pt", tmp_path / "executed"
     torch.save({**random_model(config).state_dict(), "trap": Trap(mark)}, path)
@@ -195,6 +199,7 @@ def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(precision: str, tmp_path: Path) -> None:
     words = (f"optimizer.precision={precision}", "batch.global_batch_size=256")
@@ -211,6 +216,7 @@ def test_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(prec
         parts_weights(config)
 
 
+@pytest.mark.long
 def test_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     torch.save(random_model(small()).state_dict(), tmp_path / "start.pt")

@@ -190,6 +190,7 @@ def test_rates_of_the_optimizer_are_numbers_again_after_each_step(tmp_path: Path
     assert [type(rate) for rate in replayed.rates] == [float, float]
 
 
+@pytest.mark.long
 def test_parts_that_are_closed_keep_no_graph(tmp_path: Path) -> None:
     before = num_alive("_Recording")
     plan, parts = make_run(tmp_path, {})

@@ -111,6 +111,7 @@ def test_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
     assert [record["energy_joules"] for record in recorder.records] == [10, 10, 10, 10]
 
 
+@pytest.mark.slow
 def test_last_step_is_evaluated_whatever_the_interval() -> None:
     recorder = Recorder()
     train(replace(PLAN, eval_every_steps=3), make_parts(), recorder.hooks(), iter(make_batches()))

@@ -234,6 +234,7 @@ def test_loss_scale_lifts_gradients_out_of_the_underflow() -> None:
         assert float(before - precision.masters["weight"].detach()) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", AUTOCAST_DTYPES)
 def test_autocast_gives_the_numbers_of_torchs_own(name: str) -> None:
     """Torchvision's model under torch.autocast, and its twin under ours: the same bits everywhere."""

@@ -110,6 +110,7 @@ def test_center_crop_through_a_loader(make, index):
         assert difference(batch, expected_images(index, request, crop)).max() <= 1.0
 
 
+@pytest.mark.long
 def test_real_images(make):
     if not REAL_DATA.is_dir():
         pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")

@@ -322,6 +322,7 @@ def of_kind(rundir: RunDir, kind: str) -> list[dict[str, Any]]:
     return [record for record in read_records(rundir.metrics) if record["kind"] == kind]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loader", ["torchvision", "dali"])
 def test_a_run_does_not_notice_the_probe(loader: str, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if loader == "dali":
@@ -353,6 +354,7 @@ def check_summary(rundir: RunDir, *, loader_rate: float | None, slowest: str | N
         assert record["compute_images_per_second"] == pytest.approx(both / (1 - wait))
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_probed_and_a_finished_one_is_not(shapes: Path) -> None:
     run(shapes, probe_seconds=0.1)
     run(shapes, probe_seconds=0.1)
@@ -360,6 +362,7 @@ def test_a_resumed_run_is_probed_and_a_finished_one_is_not(shapes: Path) -> None
     assert [record["step"] for record in of_kind(rundir, "input")] == [0, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_skipped", ["null", 0, 2])
 def test_bad_images_end_a_run_as_without_a_probe(max_skipped: object, shapes: Path) -> None:
     victims = sorted((shapes / "train").rglob("*.JPEG"))[17:60:40]
@@ -381,6 +384,7 @@ def test_bad_images_end_a_run_as_without_a_probe(max_skipped: object, shapes: Pa
     assert skipped[0] == skipped[1]
 
 
+@pytest.mark.long
 def test_a_run_that_waits_says_and_logs_why(
     shapes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,7 +121,7 @@ def run_range(*options, ranks=0):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_find_where_the_loss_explodes(tmp_path):
     done = run_range("--from", "0.1", "--to", "1e6", "--steps", "40", "--out", str(tmp_path / "out"), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,7 +136,7 @@ def test_two_ranks_find_where_the_loss_explodes(tmp_path):
     assert "bigbatch tune search --config quickstart --data.loader=synthetic --data.num_" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_explosion_at_the_start_is_an_error(tmp_path):
     done = run_range("--from", "1e6", "--to", "1e9", "--steps", "40", "--out", str(tmp_path / "out"))
     assert done.returncode == 1

@@ -17,6 +17,7 @@ from bigbatch.trainer.tune.search import running
 from bigbatch.trainer.tune.search.coarse_to_fine import search
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("metric", ["top1", "loss"])
 def test_a_second_round_comes_closer_to_the_best(tmp_path, metric):
     outcome, said = run(tmp_path, metric=metric)
@@ -36,6 +37,7 @@ def test_a_second_round_comes_closer_to_the_best(tmp_path, metric):
     assert [trial["number"] for trial in trials(tmp_path)] == list(range(1, 11))
 
 
+@pytest.mark.long
 def test_best_yaml_is_the_whole_experiment_in_its_own_length(tmp_path):
     outcome, _ = run(tmp_path / "study", trials=3, rounds=1, config=("--config", "quickstart", "--run.seed", "5"))
     text = outcome.best_yaml.read_text()
@@ -49,6 +51,7 @@ def test_best_yaml_is_the_whole_experiment_in_its_own_length(tmp_path):
     assert second.endswith(f"% with schedule.base_lr={lr}")
 
 
+@pytest.mark.long
 def test_a_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
     first, _ = run(tmp_path)
     fake = Fake()
@@ -57,6 +60,7 @@ def test_a_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
     assert again == first
 
 
+@pytest.mark.long
 def test_trials_that_diverge_count_as_failed(tmp_path):
     outcome, said = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
     failed = [r for r in outcome.records if r.ended.state == "failed"]
@@ -66,6 +70,7 @@ def test_trials_that_diverge_count_as_failed(tmp_path):
     assert any("failed: the loss is nan at step " in line for line in said)
 
 
+@pytest.mark.long
 def test_a_search_whose_trials_all_fail_says_why(tmp_path):
     with pytest.raises(TuneError) as caught:
         run(tmp_path, Fake("--diverge-above", "0"), trials=4)
@@ -77,6 +82,7 @@ def test_a_search_whose_trials_all_fail_says_why(tmp_path):
     assert len(trials(tmp_path)) == 4
 
 
+@pytest.mark.long
 def test_an_evaluation_that_is_no_number_is_a_failure(tmp_path):
     code = """
 import json, sys, pathlib
@@ -91,6 +97,7 @@ folder.joinpath('metrics.jsonl').write_text(json.dumps(dict(kind='eval', step=1,
         )
 
 
+@pytest.mark.long
 def test_values_that_do_not_go_together_fail_without_a_process(tmp_path):
     """Each power of two divides the batch of the config, and is divided by its span; not so all pairs."""
     fake = Fake()
@@ -107,6 +114,7 @@ def test_values_that_do_not_go_together_fail_without_a_process(tmp_path):
     assert len(fake.made) == 12 - len(failed)
 
 
+@pytest.mark.long
 def test_the_worse_are_pruned_and_their_processes_end(tmp_path):
     outcome, _ = run(tmp_path, Fake("--epoch-seconds", "0.15"), trials=12, rounds=1, epochs=10, prune=True, parallel=4)
     pruned = [r for r in outcome.records if r.ended.state == "pruned"]
@@ -120,6 +128,7 @@ def test_the_worse_are_pruned_and_their_processes_end(tmp_path):
     assert outcome.best.ended.state == "finished"
 
 
+@pytest.mark.long
 def test_trials_run_at_once(tmp_path):
     """Each waits until all three have started."""
     fake = Fake("--together", "3")
@@ -140,6 +149,7 @@ def stop_after(condition, number):
     thread.start()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_search_goes_on_with_what_it_had(tmp_path, number):
     whole, _ = run(tmp_path / "whole", trials=6)
@@ -164,6 +174,7 @@ def test_a_stopped_search_goes_on_with_what_it_had(tmp_path, number):
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 
 
+@pytest.mark.long
 def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "END_SECONDS", 0.1)
     output, asked = tmp_path / "trial-0001/output.txt", threading.Event()
@@ -180,6 +191,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
         search(stated(tmp_path), say=lambda text: None, make_argv=lambda options, **_: [sys.executable, "-c", DEAF])
 
 
+@pytest.mark.long
 def test_the_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
     _, said = run(tmp_path / "b", space=("optimizer.weight_decay=log2:1e-5:2e-5",), trials=2, rounds=1)
     assert [line for line in said if "lies at an end" in line] == [

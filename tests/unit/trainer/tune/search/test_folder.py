@@ -14,6 +14,7 @@ from bigbatch.trainer.tune.search import folder as folder_module
 from bigbatch.trainer.tune.search.coarse_to_fine import search
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -33,6 +34,7 @@ def test_a_folder_of_another_search_is_refused(tmp_path, changes, complaint):
     assert "choose another --study" in str(caught.value)
 
 
+@pytest.mark.long
 def test_other_folders_are_refused(tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used/thesis.tex").touch()
@@ -51,6 +53,7 @@ def test_other_folders_are_refused(tmp_path):
         run(tmp_path / "used/thesis.tex")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [(), ("base.yaml",), (".base.yaml.77",), ("base.yaml", ".search.json.77")])
 def test_a_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
     for name in (".search.lock", ".trials.lock", *left):
@@ -60,12 +63,14 @@ def test_a_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
     assert outcome.best.ended.state == "finished"
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_taken_while_we_wait_for_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(search_module, "require_own", lambda folder, identity: (tmp_path / "thesis.tex").touch())
     with pytest.raises(TuneError, match="is not empty and holds no search"):
         run(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_searches_do_not_share_a_folder(tmp_path):
     with (tmp_path / ".search.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,6 +78,7 @@ def test_two_searches_do_not_share_a_folder(tmp_path):
             run(tmp_path)
 
 
+@pytest.mark.long
 def test_trials_of_a_killed_search_are_waited_for(tmp_path):
     """What a trial inherits keeps the lock when the search is gone."""
     tmp_path.joinpath("study").mkdir()
@@ -93,6 +99,7 @@ def test_trials_of_a_killed_search_are_waited_for(tmp_path):
     assert said[0].endswith(f"still run in {tmp_path}/study: waiting up to 600 s for their end")
 
 
+@pytest.mark.long
 def test_trials_of_a_killed_search_are_not_waited_for_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_module, "ORPHAN_SECONDS", 0.5)
     with (tmp_path / ".trials.lock").open("a") as lock:

@@ -29,6 +29,7 @@ def test_the_command_line(tmp_path):
         parse_search([*WORDS[2:], ""])
 
 
+@pytest.mark.long
 def test_a_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys):
     folder = tmp_path / "study"
     assert main([*WORDS, str(folder), "--dry-run", "--launch", "torchrun --ranks 2"]) == 0
@@ -66,7 +67,7 @@ SYNTHETIC = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_runs_and_a_kill_in_the_midst(tmp_path):
     """Two ranks a trial; the search is killed while its second trial trains, and started again."""
     folder = tmp_path / "study"

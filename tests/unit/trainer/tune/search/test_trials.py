@@ -71,6 +71,7 @@ def test_every_recipe_can_be_shortened_to_any_length(name, tmp_path):
             assert schedule.decay_epochs == pytest.approx(long.schedule.decay_epochs * share)
 
 
+@pytest.mark.slow
 def test_a_warmup_of_the_whole_run_can_be_shortened(tmp_path):
     quick = load_config(["--config", "quickstart"])
     for whole in range(2, 60):
@@ -103,6 +104,7 @@ def test_an_average_shrinks_with_the_run(tmp_path):
     assert shorten(quick, epochs=1, evaluate_each=True, directory=tmp_path).optimizer.ema_every_steps is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])
 def test_the_options_of_a_trial_make_its_config(name, tmp_path):
     base = load_config(["--config", name])
@@ -358,6 +360,7 @@ def make(tmp_path, **changes):
     return make_experiment(Search(**(stated | changes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -379,11 +382,13 @@ def test_refused_before_anything_runs(tmp_path, changes, complaint):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_trials_are_shared_out_among_rounds(tmp_path):
     assert make(tmp_path).round_sizes() == [3, 2, 2]
     assert make(tmp_path, rounds=1).round_sizes() == [7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("2", 1), ("6", 2), ("9", 2)])
 def test_nothing_is_pruned_in_the_warmup(tmp_path, warmup, epoch):
     """Quickstart's 12 epochs become 2, so a warm-up of 6 is one of the two."""
