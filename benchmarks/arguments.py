@@ -19,6 +19,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def require_at_least_one(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """End the process with a line for the first of the options so named that is below 1."""
+    for name in names:
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+
+
 def run(main: Callable[[], None]) -> None:
     """End the process with one line for a user's error."""
     try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.comm import peers
-from benchmarks.comm.common import Job
+from benchmarks.comm.job import Job
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.backends.mpi import import_mpi
 from bigbatch.comm.communicator import Communicator

@@ -13,26 +13,19 @@ nodes, with the goodput of one iperf3 stream between two nodes in this run.
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import require_at_least_one
 from benchmarks.comm import links, peers
-from benchmarks.comm.common import (
-    Contestant,
-    Job,
-    add_job_options,
-    choose_contestants,
-    describe_repetitions,
-    gather_facts,
-    join,
-    run_rank,
-    take_turns,
-    write_record,
-)
+from benchmarks.comm.case_run import begin, choose_contestants, job_parser
 from benchmarks.comm.entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, make_entries
+from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, describe_times
+from benchmarks.comm.turns import Contestant, describe_repetitions, take_turns
 from bigbatch.comm.algorithms.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.tuning.exact import expected_pattern, limit_of, rank_pattern
@@ -48,17 +41,13 @@ HOPELESS_BYTES, HOPELESS_RATIO = 1_000_000, 2.0
 
 def main() -> None:
     """Measure, and write the record."""
-    options = parse()
-    run_rank(lambda: run(options))
+    run_rank(partial(run, parse()))
 
 
 def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
-    job = join(interface=options.interface)
-    facts = gather_facts(job, options)
-    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
-    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s")
-    peers.open_gloo(job)
+    case = begin(options)
+    job, goodput = case.job, case.goodput
     entries, allocators, left_out = make_entries(job)
     job.say_left_out(left_out)
     names = choose_contestants(options.contestants, [n for n in CONTESTANTS if n in entries], left_out=left_out)
@@ -73,15 +62,9 @@ def run(options: argparse.Namespace) -> None:
         rows += at_size
         racing = without_hopeless(racing, at_size, size=size)
         job.say(show(at_size))
-    control = facts["congestion_control"]["backend tcp"]
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
+    case.measure_links_again()
     if job.rank == 0:
-        record = {
-            "benchmark": "exchange",
-            "case": options.case,
-            "conditions": facts,
-            "num_nodes": job.num_nodes,
-            "goodput_bits_per_second": goodput,
+        results = {
             "tuned": {
                 name: {
                     "table": str(table),
@@ -93,20 +76,18 @@ def run(options: argparse.Namespace) -> None:
             "left_out": left_out,
             "rows": with_limit(rows, num_nodes=job.num_nodes, goodput=goodput),
         }
-        write_record(options.out, record)
+        case.write("exchange", results)
     peers.close(job)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_job_options(parser)
+    parser = job_parser(__doc__)
     parser.add_argument("--sizes", type=parse_sizes, default=SIZES, help="bytes (default: %(default)s)")
     parser.add_argument("--seconds-per-size", type=float, default=110.0, help="for all contestants")
     parser.add_argument("--tune-seconds", type=float, default=40.0, help="for each table of hybrid's")
     options = parser.parse_args(argv)
-    if options.repetitions < 1:
-        parser.error(f"--repetitions {options.repetitions}: give at least 1")
+    require_at_least_one(parser, options, "repetitions")
     return options
 
 

@@ -22,22 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.arguments import require_at_least_one
 from benchmarks.comm import links, peers
-from benchmarks.comm.common import (
-    Contestant,
-    Job,
-    add_job_options,
-    choose_contestants,
-    describe_repetitions,
-    gather_facts,
-    join,
-    nothing,
-    run_rank,
-    take_turns,
-    write_record,
-)
+from benchmarks.comm.case_run import begin, choose_with_horovod, job_parser
 from benchmarks.comm.gradient_sets import CostlessModel, count_wrong, make_values, parameter_shapes, start
+from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
+from benchmarks.comm.turns import Contestant, describe_repetitions, nothing, take_turns
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
 from bigbatch.comm.tuning.tuner import Findings
 
@@ -47,33 +38,24 @@ WIRES = {**TUNED_WIRES, "ddp fp16": "float16"}
 
 def main() -> None:
     """Measure, and write the record."""
-    options = parse()
-    run_rank(lambda: run(options))
+    run_rank(partial(run, parse()))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_job_options(parser)
+    parser = job_parser(__doc__)
     parser.add_argument("--model", default="resnet50", help="whose gradients (default: %(default)s)")
     parser.add_argument("--tune-seconds", type=float, default=25.0, help="for each tuned contestant's table and plan")
     options = parser.parse_args(argv)
-    if options.repetitions < 1:
-        parser.error(f"--repetitions {options.repetitions}: give at least 1")
+    require_at_least_one(parser, options, "repetitions")
     return options
 
 
 def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
-    job = join(interface=options.interface)
-    facts = gather_facts(job, options)
-    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
-    peers.open_gloo(job)
-    horovod = peers.open_horovod(job)
-    left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
-    job.say_left_out(left_out)
-    available = [name for name in CONTESTANTS if name not in left_out]
-    names = choose_contestants(options.contestants, available, left_out=left_out)
+    case = begin(options)
+    job, goodput = case.job, case.goodput
+    names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS)
     values = make_values(parameter_shapes(options.model))
     model = CostlessModel(values, weight=1)
     named = dict(model.named_parameters())
@@ -81,12 +63,11 @@ def run(options: argparse.Namespace) -> None:
     wrong = dict.fromkeys(names, 0)
     make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
     contestants = [make(name, CostlessModel(values, weight=job.rank + 1)) for name in names]
-    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
+    job.say(f"{options.model}, warming up")
     # DDP and our reducer learn the order in the first step; who has rounds warms up in each
     take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
-    control = facts["congestion_control"]["backend tcp"]
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
+    case.measure_links_again()
     all_wrong = job.gather(wrong)
     num_bytes = sum(value.nbytes for value in values.values())
     if job.rank == 0:
@@ -99,20 +80,15 @@ def run(options: argparse.Namespace) -> None:
             }
             for name, repetitions in measured.items()
         ]
-        record = {
-            "benchmark": "gradients",
-            "case": options.case,
-            "conditions": facts,
+        results = {
             "model": options.model,
             "num_bytes": num_bytes,
-            "num_nodes": job.num_nodes,
-            "goodput_bits_per_second": goodput,
             "limit_seconds": _limit(num_bytes, goodput, num_nodes=job.num_nodes),
             "tuned": describe_tuned(tuned),
             "left_out": left_out,
             "rows": rows,
         }
-        write_record(options.out, record)
+        case.write("gradients", results)
         for row in rows:
             job.say(
                 f"{row['contestant']:20} {row['seconds']['median']:8.3f} s, n = {row['seconds']['n']}, "

@@ -6,14 +6,12 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.comm.job import Job
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.tuning.cost_model import least_seconds
 from bigbatch.errors import CommError
-
-if TYPE_CHECKING:
-    from benchmarks.comm.common import Job
 
 NUM_TESTS = 3
 """How often the link is measured anew where iperf3 reports nothing."""
@@ -48,12 +46,12 @@ def best_goodput(goodput: Sequence[float | None]) -> float | None:
     return max((each for each in goodput if each), default=None)
 
 
-def find_goodput(job: "Job", given_mbit: float | None, *, seconds: float, control: str | None = None) -> float | None:
+def find_goodput(job: Job, given_mbit: float | None, *, seconds: float, control: str | None = None) -> float | None:
     """Bits per second of a link: as given, else measured. Collective."""
     return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds, control=control)
 
 
-def measure_goodput(job: "Job", *, seconds: float, control: str | None) -> float | None:
+def measure_goodput(job: Job, *, seconds: float, control: str | None) -> float | None:
     """Bits per second that one TCP stream of iperf3 brings from the second node to the first. Collective.
 
     control: the stream's congestion control, None for the system's.
@@ -68,7 +66,7 @@ def measure_goodput(job: "Job", *, seconds: float, control: str | None) -> float
     raise CommError(f"iperf3 did not measure the link: {problem}; give --goodput-mbit")
 
 
-def _test_once(job: "Job", *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
+def _test_once(job: Job, *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
     """Goodput or what went wrong, the same on all ranks. Collective."""
     receiver, sender = job.communicator.topology.leaders[:2]
     server, where, problem = None, None, None
@@ -88,7 +86,7 @@ def _test_once(job: "Job", *, seconds: float, control: str | None) -> tuple[floa
     return goodput, problem
 
 
-def _start_server(job: "Job") -> "tuple[tuple[str, int], subprocess.Popen[bytes]]":
+def _start_server(job: Job) -> tuple[tuple[str, int], "subprocess.Popen[bytes]"]:
     address = own_address(is_one_host=False, interface=job.interface)
     with socket.socket() as probe:
         probe.bind((address, 0))

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from benchmarks.comm.common import Job
+from benchmarks.comm.job import Job
 from bigbatch.comm.backends.mpi import mpi_world
 from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS
 

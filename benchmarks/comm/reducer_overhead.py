@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.comm.common import spread, write_record
+from benchmarks.arguments import require_at_least_one
+from benchmarks.record import spread, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -89,9 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in zip(("model", "batch", "image_size", "precision"), defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
-    for name in ("batch", "image_size", "steps", "repetitions"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    require_at_least_one(parser, options, "batch", "image_size", "steps", "repetitions")
     return options
 
 

@@ -23,23 +23,14 @@ from functools import partial
 from typing import Any
 
 from benchmarks.comm import links, peers
-from benchmarks.comm.common import (
-    Job,
-    Repetition,
-    add_job_options,
-    choose_contestants,
-    describe_repetitions,
-    gather_facts,
-    join,
-    run_rank,
-    spread,
-    take_turns,
-    write_record,
-)
+from benchmarks.comm.case_run import begin, choose_with_horovod, job_parser
 from benchmarks.comm.gradient_sets import CostlessModel, Pace, make_values, start
 from benchmarks.comm.gradients import make_contestant
+from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.step import make_real_model
 from benchmarks.comm.tuning import describe_tuned, tune_each
+from benchmarks.comm.turns import Repetition, describe_repetitions, take_turns
+from benchmarks.record import spread
 from bigbatch.comm.tuning.ready_times import measure_backward
 
 CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")
@@ -49,14 +40,12 @@ FORWARDS = 3
 
 def main() -> None:
     """Measure, and write the record."""
-    options = parse()
-    run_rank(lambda: run(options))
+    run_rank(partial(run, parse()))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_job_options(parser)
+    parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
     add("--weak", type=float, metavar="SECONDS", help="of forward and backward, on any number of nodes")
@@ -74,20 +63,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
-    job = join(interface=options.interface)
-    facts = gather_facts(job, options)
-    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
-    peers.open_gloo(job)
-    horovod = peers.open_horovod(job)
-    left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
-    job.say_left_out(left_out)
-    available = [name for name in CONTESTANTS if name not in left_out]
-    names = choose_contestants(options.contestants, available, left_out=left_out)
+    case = begin(options)
+    job, goodput = case.job, case.goodput
+    names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS)
     shapes, pace = record_pace(job, options)
     lengths = step_lengths(options.weak, options.strong, num_nodes=job.num_nodes)
     values, wrong = make_values(shapes), dict.fromkeys(names, 0)
     num_bytes = [value.nbytes for value in values.values()]
-    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}")
+    job.say(f"steps at the pace of {options.model}")
     rows, tuned_for = [], {}
     for seconds in sorted(set(lengths.values())):
         pace.take(seconds)
@@ -100,24 +83,18 @@ def run(options: argparse.Namespace) -> None:
         limit = limit_efficiency(pace, num_bytes, num_nodes=job.num_nodes, goodput=links.best_goodput(goodput))
         for mode in (mode for mode, each in lengths.items() if each == seconds):
             rows += describe(mode, measured, seconds=seconds, limit=limit)
-    control = facts["congestion_control"]["backend tcp"]
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
+    case.measure_links_again()
     all_wrong = job.gather(wrong)
     if job.rank == 0:
-        record = {
-            "benchmark": "scaling",
-            "case": options.case,
-            "conditions": facts,
+        results = {
             "model": options.model,
             "num_bytes": sum(num_bytes),
-            "num_nodes": job.num_nodes,
-            "goodput_bits_per_second": goodput,
             "tuned": tuned_for,
             "left_out": left_out,
             "num_wrong": {name: sum(each[name] for each in all_wrong) for name in names},
             "rows": rows,
         }
-        write_record(options.out, record)
+        case.write("scaling", results)
         for row in rows:
             job.say(show(row))
     peers.close(job)

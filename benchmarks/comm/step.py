@@ -30,24 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.arguments import require_at_least_one
 from benchmarks.comm import links, peers
-from benchmarks.comm.common import (
-    Contestant,
-    Job,
-    Repetition,
-    add_job_options,
-    choose_contestants,
-    describe_repetitions,
-    gather_facts,
-    join,
-    nothing,
-    run_rank,
-    spread,
-    take_turns,
-    write_record,
-)
+from benchmarks.comm.case_run import begin, choose_contestants, job_parser
 from benchmarks.comm.gradient_sets import CostlessModel, Pace, make_values, start
+from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.tuning import TUNED_WIRES, describe_tuned, make_reducer, tune_each
+from benchmarks.comm.turns import Contestant, Repetition, describe_repetitions, nothing, take_turns
+from benchmarks.record import spread
 from bigbatch.comm.tuning.ready_times import measure_backward
 from bigbatch.comm.tuning.tuner import Findings
 from bigbatch.trainer.models import build_model
@@ -59,14 +49,12 @@ WIRE_BYTES = {"ours tuned": 1.0, "ours": 1.0, "ours fp16": 0.5, "ddp": 1.0, "loc
 
 def main() -> None:
     """Measure, and write the record."""
-    options = parse()
-    run_rank(lambda: run(options))
+    run_rank(partial(run, parse()))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_job_options(parser)
+    parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
     add("--batch", type=int, default=1, help="pictures per rank (default: %(default)s)")
@@ -74,9 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pace", type=float, metavar="SECONDS", help="backward sleeps so long instead of computing")
     add("--tune-seconds", type=float, default=25.0, help="for each tuned contestant (default: %(default)s)")
     options = parser.parse_args(argv)
-    for name in ("repetitions", "batch", "image_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    require_at_least_one(parser, options, "repetitions", "batch", "image_size")
     if options.pace is not None and options.pace <= 0:
         parser.error(f"--pace {options.pace:g}: give a positive number of seconds")
     return options
@@ -84,39 +70,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> None:
     """One case. Collective. Raises: CommError."""
-    job = join(interface=options.interface)
-    facts = gather_facts(job, options)
-    goodput = [links.find_goodput(job, options.goodput_mbit, seconds=5)]
-    peers.open_gloo(job)
+    case = begin(options)
+    job, goodput = case.job, case.goodput
     names = choose_contestants(options.contestants, CONTESTANTS, left_out={})
     make_model = choose_model(job, options)
     tuned = tune_model(job, names, make_model(), seconds=options.tune_seconds)
     steps = {name: make_step(job, name, make_model(), tuned=tuned) for name in names}
     contestants = [Contestant(name, step.run, prepare=step.clear) for name, step in steps.items()]
-    job.say(f"{job.communicator}; goodput {goodput[0] and goodput[0] / 1e6} Mbit/s; {options.model}, warming up")
+    job.say(f"{options.model}, warming up")
     take_turns(job, contestants, repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
-    control = facts["congestion_control"]["backend tcp"]
-    goodput.append(links.find_goodput(job, options.goodput_mbit, seconds=5, control=control))
+    case.measure_links_again()
     if job.rank == 0:
         num_bytes = [p.numel() * 4 for p in steps[names[0]].parameters]
         rows = [
             describe_step(name, repetitions, num_bytes=num_bytes, num_nodes=job.num_nodes, goodput=goodput)
             for name, repetitions in measured.items()
         ]
-        record = {
-            "benchmark": "step",
-            "case": options.case,
-            "conditions": facts,
+        results = {
             "model": options.model,
             "num_bytes": sum(num_bytes),
             "pace_seconds": options.pace,
             "tuned": describe_tuned(tuned),
-            "num_nodes": job.num_nodes,
-            "goodput_bits_per_second": goodput,
             "rows": rows,
         }
-        write_record(options.out, record)
+        case.write("step", results)
         for row in rows:
             job.say(show(row))
     peers.close(job)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.comm.common import Job
+from benchmarks.comm.job import Job
 from bigbatch.comm.algorithms.hybrid import Times
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES

@@ -12,12 +12,13 @@ Gradients are drawn from a normal distribution, one million per rank: "small", a
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.comm.common import run_rank
+from benchmarks.comm.job import run_rank
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect, make_wire
 from bigbatch.comm.tuning.conditions import gather_conditions
@@ -64,8 +65,7 @@ def measure(
 
 def main() -> None:
     """Measure all, print and write a table on rank 0."""
-    options = parse()
-    run_rank(lambda: run(options))
+    run_rank(partial(run, parse()))
 
 
 def parse() -> argparse.Namespace:

