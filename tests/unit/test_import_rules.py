@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -130,14 +131,17 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 def read_house() -> dict[str, Module]:
     """All modules of the package by name; the rooms are read where they lie, not through the links."""
-    modules = {}
     files = [*(ROOT / "bigbatch").glob("*.py")]
     files += [path for room in ("comm", "trainer", "launch") for path in (ROOT / room).rglob("*.py")]
+    return {name if is_within(name, "bigbatch") else f"bigbatch.{name}": m for name, m in read_files(files).items()}
+
+
+def read_files(files: Iterable[Path]) -> dict[str, Module]:
+    """Modules by their names from the repository's root."""
+    modules = {}
     for path in files:
         words = path.relative_to(ROOT).with_suffix("").parts
-        words = words if words[0] == "bigbatch" else ("bigbatch", *words)
-        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
-        modules[name] = read_module(path.read_text())
+        modules[".".join(words[:-1] if words[-1] == "__init__" else words)] = read_module(path.read_text())
     return modules
 
 
@@ -147,6 +151,7 @@ def is_within(name: str, room: str) -> bool:
 
 
 HOUSE = read_house()
+BENCHMARKS = read_files((ROOT / "benchmarks").rglob("*.py"))
 
 
 def room_of(name: str, modules: Iterable[str]) -> str | None:
@@ -178,6 +183,19 @@ def broken_walls(modules: Mapping[str, Module]) -> list[str]:
         if module.reads_environment and name not in ENVIRONMENT_READERS:
             found.append(f"{name} reads the environment")
     return found
+
+
+def import_cycle(modules: Mapping[str, Module]) -> list[str]:
+    """Name the modules along one cycle of imports, late ones and those for types included; empty where none is."""
+    graph = {}
+    for name, module in modules.items():
+        asked = (each.name if each.name in modules else each.name.rpartition(".")[0] for each in module.imports)
+        graph[name] = {each for each in asked if each in modules and each != name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def imported_with(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
@@ -213,6 +231,33 @@ def test_every_room_has_a_floor() -> None:
 
 def test_no_wall_is_broken() -> None:
     assert broken_walls(HOUSE) == []
+
+
+def test_the_house_has_no_cycle_of_imports() -> None:
+    """But for the front door, whose public names are loaded on first use."""
+    assert import_cycle({name: module for name, module in HOUSE.items() if name != "bigbatch"}) == []
+
+
+def test_benchmarks_have_no_cycle_of_imports() -> None:
+    assert {"benchmarks.record", "benchmarks.comm.links", "benchmarks.gpu.suite.context"} <= BENCHMARKS.keys()
+    assert import_cycle(BENCHMARKS) == []
+
+
+def test_benchmarks_are_imported_by_nobody_in_the_house() -> None:
+    asked = {name: [each.name for each in module.imports] for name, module in HOUSE.items()}
+    assert [name for name in sorted(asked) if any(is_within(each, "benchmarks") for each in asked[name])] == []
+
+
+@pytest.mark.parametrize(
+    "late", ["def f():\n    from a.one import X", "if TYPE_CHECKING:\n    from a.one import X", "import a.one"]
+)
+def test_the_reader_sees_a_cycle(late: str) -> None:
+    modules = {"a": "", "a.one": "from a import two", "a.two": "from a.three import Y", "a.three": late}
+    assert sorted(set(import_cycle({name: read_module(source) for name, source in modules.items()}))) == [
+        *("a.one", "a.three", "a.two")
+    ]
+    del modules["a.three"]
+    assert import_cycle({name: read_module(source) for name, source in modules.items()}) == []
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(HOUSE) if is_within(name, "bigbatch.launch")])
