@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.files import write_whole
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
 
@@ -93,9 +94,7 @@ def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
         sys.stdout.write(text)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(path)
+    write_whole(path, text.encode())
 
 
 def show_record(record: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.errors import TunedError
+from bigbatch.files import write_whole
 
 FORMAT = "bigbatch comm tune 1"
 
@@ -136,12 +137,9 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
         "evidence": tuned.evidence,
     }
     require_folder(path.parent)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(json.dumps(record, indent=1) + "\n")
-        aside.replace(path)
+        write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise TunedError(f"cannot write {path}: {error.strerror}; choose another --output") from error
 
 

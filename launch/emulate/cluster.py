@@ -1,6 +1,5 @@
 """Build, find, change and remove emulated clusters."""
 
-import fcntl
 import json
 import os
 import select
@@ -19,6 +18,7 @@ from bigbatch.launch.emulate.counters import LinkBytes, read_counters
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.programs import port, shape_commands
 from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
+from bigbatch.locks import try_lock
 
 SYSTEM_PATH = "/usr/sbin:/sbin"
 """Where Debian keeps ip and tc, and not on the PATH of plain users."""
@@ -214,11 +214,8 @@ def only_job(cluster: EmulatedCluster, *, root: Path) -> Iterator[None]:
     with reaching(cluster):
         fd = os.open(root / cluster.plan.name, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise EmulationError(f"a job is running in {cluster.plan.name}: wait for it, or use another --name") from None
-    try:
+        if not try_lock(fd):
+            raise EmulationError(f"a job is running in {cluster.plan.name}: wait for it, or use another --name")
         yield
     finally:
         os.close(fd)

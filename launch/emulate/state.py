@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bigbatch.errors import EmulationError
+from bigbatch.files import write_whole
 from bigbatch.launch.emulate.plan import ClusterPlan
 
 
@@ -53,9 +54,7 @@ def _owner(path: Path) -> int | None:
 
 def save(folder: Path, cluster: EmulatedCluster) -> None:
     """Write the cluster down, in one piece."""
-    aside = folder / "cluster.json.new"
-    aside.write_text(json.dumps(asdict(cluster)))
-    aside.rename(folder / "cluster.json")
+    write_whole(folder / "cluster.json", json.dumps(asdict(cluster)).encode())
 
 
 def load(folder: Path) -> EmulatedCluster | None:

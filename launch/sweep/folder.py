@@ -1,6 +1,5 @@
 """A sweep's folder: what it is about, and the state of each point. What `bigbatch report` reads."""
 
-import fcntl
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import yaml
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
+from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, flatten
 from bigbatch.trainer.run.folder import RunDir, writing
 
@@ -185,12 +185,11 @@ def alone_in(folder: SweepFolder) -> Iterator[None]:
     """
     with writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
-        file = (folder.path / ".lock").open("w")
+        file = open_lock(folder.path / ".lock")
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise LaunchOptionError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it") from error
+            if not try_lock(file):
+                raise LaunchOptionError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it")
         except OSError as error:
             text = f"{folder.path} cannot be locked ({error.strerror}): start no second sweep in it meanwhile"
             print(f"bigbatch: {text}", file=sys.stderr, flush=True)

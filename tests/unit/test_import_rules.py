@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
-    ("errors",),
+    ("errors", "files", "locks"),
     ("comm.rendezvous",),
     ("comm.backends",),
     ("comm.algorithms",),
@@ -61,6 +61,7 @@ FORBIDDEN = (
 )
 DOORS = {
     # dependency: the files that may import it
+    "fcntl": ("bigbatch.locks", "bigbatch.comm.rendezvous.addresses"),
     "mpi4py": ("bigbatch.comm.backends.mpi",),
     "nvidia.dali": ("bigbatch.trainer.input.loaders.dali",),
     "horovod": ("bigbatch.comm.backends.horovod",),

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import os
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -10,10 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, BinaryIO
 from urllib.request import Request, urlopen
 
 from bigbatch.errors import DataError
+from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
 
 MAX_MEMBER_BYTES = 1 << 30
@@ -89,28 +89,25 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
     Raises: DataError naming the address, the file and the way out.
     """
     path = folder / archive.names[0]
-    part = path.with_name(f".{path.name}.part")
     try:
         if path.is_file():
             with suppress(DataError):  # if it is another file, or a part of it, it is replaced
                 check_md5(path, archive, on_progress=on_progress)
                 return
         folder.mkdir(parents=True, exist_ok=True)
-        _fetch(archive, part, what=f"downloading {path.name}", on_progress=on_progress)
-        os.replace(part, path)
+        with replacing(path, mark=".part") as file:
+            _fetch(archive, file, what=f"downloading {path.name}", on_progress=on_progress)
     except (OSError, HTTPException) as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         advice = "try again, or fetch it elsewhere and name its folder with --archives"
         raise DataError(f"{archive.url}: cannot be downloaded to {path} ({one_line(error)}); {advice}") from error
 
 
-def _fetch(archive: Archive, path: Path, *, what: str, on_progress: Report) -> None:
+def _fetch(archive: Archive, file: BinaryIO, *, what: str, on_progress: Report) -> None:
     """Raises: OSError or HTTPException if not all came, or something else."""
     assert archive.url is not None
     digest, done = hashlib.md5(usedforsecurity=False), 0
     request = Request(archive.url, headers={"User-Agent": "bigbatch"})
-    with urlopen(request, timeout=TIMEOUT_SECONDS) as response, open(path, "wb") as file:
+    with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
         total = response.length or 0  # a server need not say it
         while piece := response.read(1 << 20):
             file.write(piece)

@@ -1,19 +1,20 @@
 """Writing ROOT/<split>/<class>/<picture>: a split stands under its name when it is complete, and not before."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bigbatch.errors import DataError
+from bigbatch.files import write_whole
+from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets.archives import Archive
 from bigbatch.trainer.input.order import IMAGE_SUFFIXES, list_names
 
@@ -22,6 +23,9 @@ SOURCES = "prepared.json"
 
 StoredImage = tuple[str, bytes]
 """(path below the folder of all splits, encoded picture)."""
+
+_PART = ".part"
+"""The same for each run: its lock leaves one writer, which writes over what a killed one left."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a file system without locks answers, such as Lustre mounted without them."""
@@ -68,7 +72,7 @@ class ImageWriter:
         if os.path.isdir(folder):
             self._on_written(len(list_names(folder, want_folders=False)[0]))
             return
-        hidden = folder.with_name(f".{folder.name}")
+        hidden = folder.with_name(f".{folder.name}")  # a whole folder, which files.replacing cannot set aside
         self.write((str(hidden.relative_to(self._folder) / name), data) for name, data in images)
         if not os.path.isdir(hidden):
             raise DataError(f"{folder}: its archive holds no picture; download the archive again")
@@ -81,13 +85,9 @@ class ImageWriter:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file, or replace it, whole or not at all. Raises: DataError with the path."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        _write(part, data)
-        os.replace(part, path)
+        _write(path, data)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise _write_error(path, error) from error
 
 
@@ -103,10 +103,10 @@ def _write_image(path: Path, data: bytes) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        path.write_bytes(data)
+        write_whole(path, data, mark=_PART)
     except FileNotFoundError:  # the first picture of its class
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        write_whole(path, data, mark=_PART)
 
 
 def _rename(old: Path, new: Path) -> None:
@@ -137,11 +137,11 @@ def only_run(root: Path, data_set: DataSet) -> Iterator[None]:
     unfinished = unfinished_folder(root, data_set)
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
-        lock = open(unfinished / "lock", "wb")  # noqa: SIM115  # closed below, which releases it
+        lock = open_lock(unfinished / "lock")
     except OSError as error:
         raise _write_error(unfinished, error) from error
     with lock:
-        _lock(lock.fileno(), unfinished)
+        _lock(lock, unfinished)
         try:
             yield
         finally:
@@ -149,11 +149,10 @@ def only_run(root: Path, data_set: DataSet) -> Iterator[None]:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _lock(file: IO[bytes], folder: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise DataError(f"{folder}: another run writes here; wait for its end, or name a new folder") from error
+        if not try_lock(file):
+            raise DataError(f"{folder}: another run writes here; wait for its end, or name a new folder")
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise _write_error(folder, error) from error

@@ -220,6 +220,7 @@ def write_dataset(
     if _is_complete(root, recipe):
         return False
     root = root.absolute()
+    # a whole folder, which files.replacing cannot set aside
     unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}.unfinished")
     try:
         _write_all(unfinished, recipe=recipe, num_workers=num_workers, on_progress=on_progress)

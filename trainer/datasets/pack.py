@@ -20,9 +20,9 @@ from bigbatch.trainer.datasets.shard_writer import (
     PackRecipe,
     Record,
     ShardPlan,
+    new_shard_file,
     padded,
     record_name,
-    replacing,
     shard_name,
     sweep_unfinished,
     write_shard,
@@ -206,7 +206,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read or made ({error}); {_NEW}") from error
     if found != settings:
-        with replacing(path) as file:
+        with new_shard_file(path) as file:
             file.write((json.dumps(settings, indent=1) + "\n").encode())
 
 
@@ -284,9 +284,9 @@ def _write_index(plan: SplitPlan, records: list[Record], *, recipe: PackRecipe) 
         made=recipe.made(),
     )
     if not _has_index(plan.folder, facts):
-        with replacing(plan.folder / ENTRIES) as file:
+        with new_shard_file(plan.folder / ENTRIES) as file:
             file.write(buffer.getbuffer())
-        with replacing(plan.folder / FACTS) as file:
+        with new_shard_file(plan.folder / FACTS) as file:
             file.write(facts.to_json().encode())
     for path in plan.folder.glob(".shard-*.json"):
         path.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import tarfile
 import uuid
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
+from bigbatch.files import replacing
 from bigbatch.trainer.input.formats import PNG_START, encoded_size, open_image
 from bigbatch.trainer.input.order import read_file
 from bigbatch.trainer.input.shards import BLOCK_BYTES, Shard, key_number
@@ -115,7 +115,7 @@ def shrink(data: bytes, *, path: str, max_side: int | None, quality: int) -> byt
 def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> Record:
     """Write one tar file and its record, each whole or not at all. Raises: DataError."""
     digest, rows, num_bytes = hashlib.sha256(), [], 0
-    with replacing(folder / plan.name) as file:
+    with new_shard_file(folder / plan.name) as file:
         for header, block, size in _members(recipe, plan):
             if size is not None:
                 rows.append([num_bytes + len(header), *size])
@@ -124,7 +124,7 @@ def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> Record:
                 digest.update(part)
                 num_bytes += len(part)
     record = Record(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
-    with replacing(folder / record_name(plan.number)) as file:
+    with new_shard_file(folder / record_name(plan.number)) as file:
         file.write(json.dumps(asdict(record)).encode())
     return record
 
@@ -142,23 +142,17 @@ def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that stands under path when it is whole and on disk; until then path stays as it was."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
+def new_shard_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that stands under path when it is whole and on disk. Raises: DataError with the path."""
     try:
-        with open(unfinished, "xb") as file:
+        with replacing(path, mark=f".{uuid.uuid4().hex}{UNFINISHED}", sync=True) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
     except OSError as error:
         # each pack sweeps up what it takes for the rest of one that was killed
         is_swept = isinstance(error, FileNotFoundError)
         todo = "is another pack writing here? let one end" if is_swept else "make room"
         advice = f"{todo}, then run the same command again: finished shards are kept"
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def sweep_unfinished(folder: Path) -> None:

@@ -4,9 +4,7 @@ One process of a node copies; those that come meanwhile wait for it. A split is 
 which comes last.
 """
 
-import fcntl
 import hashlib
-import os
 import shutil
 import threading
 import time
@@ -17,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import ConfigError, DataError
+from bigbatch.files import replacing, write_whole
+from bigbatch.locks import open_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.shard_writer import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.verify_shards import sha256_of
 from bigbatch.trainer.input.shards import (
@@ -159,25 +159,19 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        lock = open(target / LOCK, "wb")  # noqa: SIM115  # closed below, which releases it
+        lock = open_lock(target / LOCK)
     except OSError as error:
         raise _write_error(target, error) from error
     with lock:
         try:
-            _lock(lock.fileno(), on_wait)
+            if not try_lock(lock):
+                if on_wait:
+                    on_wait()
+                wait_lock(lock)
         except OSError as error:
             advice = "name a folder on a disk, or in the memory, of this node"
             raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
         yield
-
-
-def _lock(descriptor: int, on_wait: Callable[[], None] | None) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if on_wait:
-            on_wait()
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _is_complete(split: _Split) -> bool:
@@ -272,19 +266,15 @@ def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
 
 def _copy(source: Path, target: Path, *, sha256: str, stop: threading.Event) -> None:
     """Whole, with that SHA-256, or not at all. Raises: DataError; OSError from the target."""
-    unfinished, digest = _unfinished(target), hashlib.sha256()
-    try:
-        with open(unfinished, "wb") as file:
-            for chunk in _chunks(source):
-                if stop.is_set():
-                    raise CancelledError
-                digest.update(chunk)
-                file.write(chunk)
+    digest = hashlib.sha256()
+    with replacing(target, mark=UNFINISHED) as file:
+        for chunk in _chunks(source):
+            if stop.is_set():
+                raise CancelledError
+            digest.update(chunk)
+            file.write(chunk)
         if digest.hexdigest() != sha256:
             raise DataError(f"{source}: its bytes are not those that were packed; delete it and {AGAIN}")
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -301,15 +291,9 @@ def _finish(split: _Split) -> None:
     for name, data in ((FACTS, split.index), (NOTE, _boot() or b"")):
         path = split.target / name
         try:
-            _unfinished(path).write_bytes(data)
-            os.replace(_unfinished(path), path)
+            write_whole(path, data, mark=UNFINISHED)
         except OSError as error:
             raise _write_error(path, error) from error
-
-
-def _unfinished(path: Path) -> Path:
-    """Named without chance: the lock leaves one writer, and the next one sweeps up after it."""
-    return path.with_name(f".{path.name}{UNFINISHED}")
 
 
 def _write_error(path: Path, error: OSError) -> DataError:

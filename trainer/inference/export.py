@@ -1,7 +1,7 @@
 """Trained weights for others to use: `bigbatch export`."""
 
 import json
-import os
+import uuid
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch import __version__
 from bigbatch.errors import ExportError
+from bigbatch.files import replacing
 from bigbatch.trainer.build.parts import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
@@ -35,19 +36,17 @@ def main(argv: Sequence[str]) -> int:
     model = make_plain_model(config, weights=weights)
     written = fold_norms(model) if arguments.fold else model
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
-    aside = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.write(written, _images(TRACED_BATCH, config), aside)
-        facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
-        aside.replace(out)
+        with replacing(out, mark=f".{uuid.uuid4().hex}{out.suffix}") as file:  # some formats go by the suffix
+            aside = Path(file.name)
+            chosen.write(written, _images(TRACED_BATCH, config), aside)
+            facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
     except ExportError:
         raise
     except (OSError, RuntimeError) as error:
         raise ExportError(_explain(error, out, form=arguments.format)) from error
-    finally:
-        aside.unlink(missing_ok=True)
     if arguments.fold:
         print(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
     print(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")

@@ -1,7 +1,6 @@
 """The run folder: one place for everything that a run leaves behind. Imports no torch."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunFolderError
+from bigbatch.files import write_whole
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 
@@ -61,11 +61,9 @@ class RunDir:
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a file of the folder in one step. Raises: RunFolderError."""
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
             self.path.mkdir(parents=True, exist_ok=True)
-            aside.write_text(text)
-            aside.replace(path)
+            write_whole(path, text.encode())
 
 
 @contextmanager

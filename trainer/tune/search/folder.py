@@ -1,6 +1,5 @@
 """The folder of a search: whose it is, who works in it, what came out."""
 
-import fcntl
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bigbatch.errors import TuneError
+from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.run.folder import RunDir, writing
 from bigbatch.trainer.run.resume import changes
 
@@ -111,7 +111,7 @@ ORPHAN_POLL_SECONDS = 0.2
 
 
 @contextmanager
-def alone_in(folder: StudyFolder, *, say: Any) -> Iterator[IO[str]]:
+def alone_in(folder: StudyFolder, *, say: Any) -> Iterator[IO[bytes]]:
     """Meanwhile no other search works in the folder; the file that trials inherit, which stays locked while they live.
 
     Where a search was killed, its trials may still run: they are waited for a while, since they write where their
@@ -120,30 +120,23 @@ def alone_in(folder: StudyFolder, *, say: Any) -> Iterator[IO[str]]:
     with ExitStack() as stack:
         with writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
-            search, trials = (stack.enter_context((folder.path / name).open("a")) for name in LOCKS)
-        if not _lock(search):
+            search, trials = (stack.enter_context(open_lock(folder.path / name)) for name in LOCKS)
+        if not try_lock(search):
             raise TuneError(f"another search works in {folder.path}: wait for its end, or choose another --study")
-        if not _lock(trials):
+        if not try_lock(trials):
             _wait_for_orphans(folder, trials, say=say)
         yield trials
 
 
-def _wait_for_orphans(folder: StudyFolder, lock: IO[str], *, say: Any) -> None:
+def _wait_for_orphans(folder: StudyFolder, lock: IO[bytes], *, say: Any) -> None:
+    path = folder.path / LOCKS[1]
     left = f"trials that a killed search left behind still run in {folder.path}"
     say(f"{left}: waiting up to {ORPHAN_SECONDS:g} s for their end")
     until = time.monotonic() + ORPHAN_SECONDS
-    while not _lock(lock):
+    while not try_lock(lock):
         if time.monotonic() > until:
             raise TuneError(
                 f"{left} after {ORPHAN_SECONDS:g} s: repeat the command when they have ended, or end them first, they "
-                f"are the processes that hold {lock.name} (fuser -v {lock.name})"
+                f"are the processes that hold {path} (fuser -v {path})"
             )
         time.sleep(ORPHAN_POLL_SECONDS)
-
-
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -34,7 +34,7 @@ class Workplace:
 
     experiment: Experiment
     folder: StudyFolder
-    lock: IO[str]
+    lock: IO[bytes]
     gpus: Sequence[str]
     stops: Sequence[str]
     """Names of the stop signals that came so far."""

@@ -25,7 +25,7 @@ REASON_CHARS = 300
 class RunningTrial:
     """One process (or launcher) in a session of its own, so that a Ctrl-C is the search's to pass on."""
 
-    def __init__(self, argv: Sequence[str], folder: Path, *, inherits: IO[str]) -> None:
+    def __init__(self, argv: Sequence[str], folder: Path, *, inherits: IO[Any]) -> None:
         """inherits: a locked file; as long as the process lives, the lock is held. Raises: RunFolderError."""
         self.folder = folder
         self.argv = list(argv)

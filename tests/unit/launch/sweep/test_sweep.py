@@ -563,10 +563,10 @@ def test_a_folder_that_cannot_be_locked_is_told(
 def test_a_full_disk_is_one_line(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(self: Path, text: str, **_: Any) -> int:
+    def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
     error = capsys.readouterr().err
     assert "No space left on device" in error

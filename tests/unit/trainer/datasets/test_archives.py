@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from archive_writer import HOSTILE, files_below, sized, special, tar_of
 
+from bigbatch import files
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets import archives
 from bigbatch.trainer.datasets.archives import Archive, check_md5, download, find_archive, read_members
@@ -307,9 +308,9 @@ def test_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
     _, archive = server
 
     def full(path, mode):
-        return open("/dev/full", mode)
+        return open("/dev/full", "wb")
 
-    monkeypatch.setattr(archives, "open", full, raising=False)
+    monkeypatch.setattr(files, "open", full, raising=False)
     with pytest.raises(DataError, match=r"cannot be downloaded to \S+/x\.tgz \(.*No space left on device\); "):
         download(tmp_path, archive, on_progress=lambda *_: None)
     assert files_below(tmp_path) == {}

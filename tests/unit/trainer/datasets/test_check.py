@@ -298,12 +298,12 @@ def test_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
     write(tmp_path, good_files() | odd | dict.fromkeys(strays, b"stray"))
     images = list_folder(tmp_path / "train").images
     index = read_index(tmp_path, "train")
-    assert [sample_images.name(position) for position in range(len(images))] == [
+    assert [images.name(position) for position in range(len(images))] == [
         index.full_path(position) for position in range(len(index.paths))
     ]
-    assert sample_images.labels_N.tolist() == index.labels_N.tolist()
-    assert sample_images.classes == index.classes
-    assert sample_images.read(2) == Path(index.full_path(2)).read_bytes()
+    assert images.labels_N.tolist() == index.labels_N.tolist()
+    assert images.classes == index.classes
+    assert images.read(2) == Path(index.full_path(2)).read_bytes()
     report = check_dataset(tmp_path)
     found = {case for finding in report.remarks if finding.kind == "other files" for case in finding.cases}
     expected = {"train/readme.txt", "train/.hidden", "train/a/list.csv", "train/a/inner", "val/b/x.webp"}

@@ -30,7 +30,7 @@ def _bytes_by_name(root: Path) -> dict[str, bytes]:
 
 
 def test_number_of_workers_and_chunking_do_not_change_a_byte(small_set, tmp_path, monkeypatch):
-    monkeypatch.setattr(generated, "CHUNK_PICTURES", 3)
+    monkeypatch.setattr(generated, "CHUNK_IMAGES", 3)
     assert write_dataset(tmp_path / "set", **SMALL, num_workers=2)
     assert _bytes_by_name(tmp_path / "set") == _bytes_by_name(small_set)
 

@@ -227,7 +227,7 @@ def test_a_second_call_changes_nothing(source, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from bigbatch.trainer.data import shard_writer
+from bigbatch.trainer.datasets import shard_writer
 from bigbatch.trainer.datasets.pack import pack
 read = shard_writer.read_file
 def read_file(path):
@@ -235,7 +235,7 @@ def read_file(path):
         os.kill(os.getpid(), signal.SIGKILL)
     return read(path)
 shard_writer.read_file = read_file
-pack(Path(sys.argv[1]), Path(sys.argv[2]), recipe=shard_writer.Recipe(shard_bytes=12_000))
+pack(Path(sys.argv[1]), Path(sys.argv[2]), recipe=shard_writer.PackRecipe(shard_bytes=12_000))
 """
 
 
@@ -334,7 +334,7 @@ def test_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, tmp_path
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
     """With fewer pictures and another class in front: nothing of before fits, and the last shards are in excess."""
-    target, whole_replacing = tmp_path / "packed", pack_module.replacing
+    target, whole_replacing = tmp_path / "packed", pack_module.new_shard_file
     with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
         pack_with_a_bad_image(source, target)
     num_shards = len(identities(target / "train"))
@@ -348,10 +348,10 @@ def test_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_pat
         def fail(path):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(pack_module, "replacing", fail)
+        monkeypatch.setattr(pack_module, "new_shard_file", fail)
         with pytest.raises(KeyboardInterrupt):
             pack(source, target, recipe=RECIPE)
-        monkeypatch.setattr(pack_module, "replacing", whole_replacing)
+        monkeypatch.setattr(pack_module, "new_shard_file", whole_replacing)
     pack(source, target, recipe=RECIPE)
     pack(source, tmp_path / "at-once", recipe=RECIPE)
     assert contents(target) == contents(tmp_path / "at-once")
@@ -460,7 +460,7 @@ def test_a_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
 
 def test_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
     def overtaken():
-        with shard_writer.replacing(tmp_path / "shard.tar"):
+        with shard_writer.new_shard_file(tmp_path / "shard.tar"):
             next(tmp_path.glob(".*.unfinished")).unlink()
 
     with pytest.raises(

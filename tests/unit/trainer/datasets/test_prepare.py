@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -30,6 +31,7 @@ from archive_writer import (
 )
 from sample_images import REAL_DATA
 
+from bigbatch import files
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets import class_folders
 from bigbatch.trainer.datasets.archives import Archive
@@ -225,7 +227,7 @@ def test_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, nu
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(class_folders.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     if number == errno.EIO:
         with pytest.raises(DataError, match=r"unfinished: cannot be written \(Input/output error\)"):
             run(tmp_path / "root", official)
@@ -275,17 +277,17 @@ def test_what_a_killed_run_left_is_replaced(tmp_path, official):
 
 @pytest.mark.parametrize("fails_at", range(1, 19, 3))
 def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
-    root, calls, write_bytes = tmp_path / "root", [], Path.write_bytes
+    root, calls = tmp_path / "root", []
 
-    def full(path, data):
-        if path.suffix == ".part":
-            calls.append(path)
-            if len(calls) >= fails_at:
-                write_bytes(path, data[: len(data) // 2])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_bytes(path, data)
+    def full(path, mode):
+        assert path.suffix == ".part"
+        calls.append(path)
+        if len(calls) < fails_at:
+            return open(path, mode)
+        path.write_bytes(b"half")
+        return open("/dev/full", "wb")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files, "open", full, raising=False)
     complaint = r"root/\S+: cannot be written \(No space left on device\); .*it goes on where it stopped$"
     with pytest.raises(DataError, match=complaint) as error:
         run(root, official)

@@ -37,7 +37,7 @@ def tiny_facts(monkeypatch):
     monkeypatch.setattr(prepare, "IMAGENET", TINY)
     monkeypatch.setattr(prepare, "IMAGENET_V2", TINY_V2)
     monkeypatch.setitem(prepare.IMAGENETTE, "160px", TINY_IMAGENETTE)
-    facts = {"num_classes": 3, "num_pictures": {"train": 5, "val": 4}}
+    facts = {"num_classes": 3, "num_images": {"train": 5, "val": 4}}
     monkeypatch.setattr(cifar, "CIFAR10", replace(CIFAR10, **facts))
     monkeypatch.setattr(cifar, "CIFAR100", replace(CIFAR100, **facts))
 

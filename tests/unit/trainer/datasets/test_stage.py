@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import sample_images
 
+from bigbatch import files
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.datasets import stage as stage_module
@@ -113,7 +114,7 @@ def test_a_copy_holds_the_images(source, target, num_workers):
 def test_index_json_comes_last(source, target, monkeypatch):
     """Whatever is there when it is written is whole."""
     replace, order = os.replace, []
-    monkeypatch.setattr(stage_module.os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
     stage(source, target, splits=["val"], num_workers=3)
     shards = {p.name for p in (source / "val").glob("*.tar")}
     assert set(order[:-2]) == {*shards, "index.npy"}
@@ -199,7 +200,7 @@ def test_missing_and_cut_files_are_copied_anew(source, target, boot, read, damag
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from bigbatch.trainer.data import stage as module
+from bigbatch.trainer.datasets import stage as module
 chunks = module._chunks
 def kill_at(path):
     for chunk in chunks(path):
@@ -327,9 +328,9 @@ class Full:
 
 def test_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypatch):
     def open_there(path, mode="r", **options):
-        return Full(path, mode) if "shard-000001" in path.name and mode == "wb" else open(path, mode, **options)
+        return Full(path, mode) if "shard-000001" in path.name and mode == "xb" else open(path, mode, **options)
 
-    monkeypatch.setattr(stage_module, "open", open_there, raising=False)
+    monkeypatch.setattr(files, "open", open_there, raising=False)
     with pytest.raises(
         DataError, match=r"staged/train/shard-000001.tar: cannot be written \(No space left on device\)"
     ):
@@ -344,10 +345,10 @@ def test_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypa
 
 
 def test_a_disk_that_fills_up_at_the_end_is_named(source, target, monkeypatch):
-    def refuse(path, data):
+    def refuse(path, data, *, mark):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(stage_module, "write_whole", refuse)
     with pytest.raises(DataError, match=r"train/index.json: cannot be written \(No space left on device\); mend that"):
         stage(source, target)
     assert not looks_whole(target / "train")
@@ -422,7 +423,7 @@ def test_a_file_system_without_locks_is_refused(source, target, monkeypatch, num
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(stage_module.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(
         DataError, match=rf"staged: cannot be locked \({os.strerror(number)}\); name a folder on a disk"
     ):

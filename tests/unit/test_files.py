@@ -1,0 +1,105 @@
+"""Writing a file whole or not at all."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from bigbatch.files import replacing, write_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("mark", [None, ".part"])
+def test_files_a_new_one_and_an_old_one_are_replaced(tmp_path: Path, mark: str | None, sync: bool) -> None:
+    path = tmp_path / "a.json"
+    for data in (b"first", b"second, longer", b""):
+        write_whole(path, data, mark=mark, sync=sync)
+        assert (path.read_bytes(), names(tmp_path)) == (data, ["a.json"])
+
+
+def test_files_mode_is_that_of_a_plain_write(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    write_whole(tmp_path / "whole", b"")
+    assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "whole")}) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_files_what_fails_leaves_the_old_one_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with replacing(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])
+
+
+def test_files_a_disk_that_is_full_at_the_end_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, b"new", sync=True)
+    assert (path.read_bytes(), names(tmp_path)) == (b"old", ["a"])
+
+
+def test_files_bytes_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"{os.fstat(fd).st_size} synced"), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("named"), replace(old, new)))
+    write_whole(tmp_path / "a", b"123", sync=True)
+    write_whole(tmp_path / "b", b"123")
+    assert done == ["3 synced", "named", "named"]
+
+
+def test_files_two_writers_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with replacing(path) as first, replacing(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+        assert first.name != second.name
+    assert (path.read_bytes(), names(tmp_path)) == (b"first", ["a"])
+
+
+@pytest.mark.parametrize("left", ["file", "link", "dangling link"])
+def test_files_what_lies_under_a_fixed_mark_is_removed_and_no_link_is_followed(tmp_path: Path, left: str) -> None:
+    path, aside, foreign = tmp_path / "a", tmp_path / ".a.part", tmp_path / "foreign"
+    if left == "file":
+        aside.write_bytes(b"of a killed run, and longer")
+    else:
+        aside.symlink_to(foreign)
+    if left == "link":
+        foreign.write_bytes(b"theirs")
+    write_whole(path, b"ours", mark=".part")
+    assert path.read_bytes() == b"ours"
+    assert not path.is_symlink()
+    assert not aside.is_symlink()
+    assert (foreign.read_bytes() if foreign.exists() else None) == (b"theirs" if left == "link" else None)
+
+
+def test_files_where_nothing_can_be_written_the_system_tells(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "no/a", b"")
+    (tmp_path / "no").touch()
+    with pytest.raises(NotADirectoryError):
+        write_whole(tmp_path / "no/a", b"")
+    (tmp_path / "folder/x").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", b"")
+    assert names(tmp_path) == ["folder", "no"]
