@@ -2,9 +2,8 @@
 
 import re
 import shutil
-import sys
-from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from forked_ranks import places
@@ -28,15 +27,14 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copy(EXAMPLES / "language_model.py", folder))
 
 
-def run_copy(folder: str, *words: str) -> int:
+def run_copy(script: str, *words: str) -> int:
     """What a forked rank runs."""
-    sys.path.insert(0, folder)
-    return int(import_module("language_model").main(words))
+    return int(run_path(script)["main"](words))
 
 
 def alone(script: Path, *words: str) -> tuple[int, str]:
     """Exit code and output of one process that nobody launched."""
-    return fork_job("test_language_example:run_copy", [str(script.parent), *words], [{}], timeout_seconds=100)
+    return fork_job("test_language_example:run_copy", [str(script), *words], [{}], timeout_seconds=100)
 
 
 def perplexities(output: str) -> list[tuple[float, float]]:

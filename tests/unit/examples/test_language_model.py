@@ -1,15 +1,12 @@
 """The parts of examples/language_model.py: words, blocks and perplexities, by hand. tests/parallel trains with it."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
-
-import language_model
+from examples import language_model
 
 
 def test_words_are_numbered_by_how_often_they_occur(tmp_path: Path) -> None:
