@@ -71,7 +71,7 @@ class Communicator:
     def with_algorithm(
         self, algorithm: str, *, wire: Wire | None = None, table: HybridTable | None = None
     ) -> "Communicator":
-        """The same ranks with another all-reduce, or another precision between them. Collective.
+        """Make a communicator of the same ranks with another all-reduce, or another precision between them. Collective.
 
         Raises: ValueError for one that cannot run here.
         """
@@ -101,7 +101,7 @@ class Communicator:
         return replace(self, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros that can be summed without copies. Collective."""
+        """Make a flat tensor of zeros that can be summed without copies. Collective."""
         if self.memory is None or self.staging is not None:
             return torch.zeros(num_elements, dtype=dtype, device=self.device)
         return self.memory.allocate(num_elements, dtype)
@@ -136,7 +136,7 @@ class Communicator:
         return recorded
 
     def algorithm_for(self, tensor_N: Tensor) -> str:
-        """Which algorithm sums this tensor: hybrid's choice, else the one and only."""
+        """Say which algorithm sums this tensor: hybrid's choice, else the one and only."""
         return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def _require_summable(self, tensor_N: Tensor) -> None:
@@ -182,7 +182,7 @@ class Communicator:
         return tensor_N
 
     def gather_text(self, text: str) -> list[str]:
-        """A short text of every rank, in rank order. Collective."""
+        """Gather a short text of every rank, in rank order. Collective."""
         return self.control.gather_text(text)
 
     def agree(self, what: str, text: str) -> None:
@@ -197,13 +197,13 @@ class Communicator:
             )
 
     def gather_trace(self) -> str:
-        """What the timelines of the first ranks recorded since the last time, as one trace, on rank 0. Collective."""
+        """Gather what the first ranks' timelines recorded since the last time, as one trace, on rank 0. Collective."""
         mine = self.timeline.take(rank=self.rank, host=self.env.host)
         texts = self.control.collect_text(mine if self.rank < MOST_TRACED_RANKS else "", what="collection of traces")
         return merge(texts)
 
     def close(self) -> None:
-        """End communication; after a run that went well. Collective. MPI ends with the last connection."""
+        """End communication after a run that went well. Collective. MPI ends with the last connection."""
         if self.inspector is not None:
             self.inspector.close()
         self.backend.close()
@@ -230,7 +230,7 @@ class Communicator:
 
 
 def first_difference(ours: str, theirs: str) -> str:
-    """The first line in which two texts differ, side by side."""
+    """Show the first line in which two texts differ, side by side."""
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
     return next((f"{a.strip()!r} against {b.strip()!r}" for a, b in pairs if a != b), "one is longer")
 

@@ -29,7 +29,7 @@ WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """This rank's GPU where the host has one for it, else the CPU. gloo and horovod keep to the CPU.
+    """Choose this rank's GPU where the host has one for it, else the CPU. gloo and horovod keep to the CPU.
 
     Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, and where their driver is too
     old for this torch.
@@ -52,14 +52,14 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The same device; cuda alone becomes the GPU in use, by its number, as tensors on it say."""
+    """Return the same device; cuda alone becomes the GPU in use, by its number, as tensors on it say."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _count_gpus() -> int:
-    """Those that torch can use; with too old a driver torch would warn and find none, and training go to the CPU."""
+    """Count torch's GPUs; with too old a driver torch would warn and find none, and training go to the CPU."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", TOO_OLD)  # is said below
         if torch.cuda.is_available():
@@ -151,7 +151,7 @@ def _assemble(
     table: HybridTable | None,
     warn_seconds: float,
 ) -> Communicator:
-    """What works for the backend on the device, around it; an algorithm is still to be chosen."""
+    """Build what works for the backend on the device, around it; an algorithm is still to be chosen."""
     is_native = device.type in backend.capabilities.device_types
     is_of_host = not is_native or device.type == "cpu"
     memory = NodeMemory(topology, control) if is_of_host and backend.capabilities.has_messages else None
@@ -204,7 +204,7 @@ def _require_device(backend: str, device: torch.device) -> None:
 
 
 def make_wire(wire_dtype: str | None, predivide: float = 1.0) -> Wire:
-    """The precision between ranks by name. Raises: ValueError for an unknown name, or a factor that is not positive."""
+    """Make the precision between ranks. Raises: ValueError for an unknown name, or a factor that is not positive."""
     if wire_dtype not in WIRE_DTYPES:
         known = ", ".join(str(name) for name in WIRE_DTYPES if name)
         raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")

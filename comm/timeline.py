@@ -28,13 +28,13 @@ class Timeline:
         self._lock = threading.Lock()
 
     def mark(self, name: str, *, row: str = "gradients ready") -> None:
-        """An instant: now."""
+        """Mark an instant: now."""
         if self.is_active:
             self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
 
     @contextmanager
     def span(self, name: str, *, row: str, on_host: bool = False, **facts: Any) -> Iterator[None]:
-        """What the block does; on a GPU, what it enqueues on the current stream, unless it is the host's work."""
+        """Record the block; on a GPU, what it enqueues on the current stream, unless it is the host's work."""
         if not self.is_active:
             yield
         elif self._is_gpu and not on_host:
@@ -46,7 +46,7 @@ class Timeline:
             self.add_span(name, row=row, start_us=start, end_us=_now_us(), **facts)
 
     def add_span(self, name: str, *, row: str, start_us: float, end_us: float, **facts: Any) -> None:
-        """A span that is known already; microseconds of the host's clock."""
+        """Add a span that is known already; microseconds of the host's clock."""
         self._add({"name": name, "ph": "X", "ts": start_us, "dur": end_us - start_us, "tid": row, "args": facts})
 
     @contextmanager
@@ -67,7 +67,7 @@ class Timeline:
             self._events.append(event)
 
     def take(self, *, rank: int, host: str) -> str:
-        """All events so far as JSON, one per line, and start anew. Waits for the device on a GPU."""
+        """Return all events so far as JSON, one per line, and start anew. Waits for the device on a GPU."""
         for name, row, facts, base_us, start, end in self._on_gpu:
             end.synchronize()
             assert self._base is not None
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def merge(texts: list[str]) -> str:
-    """The events of several ranks, as take() gives them, as one trace for ui.perfetto.dev or chrome://tracing."""
+    """Merge the events of several ranks, as take() gives them, as one trace for ui.perfetto.dev or chrome://tracing."""
     lines = [line for text in texts for line in text.splitlines()]
     return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
 

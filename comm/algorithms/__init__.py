@@ -32,7 +32,7 @@ def make_allreduce(
     wire: Wire = Wire(),  # noqa: B008
     table: HybridTable | None = None,
 ) -> AllReduce:
-    """The named algorithm over the whole job, with the groups it needs. Collective.
+    """Make the named algorithm over the whole job, with the groups it needs. Collective.
 
     native: the backend's own. ring: over all ranks. hierarchical: a leader per node, a ring of leaders (the paper's).
     sharded: every rank of a node carries a shard of its own across (2D torus). doubling: as hierarchical, but the
@@ -58,7 +58,7 @@ def make_allreduce(
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:
-    """The backend's own all-reduce, in the precision of the wire; how it sums is the backend's affair."""
+    """Sum by the backend's own all-reduce, in the precision of the wire; how it sums is the backend's affair."""
     dtype = wire.of(buffer_N)
     if dtype == buffer_N.dtype:
         backend.all_reduce_(buffer_N, backend.world)

@@ -46,17 +46,17 @@ class HybridTable:
         return tuple(dict.fromkeys(row.algorithm for row in self.rows))
 
     def choose(self, num_bytes: int) -> str:
-        """The algorithm for a buffer of this size."""
+        """Choose the algorithm for a buffer of this size."""
         limits = [row.up_to_bytes for row in self.rows[:-1]]
         return self.rows[bisect.bisect_left(limits, num_bytes)].algorithm  # type: ignore[type-var]
 
     def to_json(self) -> str:
-        """As text that from_json takes back."""
+        """Write as text that from_json takes back."""
         return json.dumps([[row.up_to_bytes, row.algorithm] for row in self.rows])
 
     @staticmethod
     def from_json(text: str) -> "HybridTable":
-        """Raises: ValueError where the text is no such table."""
+        """Read what to_json wrote. Raises: ValueError where the text is no such table."""
         rows = json.loads(text)
         is_table = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
         if not is_table or not all(_is_limit(limit) and isinstance(name, str) for limit, name in rows):
@@ -109,7 +109,7 @@ Times = Mapping[int, Mapping[str, Measured]]
 
 
 def make_hybrid(times: Times) -> HybridTable:
-    """The table with the fewest switches that is near the best algorithm at every measured size.
+    """Make the table with the fewest switches that is near the best algorithm at every measured size.
 
     Near means within that size's noise, and never beyond MOST_TOLERANCE; of tables with equally many switches the
     fastest. Between two sizes with different choices the limit lies where the two would take equally long.
@@ -130,7 +130,7 @@ def make_hybrid(times: Times) -> HybridTable:
 def _crossing(
     smaller: tuple[int, Mapping[str, Measured]], larger: tuple[int, Mapping[str, Measured]], first: str, second: str
 ) -> int:
-    """The size from which second is faster than first: the ratio of their times is a power of the size.
+    """Find the size from which second is faster than first: the ratio of their times is a power of the size.
 
     The geometric mean of both sizes where one of the two was not measured at both, or no ratio changes sides.
     """
@@ -144,7 +144,7 @@ def _crossing(
 
 
 def _near_best(at_size: Mapping[str, Measured]) -> dict[str, float]:
-    """Algorithms as good as the best one, and how much slower each is."""
+    """Name the algorithms as good as the best one, and how much slower each is."""
     best = min(at_size, key=lambda name: at_size[name].median)
     losses = {name: measured.median / at_size[best].median - 1 for name, measured in at_size.items()}
     found = {}
@@ -156,7 +156,7 @@ def _near_best(at_size: Mapping[str, Measured]) -> dict[str, float]:
 
 
 def _fewest_switches(allowed: Sequence[Mapping[str, float]]) -> list[str]:
-    """One name per step, by dynamic programming: fewest changes first, then the smallest sum of losses."""
+    """Choose one name per step, by dynamic programming: fewest changes first, then the smallest sum of losses."""
     paths: dict[str, tuple[int, float, list[str]]] = {name: (0, loss, [name]) for name, loss in allowed[0].items()}
     for step in allowed[1:]:
         extended = {}
@@ -170,7 +170,7 @@ def _fewest_switches(allowed: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """With linear interpolation between neighbours."""
+    """Compute a quantile with linear interpolation between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)

@@ -15,7 +15,7 @@ Announce = Callable[[int], None]
 
 
 def ring_order(num_ranks: int, place: int) -> tuple[int, ...]:
-    """The parts of the tensor in the order in which the rank at this place of a ring gets their final values."""
+    """List the parts of the tensor in the order in which the rank at this place of a ring gets their final values."""
     return tuple((place + 1 - hop) % num_ranks for hop in range(num_ranks))
 
 
@@ -107,7 +107,7 @@ class _Ring:
         return self._pass_on(hop, segment, self._packed[part][segment])
 
     def _incoming(self, part: int, segment: int) -> Tensor:
-        """Where the segment of a part waits to be added; the slot was read a hop ago."""
+        """Return where the segment of a part waits to be added; the slot was read a hop ago."""
         return self._slots[segment][: self._own[part][segment].numel()] if self._slots else self._own[part][segment]
 
     def _pass_on(self, hop: int, segment: int, outgoing_S: Tensor) -> InFlight:
@@ -120,7 +120,7 @@ class _Ring:
 
 
 def require_flat(tensor_N: Tensor) -> None:
-    """Raises: ValueError for a tensor that cannot be cut into parts without copies."""
+    """Refuse what is not flat. Raises: ValueError for a tensor that cannot be cut into parts without copies."""
     if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
         raise ValueError(f"an all-reduce needs a flat, contiguous tensor, not shape {tuple(tensor_N.shape)}")
 

@@ -98,7 +98,7 @@ class _SharedSum:
         return sent
 
     def _copy_from(self, place: int) -> None:
-        """An owner's shard, in the pieces in which it announces it."""
+        """Copy an owner's shard, in the pieces in which it announces it."""
         target, source = self._shards[self._place][place], self._shards[place][place]
         if not self._pieces:
             self._hear(place, 1)

@@ -23,11 +23,11 @@ class Wire:
     predivide: float = 1.0
 
     def of(self, tensor_N: Tensor) -> torch.dtype:
-        """The dtype in which this tensor travels."""
+        """Return the dtype in which this tensor travels."""
         return self.dtype if self.dtype is not None and tensor_N.dtype == torch.float32 else tensor_N.dtype
 
     def divide_(self, own_S: Tensor) -> None:
-        """A term of this rank's own, made ready for a sum in the wire's precision."""
+        """Divide a term of this rank's own, made ready for a sum in the wire's precision."""
         if self.predivide != 1.0 and self.of(own_S) != own_S.dtype:
             own_S.mul_(1.0 / self.predivide)
 
@@ -44,11 +44,11 @@ class Wire:
             own_S.add_(term_S, alpha=scale)
 
     def pack(self, own_S: Tensor, packed_S: Tensor) -> Tensor:
-        """What is to be sent: packed_S, rounded to the wire's precision; own_S itself where it travels as it is."""
+        """Return what is sent: packed_S, rounded to the wire's precision; own_S itself where it travels as it is."""
         return own_S if packed_S.dtype == own_S.dtype else packed_S.copy_(own_S)
 
     def unpack_(self, own_S: Tensor, packed_S: Tensor) -> None:
-        """The final value, from the bits that all ranks have received."""
+        """Write the final value, from the bits that all ranks have received."""
         if packed_S.dtype != own_S.dtype:
             own_S.copy_(packed_S)
             if self.predivide != 1.0:
@@ -62,7 +62,7 @@ class Staging:
         self._kept: dict[str, Tensor] = {}
 
     def take(self, use: str, num_elements: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """num_elements of dtype on the device of like, undefined; valid until the next take for the same use."""
+        """Lend num_elements of dtype on the device of like, undefined; valid until the next take for the same use."""
         num_bytes = num_elements * dtype.itemsize
         kept_N = self._kept.get(use)
         if kept_N is None or kept_N.numel() < num_bytes or kept_N.device != like.device:

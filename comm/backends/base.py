@@ -14,7 +14,7 @@ ALL_DTYPES = (torch.float64, torch.float32, *HALF)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as float16: as configs, tables and people write it."""
+    """Name a dtype, such as float16, as configs, tables and people write it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -91,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """One hop of a ring: start sending to one rank while receiving from another."""
+        """Start one hop of a ring: sending to one rank while receiving from another."""
         ...
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
@@ -102,7 +102,7 @@ class Backend(Protocol):
         ...
 
     def oldest(self) -> Pending | None:
-        """The submitted operation that has been under way longest, as far as is known; asked by another thread."""
+        """Return the submitted operation that is under way longest, as far as is known; asked by another thread."""
         ...
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Done:
     """An operation that was complete at once."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
 
 @dataclass(frozen=True)

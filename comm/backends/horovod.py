@@ -19,7 +19,7 @@ HOW_TO_BUILD = "docs/from-horovod.md says what a build needs, and comm.backend t
 
 
 def import_horovod() -> Any:
-    """Horovod's PyTorch module, built with MPI.
+    """Import Horovod's PyTorch module, built with MPI.
 
     Raises: CommError naming the extra, and what else a build takes.
     """
@@ -78,41 +78,41 @@ class HorovodBackend:
         return Group(mine, self._process_sets[mine])
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """hvd.allreduce_ of the sum."""
+        """Call hvd.allreduce_ for the sum."""
         name = _name("sum", tensor_N, group)
         self._hvd.allreduce_(tensor_N, op=self._hvd.Sum, name=name, process_set=group.handle)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """An all-reduce: Horovod has no reduce."""
+        """Sum by an all-reduce: Horovod has no reduce."""
         self.all_reduce_(tensor_N, group)
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """hvd.broadcast_ of the bytes."""
+        """Call hvd.broadcast_ on the bytes."""
         name = _name("broadcast", tensor_N, group)
         self._hvd.broadcast_(tensor_N.view(torch.uint8), root, name=name, process_set=group.handle)
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """hvd.reducescatter of the sum, and a copy."""
+        """Call hvd.reducescatter for the sum, and copy it."""
         name = _name("reduce-scatter", tensor_N, group)
         shard_M.copy_(self._hvd.reducescatter(tensor_N, op=self._hvd.Sum, name=name, process_set=group.handle))
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """hvd.allgather of the bytes, and a copy."""
+        """Call hvd.allgather on the bytes, and copy them."""
         name = _name("all-gather", tensor_N, group)
         tensor_N.view(torch.uint8).copy_(
             self._hvd.allgather(shard_M.view(torch.uint8), name=name, process_set=group.handle)
         )
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Not in Horovod."""
+        """Refuse: Horovod has no messages."""
         raise _no_messages()
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Not in Horovod."""
+        """Refuse: Horovod has no messages."""
         raise _no_messages()
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Not in Horovod."""
+        """Refuse: Horovod has no messages."""
         raise _no_messages()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
@@ -120,7 +120,7 @@ class HorovodBackend:
         return self._queue.submit(operation, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
-        """The operation that runs now."""
+        """Return the operation that runs now."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class HorovodBackend:
 
 
 def _name(operation: str, tensor_N: Tensor, group: Group) -> str:
-    """What the ranks recognize an operation by. The same for all of one kind and size: Horovod caches by name.
+    """Name an operation so that the ranks recognize it. The same for all of one kind and size: Horovod caches by name.
 
     No two of them are under way at once, as submitted operations run one after another.
     """

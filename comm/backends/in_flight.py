@@ -72,7 +72,7 @@ class ThreadQueue:
             self._current = None
 
     def oldest(self) -> Pending | None:
-        """The operation that runs now."""
+        """Return the operation that runs now."""
         return self._current
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
@@ -132,7 +132,7 @@ class StreamQueue:
         return _StreamWork(event, self._stream.device)
 
     def oldest(self) -> Pending | None:
-        """The first operation that the device has not finished.
+        """Return the first operation that the device has not finished.
 
         Asks the device only about operations of long ago: a query would disturb the capture of a graph.
         """

@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 
 def import_mpi() -> Any:
-    """mpi4py's MPI module, initialized for threads, not finalized at exit.
+    """Import mpi4py's MPI module, initialized for threads, not finalized at exit.
 
     Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would
     wait in MPI_Finalize for peers that wait for it.
@@ -43,7 +43,7 @@ def import_mpi() -> Any:
 
 
 def mpi_world(env: ProcessEnv) -> Any:
-    """MPI's communicator of all ranks.
+    """Return MPI's communicator of all ranks.
 
     Raises: CommError where MPI sees another job than the launcher's, such as ranks that know nothing of each other.
     """
@@ -57,7 +57,7 @@ def mpi_world(env: ProcessEnv) -> Any:
 
 
 def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int]:
-    """Address and free port on rank 0's host, the same on all ranks. Collective over MPI's world.
+    """Agree on an address and free port of rank 0's host, the same on all ranks. Collective over MPI's world.
 
     Raises: CommError where rank 0's host name leads nowhere or only to itself, and after timeout_seconds without
     the other ranks.
@@ -74,7 +74,7 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
 
 
 def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int] | str:
-    """Address and port, or what stands in the way: the other ranks must hear of it too."""
+    """Find an address and port, or what stands in the way: the other ranks must hear of it too."""
     try:
         address = own_address(is_one_host=is_one_host, interface=interface)
     except CommError as error:
@@ -85,7 +85,7 @@ def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, in
 
 
 def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) -> T:
-    """The operation's result, before there is a control that could explain its failure."""
+    """Wait for the operation's result, before there is a control that could explain its failure."""
 
     def explain(label: str, seconds: float, error: Exception) -> CommError:
         return CommError(f"{label} failed after {seconds:.1f} s ({first_line(error)}): see that all ranks started")
@@ -144,12 +144,12 @@ class MpiBackend:
         return Group(ranks, handle)
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """MPI_Allreduce in place."""
+        """Call MPI_Allreduce in place."""
         with _Summable(tensor_N) as buffer:
             group.handle.Allreduce(self._MPI.IN_PLACE, buffer)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """MPI_Reduce into one rank of the group."""
+        """Call MPI_Reduce into one rank of the group."""
         place = group.ranks.index(root)
         with _Summable(tensor_N) as buffer:
             if group.handle.rank == place:
@@ -158,30 +158,30 @@ class MpiBackend:
                 group.handle.Reduce(buffer, None, root=place)
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """MPI_Bcast of the bytes."""
+        """Call MPI_Bcast on the bytes."""
         group.handle.Bcast(_bytes(tensor_N), root=group.ranks.index(root))
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """MPI_Reduce_scatter_block."""
+        """Call MPI_Reduce_scatter_block."""
         with _Summable(tensor_N) as buffer, _Summable(shard_M) as shard:
             group.handle.Reduce_scatter_block(buffer, shard)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """MPI_Allgather of the bytes."""
+        """Call MPI_Allgather on the bytes."""
         group.handle.Allgather(_bytes(shard_M), _bytes(tensor_N))
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """MPI_Isend of the bytes."""
+        """Call MPI_Isend on the bytes."""
         data = _bytes(tensor_N)
         return _Request(self.world.handle.Isend(data, to), data)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """MPI_Irecv of the bytes."""
+        """Call MPI_Irecv for the bytes."""
         data = _bytes(tensor_N)
         return _Receipt(self.world.handle.Irecv(data, source), data, tensor_N.nbytes, source, self._MPI)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """MPI_Irecv and MPI_Isend."""
+        """Call MPI_Irecv and MPI_Isend."""
         return AllOf((self.start_receive(receive, source=source), self.start_send(send, to=to)))
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
@@ -201,7 +201,7 @@ class MpiBackend:
         return self._queue.submit(on_gpu, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
-        """What the queue is at."""
+        """Return what the queue is at."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -264,14 +264,14 @@ class _Summable:
 
 
 def is_cuda_aware() -> bool:
-    """The MPI library takes pointers to GPU memory (Open MPI and MPICH answer this; others count as not aware)."""
+    """Tell whether MPI takes pointers to GPU memory (Open MPI and MPICH answer this; others count as not aware)."""
     library = ctypes.CDLL(import_mpi().__file__)
     query = getattr(library, "MPIX_Query_cuda_support", None)
     return bool(query and query())
 
 
 def _for_mpi(tensor_N: Tensor) -> Any:
-    """What MPI can read at once: on a GPU, after the kernels that write it or read what it held."""
+    """Return what MPI can read at once: on a GPU, after the kernels that write it or read what it held."""
     if not tensor_N.is_cuda:
         return tensor_N.numpy()
     torch.cuda.current_stream(tensor_N.device).synchronize()

@@ -47,7 +47,7 @@ class NodeMemory:
         self._scratch_N = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, num_elements: int, dtype: torch.dtype, *, what: str = "fusion buffers") -> Tensor:
-        """A flat tensor of zeros that views() knows. Collective.
+        """Make a flat tensor of zeros that views() knows. Collective.
 
         Raises: CommError where a rank of the same node cannot open the memory.
         """
@@ -66,7 +66,7 @@ class NodeMemory:
         self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
 
     def scratch(self, num_elements: int, dtype: torch.dtype, *, what: str = "a tensor") -> Tensor:
-        """Shared memory for a tensor that lies elsewhere; its content is undefined. Collective."""
+        """Lend shared memory for a tensor that lies elsewhere; its content is undefined. Collective."""
         num_bytes = num_elements * dtype.itemsize
         if num_bytes > self._scratch_N.numel():
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
@@ -74,11 +74,11 @@ class NodeMemory:
         return self._scratch_N[:num_bytes].view(dtype)
 
     def holds(self, tensor_N: Tensor) -> bool:
-        """Whether views() knows this tensor."""
+        """Tell whether views() knows this tensor."""
         return not self._needs_sharing or self._region_of(tensor_N) is not None
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
-        """The same place in the memory of every rank of the node group, or None for a tensor that lies elsewhere."""
+        """Return the same place in the memory of every rank of the node group; None for what lies elsewhere."""
         region = self._region_of(tensor_N)
         if region is None:
             return None if self._needs_sharing else (tensor_N,)
@@ -89,7 +89,7 @@ class NodeMemory:
         )
 
     def name_of(self, tensor_N: Tensor) -> tuple[int, int, int]:
-        """Region, offset and size in bytes: equal on all ranks that sum the same tensor."""
+        """Return region, offset and size in bytes: equal on all ranks that sum the same tensor."""
         region = self._region_of(tensor_N)
         if region is None:
             return -1, 0, tensor_N.nbytes

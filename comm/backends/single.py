@@ -18,36 +18,36 @@ class SingleBackend:
     capabilities = Capabilities(("cpu", "cuda"))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """The only family there can be."""
+        """Return the only family there can be."""
         return Group(tuple(families[0]))
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """The sum over one rank."""
+        """Leave the tensor: it is the sum over one rank."""
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """The sum over one rank."""
+        """Leave the tensor: it is the sum over one rank."""
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Already where it must be."""
+        """Leave the tensor where it must be already."""
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """The whole is the shard."""
+        """Copy the whole, which is the shard."""
         shard_M.copy_(tensor_N)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """The shard is the whole."""
+        """Copy the shard, which is the whole."""
         tensor_N.copy_(shard_M)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Nobody to send to."""
+        """Refuse: there is nobody to send to."""
         raise ValueError("a world of one has no rank to send to: exchange with itself is a copy")
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Nobody to receive from."""
+        """Refuse: there is nobody to receive from."""
         raise ValueError("a world of one has no rank to receive from: exchange with itself is a copy")
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """A hop from this rank to itself."""
+        """Copy: the hop goes from this rank to itself."""
         receive.copy_(send)
         return Done()
 
@@ -57,11 +57,11 @@ class SingleBackend:
         return Done()
 
     def oldest(self) -> Pending | None:
-        """Nothing is ever under way."""
+        """Return nothing: nothing is ever under way."""
         return None
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Return: there is nothing to release."""
 
     def abandon(self) -> None:
-        """Nothing to release."""
+        """Return: there is nothing to release."""

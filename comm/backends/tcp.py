@@ -38,38 +38,38 @@ class TcpBackend:
         self._control.heed_others(self._label, seconds)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Nothing to set up: the ranks say it all."""
+        """Return the group, without anything to set up: the ranks say it all."""
         return Group(tuple(next(ranks for ranks in families if self.rank in ranks)))
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Each rank sums one part and sends it to all."""
+        """Sum one part on each rank, which sends it to all."""
         parts = tensor_N.tensor_split(len(group.ranks))
         place = group.ranks.index(self.rank)
         self._sum_part(parts[place], parts, group)
         self._spread(parts, parts[place], group)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """The root receives and adds, in the order of the group."""
+        """Receive and add on the root, in the order of the group."""
         if self.rank == root:
             self._add_from(tensor_N, [rank for rank in group.ranks if rank != root])
         else:
             self.start_send(tensor_N, to=root).wait()
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """The root sends to each."""
+        """Send from the root to each."""
         if self.rank == root:
             AllOf(tuple(self.start_send(tensor_N, to=rank) for rank in group.ranks if rank != root)).wait()
         else:
             self.start_receive(tensor_N, source=root).wait()
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Part i goes to rank i, which adds."""
+        """Send part i to rank i, which adds."""
         parts = tensor_N.tensor_split(len(group.ranks))
         shard_M.copy_(parts[group.ranks.index(self.rank)])
         self._sum_part(shard_M, parts, group)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Each sends its shard to all."""
+        """Send each rank's shard to all."""
         parts = tensor_N.tensor_split(len(group.ranks))
         parts[group.ranks.index(self.rank)].copy_(shard_M)
         self._spread(parts, shard_M, group)
@@ -98,15 +98,15 @@ class TcpBackend:
         AllOf((*(self.start_receive(part, source=rank) for rank, part in others), *sends)).wait()
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Into the stream to that rank."""
+        """Send into the stream to that rank."""
         return self._links.send(as_bytes(tensor_N), to=to)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Out of the stream from that rank."""
+        """Receive out of the stream from that rank."""
         return self._links.receive(as_bytes(tensor_N), source=source)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Both at once."""
+        """Send and receive at once."""
         return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
@@ -119,7 +119,7 @@ class TcpBackend:
         return self._queue.submit(labelled, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
-        """What the queue is at."""
+        """Return what the queue is at."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class TcpBackend:
 
 
 def as_bytes(tensor_N: Tensor) -> memoryview:
-    """A flat tensor's own memory. Raises: ValueError if it is not contiguous."""
+    """View a flat tensor's own memory. Raises: ValueError if it is not contiguous."""
     if not tensor_N.is_contiguous():
         raise ValueError("only a contiguous tensor can be sent or received")
     return memoryview(tensor_N.view(torch.uint8).numpy())  # type: ignore[arg-type]

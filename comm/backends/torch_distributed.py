@@ -81,7 +81,7 @@ class TorchDistributedBackend:
         return mine
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """The library's own all-reduce."""
+        """Sum by the library's own all-reduce."""
         dist.all_reduce(tensor_N, group=group.handle)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
@@ -103,11 +103,11 @@ class TorchDistributedBackend:
         _all_gather(tensor_N, shard_M, group=group.handle)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """isend."""
+        """Send by isend."""
         return self._batch(dist.P2POp(dist.isend, tensor_N, to, self.world.handle))
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """irecv."""
+        """Receive by irecv."""
         return self._batch(dist.P2POp(dist.irecv, tensor_N, source, self.world.handle))
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
@@ -126,7 +126,7 @@ class TorchDistributedBackend:
         return self._queue.submit(operation, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
-        """What the queue is at."""
+        """Return what the queue is at."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class TorchDistributedBackend:
 
 
 def _remedy(error: BaseException) -> str:
-    """What to do about ranks that cannot connect. NCCL's ranks of a node share memory in /dev/shm."""
+    """Say what to do about ranks that cannot connect. NCCL's ranks of a node share memory in /dev/shm."""
     if "/dev/shm" in str(error):
         return "/dev/shm is too small or full: free some, or start the container with a larger one (--shm-size 1g)"
     return "set comm.interface to the network interface that all nodes share"

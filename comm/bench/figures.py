@@ -14,7 +14,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_bytes(text: str, *, option: str) -> int:
-    """'25M' -> 26214400: K, M and G are powers of 1024, as in nccl-tests.
+    """Read '25M' as 26214400: K, M and G are powers of 1024, as in nccl-tests.
 
     Raises: CommError for anything else, or 0.
     """
@@ -25,7 +25,7 @@ def parse_bytes(text: str, *, option: str) -> int:
 
 
 def show_bytes(num_bytes: int) -> str:
-    """The shortest text that parse_bytes takes back."""
+    """Write the shortest text that parse_bytes takes back."""
     for unit in ("G", "M", "K"):
         if num_bytes >= _UNITS[unit] and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
@@ -33,7 +33,7 @@ def show_bytes(num_bytes: int) -> str:
 
 
 def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> tuple[int, ...]:
-    """Numbers of elements from min_bytes to max_bytes, each size factor times the last one.
+    """List numbers of elements from min_bytes to max_bytes, each size factor times the last one.
 
     Raises: CommError for a range without sizes, a factor below 2, or sizes below one element.
     """
@@ -54,7 +54,7 @@ def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> 
 
 
 def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tuple[str, ...]:
-    """'all' or 'ring,native' -> names, of those available here. Raises: CommError naming them."""
+    """Turn 'all' or 'ring,native' into names, of those available here. Raises: CommError naming them."""
     if text == "all":
         return tuple(available)
     names = tuple(dict.fromkeys(text.split(",")))
@@ -79,7 +79,7 @@ class Limit:
     wire_bytes_per_byte: float = 1.0
 
     def seconds(self, num_bytes: int) -> float:
-        """The least time of an all-reduce: 2(m-1)/m * bytes / bandwidth, over m nodes."""
+        """Compute the least time of an all-reduce: 2(m-1)/m * bytes / bandwidth, over m nodes."""
         wire_bytes = num_bytes * self.wire_bytes_per_byte
         return least_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
 
@@ -121,7 +121,7 @@ def make_row(
     world_size: int,
     limit: Limit | None,
 ) -> Row:
-    """The figures of one measurement.
+    """Compute the figures of one measurement.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md (algbw, busbw).
     """
@@ -163,13 +163,13 @@ _COLUMNS = (
 
 
 def table_head() -> str:
-    """Names and units of the columns, in nccl-tests' order and words."""
+    """Write names and units of the columns, in nccl-tests' order and words."""
     lines = ("".join(f"{column[i]:>{column[2]}}" for column in _COLUMNS) for i in (0, 1))
     return "\n".join(f"#{line[1:]}" for line in lines)
 
 
 def table_line(row: Row, *, is_best: bool) -> str:
-    """A row under table_head; the fastest algorithm of a size has a star."""
+    """Write a row under table_head; the fastest algorithm of a size has a star."""
     texts = (
         *(str(row.size), str(row.count), row.type, row.redop, row.algorithm + ("*" if is_best else " ")),
         *(show_us(us) for us in (row.time_us, row.min_us, row.max_us)),
@@ -181,23 +181,23 @@ def table_line(row: Row, *, is_best: bool) -> str:
 
 
 def show_gb_per_s(rate: float) -> str:
-    """With more decimals where the rate is small."""
+    """Show a rate, with more decimals where it is small."""
     return f"{rate:.3f}" if rate >= 0.01 else f"{rate:.5f}"
 
 
 def show_us(us: float) -> str:
-    """Microseconds with as many decimals as mean something."""
+    """Show microseconds with as many decimals as mean something."""
     return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
-    """The rows of one size, side by side."""
+    """Write the rows of one size, side by side."""
     best = min(rows, key=lambda row: row.time_us).algorithm
     return [table_line(row, is_best=row.algorithm == best) for row in rows]
 
 
 def explain_limit(limit: Limit | None, *, num_nodes: int, source: str) -> str:
-    """The line above the table that says what the last column is a share of."""
+    """Write the line above the table that says what the last column is a share of."""
     if num_nodes == 1:
         return "of limit: all ranks are on one node, so no link limits them; busbw is over ranks"
     if limit is None:

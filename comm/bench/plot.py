@@ -40,7 +40,7 @@ def plot_sweep(rows: Sequence[Row], path: Path, *, limit: Limit | None, title: s
 
 
 def _bus_factor(rows: Sequence[Row]) -> float:
-    """2(n-1)/n for n ranks."""
+    """Compute 2(n-1)/n for n ranks."""
     return rows[0].busbw_gb_per_s / rows[0].algbw_gb_per_s
 
 

@@ -39,7 +39,7 @@ class SweepReport:
         return sum(row.num_wrong for row in self._rows)
 
     def open(self, command: str) -> str:
-        """Open the files, before anything takes long; what stands in the way, or nothing."""
+        """Open the files, before anything takes long; return what stands in the way, or nothing."""
         if not self._is_first:
             return ""
         try:
@@ -57,7 +57,7 @@ class SweepReport:
         return ""
 
     def head(self, limit: str) -> None:
-        """The lines above the table."""
+        """Write the lines above the table."""
         conditions = self._conditions
         self._print(
             f"# bigbatch comm bench: {len(conditions.hosts)} ranks, {self._groups()} per node; backend "
@@ -71,7 +71,7 @@ class SweepReport:
         self._print(bench.table_head())
 
     def working_on(self, text: str) -> None:
-        """What is under way, in a line that the next one replaces; on a terminal only."""
+        """Show what is under way, in a line that the next one replaces; on a terminal only."""
         if self._on_terminal:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -86,7 +86,7 @@ class SweepReport:
             self._write({"kind": "row", **dataclasses.asdict(row)})
 
     def close(self) -> None:
-        """The sum of it, and the plot."""
+        """Write the sum of it, and the plot."""
         self._print(f"# wrong values: {self.num_wrong}")
         if self._file:
             self._file.close()

@@ -30,7 +30,7 @@ LINK_SECONDS = 4.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sweep the sizes that argv names; 0, or 1 where a sum came out wrong. Collective over the job's ranks.
+    """Sweep the sizes that argv names; return 0, or 1 where a sum came out wrong. Collective over the job's ranks.
 
     Raises: UserError for arguments that make no sense, and where ranks cannot meet.
     """
@@ -96,7 +96,7 @@ class Sweep:
     plot: Path | None
 
     def require_memory(self, communicator: Communicator) -> None:
-        """Raises: CommError where the largest tensor cannot fit into the machine."""
+        """Refuse what is too large. Raises: CommError where the largest tensor cannot fit into the machine."""
         largest = max(self.counts) * bench.ELEMENT_BYTES[self.dtype]
         if communicator.device.type == "cuda":
             memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
@@ -171,7 +171,7 @@ def _connect(arguments: argparse.Namespace) -> Communicator:
 def _contestants(
     algorithms: str, communicator: Communicator, *, table: HybridTable | None
 ) -> Mapping[str, Communicator]:
-    """One communicator per algorithm that takes part. Collective."""
+    """Make one communicator per algorithm that takes part. Collective."""
     available = (*communicator.algorithms, *(("hybrid",) if table else ()))
     where = f"on {communicator.backend.name}"
     names = bench.choose_algorithms(algorithms, available=available, where=where)
@@ -179,7 +179,7 @@ def _contestants(
 
 
 def _find_limit(link_gbit: float | None, communicator: Communicator, *, dtype: str) -> tuple[bench.Limit | None, str]:
-    """What the last column is a share of, and where that figure is from. Collective."""
+    """Find what the last column is a share of, and where that figure is from. Collective."""
     num_nodes = communicator.topology.num_nodes
     if link_gbit and num_nodes == 1:
         raise CommError(f"--link-gbit {link_gbit:g}: all ranks are on one node, so no link limits them; leave it out")

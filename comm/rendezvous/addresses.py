@@ -11,7 +11,7 @@ SIOCGIFADDR = 0x8915
 
 
 def own_address(*, is_one_host: bool, interface: str | None = None, towards: str | None = None) -> str:
-    """IPv4 address of this host: of the named interface, or of the one that leads to host `towards`, or to its name.
+    """Find this host's IPv4 address: of the named interface, or of that which leads to host `towards` or to its name.
 
     Loopback where all ranks run on one host.
     Raises: CommError for an interface that does not exist, a name that others cannot reach, or a host `towards` that
@@ -54,7 +54,7 @@ def _address_of_name() -> str:
 
 
 def interface_address(interface: str) -> str:
-    """IPv4 address of a network interface. Linux.
+    """Look up the IPv4 address of a network interface. Linux.
 
     Raises: CommError where there is none of that name, or it has no address; the message lists those there are.
     """

@@ -38,7 +38,7 @@ class FindMaster(Protocol):
     """Agrees with the other ranks on a meeting point, by other means than the launcher's variables."""
 
     def __call__(self, env: ProcessEnv, *, timeout_seconds: float, interface: str | None) -> tuple[str, int]:
-        """Address and free port on rank 0's host, the same on all ranks. Raises: CommError."""
+        """Agree on an address and free port of rank 0's host, the same on all ranks. Raises: CommError."""
         ...
 
 
@@ -76,7 +76,7 @@ class Control:
         self.store.set(f"bigbatch/host/{self.rank}", env.host)
 
     def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
-        """A short text of every rank, in rank order. Collective.
+        """Gather a short text of every rank, in rank order. Collective.
 
         Rank 0 collects and publishes, so the cost is linear in ranks; it, which may hold the store, returns last:
         it can fail next without taking the answer with it.
@@ -94,12 +94,12 @@ class Control:
             return all_texts
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
-        """As gather_text, but only rank 0 gets the texts, and the others an empty list: for long ones. Collective."""
+        """Gather texts for rank 0 alone, for long ones; the others get an empty list. Collective."""
         with self._explained(what):
             return self._collect(text, what=what)[1]
 
     def _collect(self, text: str, *, what: str) -> tuple[str, list[str]]:
-        """The key of this exchange, and collect_text's answer."""
+        """Return the key of this exchange, and collect_text's answer."""
         self._texts += 1
         key = f"bigbatch/text/{self._texts}"
         if self.rank != 0:
@@ -122,7 +122,7 @@ class Control:
         return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
 
     def read(self, key: str, *, what: str) -> str:
-        """A short value that another rank writes, once it is there. Raises: PeerLostError."""
+        """Read a short value that another rank writes, once it is there. Raises: PeerLostError."""
         with self._explained(what):
             self._await(key, what=what)
             return str(self.store.get(key).decode())
@@ -152,7 +152,7 @@ class Control:
             raise self.explain(what, time.monotonic() - start, error) from error
 
     def answer_roll_call(self) -> None:
-        """After the loss of another rank: say that this one lives, whatever it does at the moment.
+        """Say, after the loss of another rank, that this one lives, whatever it does at the moment.
 
         After a time limit only who waits in an operation answers: who does something else is the one that is missed.
         """
@@ -162,7 +162,7 @@ class Control:
                 self.store.set(f"bigbatch/alive/{self.rank}", "1")
 
     def heed_others(self, label: str, seconds: float) -> None:
-        """While waiting: another rank's failure ends the wait, so that nobody takes this rank for lost."""
+        """End a wait by another rank's failure, so that nobody takes this rank for lost."""
         if self._has_failed:
             return  # this rank reports one itself, and is about to say which
         try:
@@ -174,13 +174,13 @@ class Control:
             raise self.explain(label, seconds, cause) from cause
 
     def give_up(self, label: str, seconds: float) -> None:
-        """While waiting for a library that knows no time limit: heed the others, and this connection's own limit."""
+        """Heed, while waiting for a library that knows no time limit, the others, and this connection's own limit."""
         self.heed_others(label, seconds)
         if seconds > self.timeout_seconds:
             raise self.explain(label, seconds, TimeoutError("some rank has not come to it"))
 
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
-        """What failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
+        """Say what failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
         self._has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         who = self._roll_call("late" if is_late else "lost")
@@ -191,16 +191,16 @@ class Control:
         )
 
     def has_met(self, rank: int) -> bool:
-        """A rank has come to the rendezvous, whatever it does now."""
+        """Tell whether a rank has come to the rendezvous, whatever it does now."""
         return bool(self.store.check([f"bigbatch/host/{rank}"]))
 
     def host_of(self, rank: int) -> str:
-        """Where a rank runs."""
+        """Say where a rank runs."""
         key = f"bigbatch/host/{rank}"
         return str(self.store.get(key).decode()) if self.store.check([key]) else "a host that has not met"
 
     def _roll_call(self, cause: str) -> str:
-        """Which ranks do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
+        """Find the ranks that do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
         try:
             self.store.set(f"bigbatch/alive/{self.rank}", "1")
             if not self.store.check([_FAILED]):
@@ -217,7 +217,7 @@ class Control:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without the place in the C++ sources where it was raised."""
+    """Cut an error's text to its first line, without the place in the C++ sources where it was raised."""
     text = str(error).strip() or type(error).__name__
     return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
 
@@ -225,7 +225,7 @@ def first_line(error: BaseException) -> str:
 def _open_store(
     env: ProcessEnv, timeout_seconds: float, *, interface: str | None, find_master: FindMaster | None
 ) -> tuple[Store, str, Master]:
-    """The store, who holds it, and where: under mpirun only now known."""
+    """Open the store; return it, who holds it, and where: under mpirun only now known."""
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size == 1:
         return HashStore(), "rank 0", env.master
@@ -243,7 +243,7 @@ def _open_store(
 
 
 def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
-    """The key-value store through which the ranks find each other, bound to one address by rank 0."""
+    """Open the key-value store through which the ranks find each other, bound to one address by rank 0."""
     if env.master is None:
         raise CommError(
             f"{env.launcher} tells ranks no meeting point: install mpi4py (pip install 'bigbatch[mpi]'), or set "
@@ -280,7 +280,7 @@ def _remedy(env: ProcessEnv, address: str) -> str:
 
 
 def _leads_back(address: str) -> bool:
-    """A name that leads to this host's loopback interface, as Debian and Ubuntu set up the host's own."""
+    """Tell whether a name leads to this host's loopback interface, as Debian and Ubuntu set up the host's own."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:  # no name at all
@@ -289,7 +289,7 @@ def _leads_back(address: str) -> bool:
 
 
 def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
-    """A socket that listens on this address alone, not on every interface.
+    """Open a socket that listens on this address alone, not on every interface.
 
     Except on a host of several whose name leads to its own loopback interface: the other hosts know it by another
     address.

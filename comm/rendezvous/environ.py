@@ -66,7 +66,7 @@ class ProcessEnv:
     attempt: int = 0
     """How often the launcher has restarted all ranks (torchrun --max-restarts)."""
     terminal_columns: int | None = None
-    """Width of the terminal that shows this job; None where there is none."""
+    """Return the width of the terminal that shows this job; None where there is none."""
     plays_host: bool = False
     """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
     interface: str | None = None
@@ -119,7 +119,7 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
 
 
 def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
-    """Width of the terminal behind standard output, or None.
+    """Return the width of the terminal behind standard output, or None.
 
     mpirun puts a pseudo-terminal before every rank even when its own output goes to a file, so under it only
     the word of `bigbatch launch`, which sees the real output, counts.
@@ -133,7 +133,7 @@ def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def visible_gpus(count: int, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Names by which CUDA_VISIBLE_DEVICES may pass on the count GPUs that this process sees."""
+    """List names by which CUDA_VISIBLE_DEVICES may pass on the count GPUs that this process sees."""
     named = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
@@ -172,13 +172,13 @@ def _number(variables: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _host(variables: Mapping[str, str], launcher: str | None) -> str:
-    """This node's name; BIGBATCH_HOST plays a node. MPICH's mpiexec gives all ranks its own SLURMD_NODENAME."""
+    """Return this node's name; BIGBATCH_HOST plays a node. MPICH's mpiexec gives all ranks its own SLURMD_NODENAME."""
     name = variables.get("BIGBATCH_HOST") or (launcher != "mpich" and variables.get("SLURMD_NODENAME"))
     return name or socket.gethostname()
 
 
 def _slurm_local_size(variables: Mapping[str, str]) -> int:
-    """Tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
+    """Read the tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for part in text.split(","):
@@ -203,7 +203,7 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
 
 
 def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Nodes of this step of Slurm's, whether their ranks have come or not; none under other launchers.
+    """List the nodes of this step of Slurm's, whether their ranks have come or not; none under other launchers.
 
     Raises: LaunchError where the variable is no host list.
     """
@@ -212,7 +212,7 @@ def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torchs_own: str) -> Path:
-    """The folder in which torch.compile is to keep its code from run to run, told to it; the user's own goes first.
+    """Tell torch.compile where to keep its code from run to run, and return that folder; the user's own goes first.
 
     torchs_own: what torch sets the variable to, as it is imported, where the user has not. It stays where there is no
     home, or none to write to.
@@ -229,7 +229,7 @@ def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torch
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's compact host list, written out: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
+    """Write out Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
 
     Raises: LaunchError where the text is not a host list.
     """

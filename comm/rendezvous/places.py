@@ -36,7 +36,7 @@ class RankPlace:
 
 
 def process_space() -> str:
-    """What names this process's view of other processes: ranks can share memory only where it is the same.
+    """Name this process's view of other processes: ranks can share memory only where it is the same.
 
     A name of this process alone where there is no Linux /proc, and so no memory to share.
     """
@@ -47,7 +47,7 @@ def process_space() -> str:
 
 
 def meet(env: ProcessEnv, control: Control) -> list[RankPlace]:
-    """Where every rank runs, in rank order. Collective.
+    """Tell every rank where every rank runs, in rank order. Collective.
 
     Raises: CommError where ranks run different code, two processes are the same rank, or the ranks of a host contradict
     each other.
@@ -64,7 +64,7 @@ def meet(env: ProcessEnv, control: Control) -> list[RankPlace]:
 
 
 def _claim_rank(env: ProcessEnv, control: Control) -> None:
-    """The second process of one rank would never be missed, as the first one answers in its place."""
+    """Claim this rank: a second process of it would never be missed, as the first one answers in its place."""
     key = f"bigbatch/claim/{env.rank}"
     if control.store.add(key, 1) == 1:
         control.store.set(f"{key}/host", env.host)
@@ -78,7 +78,7 @@ def _claim_rank(env: ProcessEnv, control: Control) -> None:
 
 
 def require_consistent(places: Sequence[RankPlace]) -> None:
-    """Local ranks choose GPUs, and their number says whether a host is alone: both must fit what the hosts are called.
+    """Check that local ranks, which choose GPUs and say whether a host is alone, fit what the hosts are called.
 
     A host is what has the name, or a container on it that sees its own processes alone. Says nothing about hosts that
     are played.

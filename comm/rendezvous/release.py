@@ -17,12 +17,12 @@ UNTOLD = "an older bigbatch"
 
 @cache
 def release() -> str:
-    """Versions and a digest of the sources, which tells two checkouts of one version apart."""
+    """Return versions and a digest of the sources, which tells two checkouts of one version apart."""
     return f"bigbatch {bigbatch.__version__} (sources {sources_digest()}), torch {torch.__version__}"
 
 
 def sources_digest() -> str:
-    """Of all Python files of the package, wherever it is installed. Takes some milliseconds."""
+    """Digest all Python files of the package, wherever it is installed. Takes some milliseconds."""
     root = Path(bigbatch.__file__).parent
     folders = os.walk(root, followlinks=True)  # a checkout's rooms are links
     paths = [Path(folder, name).relative_to(root) for folder, _, names in folders for name in names]
@@ -34,7 +34,7 @@ def sources_digest() -> str:
 
 
 def require_same_release(releases: Sequence[str], *, hosts: Sequence[str]) -> None:
-    """Of every rank, in rank order. Raises: CommError naming the hosts that differ from rank 0's, and both releases."""
+    """Compare every rank's release. Raises: CommError naming the hosts that differ from rank 0's, and both releases."""
     first = releases[0]
     odd: dict[str, dict[str, None]] = {}
     for told, host in zip(releases, hosts, strict=True):

@@ -68,7 +68,7 @@ class StallInspector:
                 return  # the store is gone: the operation itself fails, and knows more
 
     def look(self) -> None:
-        """One look at this rank's operation and at the flags."""
+        """Take one look at this rank's operation and at the flags."""
         self._control.answer_roll_call()
         pending = self._oldest()
         waited = time.monotonic() - pending.since if pending else 0.0
@@ -115,7 +115,7 @@ class StallInspector:
                 self._control.store.append(f"{key}/of", of)  # type: ignore[attr-defined]
 
     def _is_for(self, number: int, rank: int) -> bool:
-        """The flagged operation has that rank, as far as it is known."""
+        """Tell whether the flagged operation has that rank, as far as it is known."""
         return str(rank) in self._control.store.get(f"bigbatch/stall/{number}/of").decode().split()
 
     def _name_the_late(self, pending: Pending, seconds: float) -> str:

@@ -46,12 +46,12 @@ class Conditions:
 
     @property
     def cluster(self) -> ClusterFacts:
-        """What must be the same for a tuned file to hold."""
+        """Gather what must be the same for a tuned file to hold."""
         return make_cluster(self.groups, backend=self.backend, wire_dtype=self.wire_dtype, device=self.device)
 
 
 def gather_conditions(communicator: Communicator) -> Conditions:
-    """Collective."""
+    """Gather the conditions of all ranks. Collective."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     texts = communicator.gather_text(f"{cores}\n{communicator.env.host}\n{device_name(communicator.device)}")
     each = [text.split("\n") for text in texts]
@@ -74,7 +74,7 @@ def gather_conditions(communicator: Communicator) -> Conditions:
 
 
 def gather_cluster(communicator: Communicator) -> ClusterFacts:
-    """What must be the same for a tuned file to hold. Collective."""
+    """Gather what must be the same for a tuned file to hold. Collective."""
     devices = set(communicator.gather_text(device_name(communicator.device)))
     return make_cluster(
         communicator.topology.groups,
@@ -89,12 +89,12 @@ def _wire_name(communicator: Communicator) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or cpu."""
+    """Return the GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout that this code runs from, '+' if it was changed; that of the build in an image.
+    """Name the commit of the checkout that this code runs from, '+' if it was changed; that of the build in an image.
 
     None in any other installed wheel.
     """

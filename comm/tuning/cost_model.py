@@ -21,7 +21,7 @@ class LinkModel:
     bytes_per_second: float
 
     def seconds(self, num_bytes: float) -> float:
-        """From the start of a message to its arrival."""
+        """Compute the time from the start of a message to its arrival."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
@@ -58,7 +58,7 @@ class ClusterModel:
 
 
 def ring_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Flat ring, node by node: 2(P-1)a + 2(P-1)/P * M*b + (P-1)/P * M*g, with a and b of the slowest hop.
+    """Compute a flat ring, node by node: 2(P-1)a + 2(P-1)/P * M*b + (P-1)/P * M*g, with a and b of the slowest hop.
 
     Source: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005 (the form with g).
     """
@@ -69,7 +69,7 @@ def ring_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 
 
 def hierarchical_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Reduce to a leader, leaders' ring, broadcast: 4(k-1) hops of M/k inside and 2(m-1) hops of M/m across.
+    """Compute reduce to a leader, leaders' ring, broadcast: 4(k-1) hops of M/k inside and 2(m-1) hops of M/m across.
 
     Sums: (k-1)/k * M*g inside and (m-1)/m * M*g across. Inside, reduce and broadcast are two ring passes each.
     Source: Jia et al. 2018 (arXiv 1807.11205), 4(k-1) + 2(P/k-1) steps.
@@ -81,7 +81,7 @@ def hierarchical_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 
 
 def doubling_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """Reduce to a leader, recursive doubling between leaders, broadcast: for tensors so short that hops count.
+    """Compute reduce to a leader, recursive doubling between leaders, broadcast: for tensors so short that hops count.
 
     Across, log2(m) hops of all M bytes, and a sum of M in each; for an m that is no power of two the next lower
     one, with a hop and a sum before and a hop after. Inside, the leader exchanges M with each rank of its node:
@@ -97,7 +97,7 @@ def doubling_seconds(num_bytes: float, cluster: ClusterModel) -> float:
 
 
 def sharded_seconds(num_bytes: float, cluster: ClusterModel) -> float:
-    """2D torus: 2(k-1) hops of M/k inside, and k rings of M/k across at once, which share a node's link.
+    """Compute a 2D torus: 2(k-1) hops of M/k inside, and k rings of M/k across at once, which share a node's link.
 
     2(k-1)(a + M/k * b) inside and 2(m-1)(a + M/m * b) across, sums (k-1)/k * M*g and (m-1)/m * M/k * g.
     Uneven nodes have as many shards s as the smallest has ranks, and reduce and broadcast them one by one inside:
@@ -123,7 +123,7 @@ MODELS: Mapping[str, Callable[[float, ClusterModel], float]] = {
 
 
 def least_seconds(num_bytes: float, *, num_nodes: int, bytes_per_second: float) -> float:
-    """The limit of the links: every node must send and receive 2(m-1)/m * M bytes; 0 for one node.
+    """Compute the limit of the links: every node must send and receive 2(m-1)/m * M bytes; 0 for one node.
 
     Source: Patarasuk and Yuan 2009, the bandwidth-optimal all-reduce.
     """
@@ -131,7 +131,7 @@ def least_seconds(num_bytes: float, *, num_nodes: int, bytes_per_second: float) 
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkModel:
-    """Latency and bandwidth from (bytes, seconds) of messages: least squares on the relative error.
+    """Fit latency and bandwidth to (bytes, seconds) of messages: least squares on the relative error.
 
     Minimises the sum of ((a + b * n - t) / t)^2, so that short messages count as much as long ones; an a or b that
     would be negative is 0 (b: an unlimited link), and the other is fitted alone.
@@ -159,7 +159,7 @@ def _dot(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def interpolate(seconds_by_bytes: Mapping[int, float]) -> SecondsOf:
-    """Times of any size from measured ones: straight lines between sizes.
+    """Return times of any size from measured ones: straight lines between sizes.
 
     Below the smallest size its time holds (latency), above the largest the last line goes on, and never falls.
     Raises: ValueError without any size.

@@ -11,12 +11,12 @@ LARGEST = 63
 
 
 def limit_of(dtype: str) -> int:
-    """How far a dtype, such as float16, counts without a gap. Raises: KeyError for an unknown one."""
+    """Say how far a dtype, such as float16, counts without a gap. Raises: KeyError for an unknown one."""
     return LIMITS[dtype]
 
 
 def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:
-    """One period of what a rank brings into the sum: of whole numbers whose sum stays within limit.
+    """Return one period of what a rank brings into the sum: of whole numbers whose sum stays within limit.
 
     Any order of adding is exact, as every partial sum is a whole number within the limit. With more ranks than
     the limit, those beyond bring zeros.
@@ -28,6 +28,6 @@ def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:
 
 
 def expected_pattern(world_size: int, *, limit: int) -> list[int]:
-    """One period of the sum over all ranks."""
+    """Return one period of the sum over all ranks."""
     patterns = [rank_pattern(rank, world_size, limit=limit) for rank in range(min(world_size, limit))]
     return [sum(column) for column in zip(*patterns, strict=True)]

@@ -92,7 +92,7 @@ def time_sums(
 
 
 def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
-    """The slowest rank's first repetition of each."""
+    """Return the slowest rank's first repetition of each."""
     return {name: times[0] for name, times in slowest(seconds, communicator).items()}
 
 
@@ -107,7 +107,7 @@ def _repetitions(seconds_each: float, effort: Effort) -> int:
 
 
 def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loops: int, label: str) -> list[float]:
-    """This rank's seconds per all-reduce of each of count repetitions, one after another."""
+    """Measure this rank's seconds per all-reduce of each of count repetitions, one after another."""
     seconds = []
     for _ in range(count):
         _wait_for(communicator.device)
@@ -125,7 +125,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def slowest(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, list[float]]:
-    """Each repetition's longest time over all ranks, the same on all of them."""
+    """Return each repetition's longest time over all ranks, the same on all of them."""
     everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(seconds))]
     return {name: [max(times) for times in zip(*(each[name] for each in everyone), strict=True)] for name in seconds}
 
@@ -153,7 +153,7 @@ def fill_(tensor_N: Tensor, pattern: Sequence[int]) -> None:
 
 
 def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
-    """Number of elements that are not the repeated pattern's; what is not finite differs."""
+    """Count elements that are not the repeated pattern's; what is not finite differs."""
     pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
     whole = tensor_N.numel() // len(pattern) * len(pattern)
     rows = tensor_N[:whole].view(-1, len(pattern)).split(1 << 14)
@@ -207,7 +207,7 @@ def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLink
 
 
 def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> Hops:
-    """Half of the time goes to the longest messages."""
+    """Measure hops by length; half of the time goes to the longest messages."""
     times = []
     for num_bytes in MESSAGE_BYTES:
         share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
@@ -217,7 +217,7 @@ def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: f
 
 
 def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, effort: Effort) -> list[float]:
-    """The slowest rank's seconds of each hop around a ring of ranks; the ranks outside it look on."""
+    """Measure the slowest rank's seconds of each hop around a ring of ranks; the ranks outside it look on."""
     hop = _make_hop(communicator, ring, num_bytes)
     hop(1)  # connections open
     pilot = slowest({"": hop(2)}, communicator)[""]

@@ -50,7 +50,7 @@ def simulate(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tup
 
 
 def exposed_seconds(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> float:
-    """How long the update waits for communication after backward has ended."""
+    """Return how long the update waits for communication after backward has ended."""
     transfers = simulate(plan, backward, seconds_of)
     return max(0.0, transfers[-1].end_seconds - backward.seconds) if transfers else 0.0
 
@@ -67,13 +67,13 @@ class PlanChoice:
 def evaluate_plan(
     sizes: PlanSizes, tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf
 ) -> PlanChoice:
-    """What these sizes come to."""
+    """Work out what these sizes come to."""
     plan = sizes.plan(tensors)
     return PlanChoice(sizes, plan, exposed_seconds(plan, backward, seconds_of))
 
 
 def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf) -> PlanChoice:
-    """The sizes whose plan exposes least; of those within LEAST_GAIN of it, the plan of the fewest buffers.
+    """Find the sizes whose plan exposes least; of those within LEAST_GAIN of it, the plan of the fewest buffers.
 
     Tries every size that makes a difference where there are few gradients, else a geometric selection of them.
     Raises: ValueError without gradients.
@@ -99,7 +99,7 @@ def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: S
 
 
 def least_exposed_seconds(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf) -> float:
-    """What the best of all cuts into runs of neighbouring gradients leaves exposed: a yardstick for a plan.
+    """Find what the best of all cuts into runs of neighbouring gradients leaves exposed: a yardstick for a plan.
 
     Exact, by dynamic programming over the end of the first n gradients' communication: ending earlier never
     hurts what follows. Takes all gradients for one dtype.
@@ -116,13 +116,13 @@ def least_exposed_seconds(tensors: Sequence[TensorSpec], backward: Backward, sec
 
 
 def _sums_of_neighbours(tensors: Sequence[TensorSpec]) -> Iterable[int]:
-    """Bytes of every run of neighbouring gradients: the only sizes at which a buffer's limit changes a plan."""
+    """List the bytes of all runs of neighbouring gradients: the only sizes at which a buffer's limit changes a plan."""
     for first in range(len(tensors)):
         yield from itertools.accumulate(t.num_bytes for t in tensors[first:])
 
 
 def _thin(values: Iterable[int], count: int) -> list[int]:
-    """At most count of the values, the smallest and largest among them, the others near a geometric series."""
+    """Keep at most count of the values, the smallest and largest among them, the others near a geometric series."""
     ordered = sorted(set(values))
     if len(ordered) <= count:
         return ordered

@@ -66,7 +66,7 @@ class _Clock:
         self._marks: dict[str, float | torch.cuda.Event] = {}
 
     def run(self, forward: Callable[[], Tensor]) -> tuple[dict[str, float], float]:
-        """Forward and backward; the seconds of each mark, and those of backward's end."""
+        """Run forward and backward; return the seconds of each mark, and those of backward's end."""
         loss = forward()
         self._marks = {}
         if self._is_gpu:
@@ -79,7 +79,7 @@ class _Clock:
         return {name: _between(start, mark) for name, mark in self._marks.items()}, _between(start, end)
 
     def mark(self, name: str) -> None:
-        """Now; the last time counts."""
+        """Note the time now; the last one counts."""
         self._marks[name] = self._now()
 
     def _now(self) -> "float | torch.cuda.Event":
@@ -97,6 +97,6 @@ def _between(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event")
 
 
 def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backward) -> list[TensorSpec]:
-    """The gradients as they become ready; of those ready at once, the later parameter first."""
+    """Order the gradients as they become ready; of those ready at once, the later parameter first."""
     specs = [tensor_spec(name, parameter) for name, parameter in reversed(list(named_parameters.items()))]
     return sorted(specs, key=lambda spec: backward.ready_seconds[spec.name])

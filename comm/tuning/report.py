@@ -9,7 +9,7 @@ from bigbatch.comm.tuning.tuner import Findings
 
 
 def explain(findings: Findings) -> list[str]:
-    """What was chosen and why, line by line."""
+    """Say what was chosen and why, line by line."""
     f = findings
     gradient_bytes = sum(tensor.num_bytes for tensor in f.tensors)
     first = min(f.backward.ready_seconds.values(), default=0.0)
@@ -33,7 +33,7 @@ def explain(findings: Findings) -> list[str]:
 
 
 def explain_links(links: MeasuredLinks) -> str:
-    """Latency and bandwidth inside nodes and between them."""
+    """Say latency and bandwidth inside nodes and between them."""
     parts = []
     for where, hops in (("inside a node", links.inside), ("between nodes", links.across)):
         if hops is not None:
@@ -43,12 +43,12 @@ def explain_links(links: MeasuredLinks) -> str:
 
 
 def times_head(names: Sequence[str]) -> str:
-    """The head of times_line."""
+    """Write the head of times_line."""
     return f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names) + "   (median in ms; * fastest, n repetitions)"
 
 
 def times_line(size: int, at_size: Mapping[str, Measured], names: Sequence[str]) -> str:
-    """One size, an algorithm a column; '-' for one that was given up."""
+    """Write one size, an algorithm a column; '-' for one that was given up."""
     best = min(at_size, key=lambda name: at_size[name].median)
     cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
     columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)

@@ -34,7 +34,7 @@ class ClusterFacts:
 
 
 def make_cluster(groups: Sequence[Sequence[int]], *, backend: str, wire_dtype: str | None, device: str) -> ClusterFacts:
-    """groups: the ranks of each node."""
+    """Describe a cluster; groups: the ranks of each node."""
     is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
     return ClusterFacts(
         backend=backend,
@@ -47,7 +47,7 @@ def make_cluster(groups: Sequence[Sequence[int]], *, backend: str, wire_dtype: s
 
 
 def fingerprint(tensors: Sequence[TensorSpec]) -> str:
-    """Names, sizes and dtypes of a model's gradients, in whatever order, in 16 hexadecimal digits."""
+    """Digest names, sizes and dtypes of a model's gradients, in whatever order, in 16 hexadecimal digits."""
     lines = sorted(f"{tensor.name} {tensor.num_elements} {tensor.dtype}" for tensor in tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -69,7 +69,7 @@ class Tuned:
     """Measured times, simulated exposed times, conditions: for people and for the simulator."""
 
     def require_model(self, tensors: Sequence[TensorSpec], *, path: Path) -> None:
-        """Raises: TunedError where this was made for another model."""
+        """Refuse another model. Raises: TunedError where this was made for another model."""
         if fingerprint(tensors) != fingerprint(self.tensors):
             raise TunedError(
                 f"{path} was tuned for another model: {_first_difference(self.tensors, tensors)}; "
@@ -77,7 +77,7 @@ class Tuned:
             )
 
     def require_cluster(self, cluster: ClusterFacts, *, path: Path) -> None:
-        """Raises: TunedError where this was measured on another cluster."""
+        """Refuse another cluster. Raises: TunedError where this was measured on another cluster."""
         for field in dataclasses.fields(ClusterFacts):
             there, here = getattr(self.cluster, field.name), getattr(cluster, field.name)
             if there != here:
@@ -105,7 +105,7 @@ def _first_difference(there: Sequence[TensorSpec], here: Sequence[TensorSpec]) -
 
 
 def default_path(cluster: ClusterFacts, model: str, tensors: Sequence[TensorSpec]) -> Path:
-    """One file per cluster and model: tuned/<model>-<backend>-<ranks per node>-<fingerprint>.json."""
+    """Name the file of a cluster and model: tuned/<model>-<backend>-<ranks per node>-<fingerprint>.json."""
     sizes = "+".join(map(str, cluster.group_sizes))
     if len(set(cluster.group_sizes)) == 1:
         sizes = f"{len(cluster.group_sizes)}x{cluster.group_sizes[0]}"
@@ -144,12 +144,12 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
 
 
 def read_tuned(path: Path) -> Tuned:
-    """What write_tuned wrote. Raises: TunedError for a missing, foreign or damaged file."""
+    """Read what write_tuned wrote. Raises: TunedError for a missing, foreign or damaged file."""
     return parse_tuned(read_text(path), path=path)
 
 
 def read_text(path: Path) -> str:
-    """Raises: TunedError for a file that cannot be read."""
+    """Read a file's text. Raises: TunedError for a file that cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +158,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_tuned(text: str, *, path: Path) -> Tuned:
-    """The text of such a file; path is for messages. Raises: TunedError for a foreign or damaged one."""
+    """Parse the text of such a file; path is for messages. Raises: TunedError for a foreign or damaged one."""
     try:
         record = json.loads(text)
     except ValueError as error:

@@ -40,7 +40,7 @@ LARGEST_BYTES = 256 << 20
 
 
 def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
-    """Sizes to measure: 1 KiB, four times that and so on, and last one that holds all gradients; at most 256 MiB."""
+    """Choose sizes to measure: 1 KiB, four times that and so on, last one that holds all gradients; at most 256 MiB."""
     largest = min(max(1, math.ceil(gradient_bytes / SMALLEST_BYTES)) * SMALLEST_BYTES, LARGEST_BYTES)
     sizes = [SMALLEST_BYTES]
     while FACTOR * sizes[-1] <= largest / 2:
@@ -99,7 +99,7 @@ def measure_times(
 
 
 def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
-    """A size to look at (again), and the algorithms that contend there; None where the choice is clear everywhere.
+    """Choose a size to look at (again), and who contends there; None where the choice is clear everywhere.
 
     First between two sizes that choose differently and are far apart; then the size with the least certain choice.
     """
@@ -117,7 +117,7 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
 
 
 def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
-    """How uncertain the choice is, and between whom; None where it is clear, or was looked at often enough."""
+    """Say how uncertain the choice is, and between whom; None where it is clear, or was looked at often enough."""
     best = min(at_size, key=lambda name: at_size[name].median)
     open_ones = {
         name: noise
@@ -130,7 +130,7 @@ def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
 
 
 def expected_seconds(times: Times, size: int, name: str) -> float:
-    """Of an algorithm at a size that may not have been measured: that of the next larger one."""
+    """Estimate the seconds of an algorithm at a size that may not have been measured: that of the next larger one."""
     return next(times[other][name].median for other in sorted(times) if other >= size and name in times[other])
 
 
@@ -144,12 +144,12 @@ def _require_right(sums: Mapping[str, Sums], size: int) -> None:
 
 
 def elapsed_seconds(communicator: Communicator, start: float) -> float:
-    """Since start, which is time.perf_counter's: the same on all ranks, so that they decide alike. Collective."""
+    """Return seconds since start (of time.perf_counter), the same on all ranks: they decide alike. Collective."""
     return slowest({"": [time.perf_counter() - start]}, communicator)[""][0]
 
 
 def survivors(times: Times, names: Iterable[str]) -> list[str]:
-    """Algorithms that may still be the best at a larger size.
+    """Keep the algorithms that may still be the best at a larger size.
 
     Given up is who was, beyond noise, LAG_RATIO times slower than the best at the last two sizes, and did not catch
     up, while the best's time grew with the bytes. Who is slow for its latency catches up, and stays.
@@ -170,7 +170,7 @@ def survivors(times: Times, names: Iterable[str]) -> list[str]:
 
 
 def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
-    """A check and two repetitions of each algorithm at the next size, if time grows as the bytes do."""
+    """Estimate a check and two repetitions of each algorithm at the next size, if time grows as the bytes do."""
     last = max(times)
     return 3 * size / last * sum(times[last][name].median for name in survivors(times, names))
 
@@ -206,7 +206,7 @@ def choose(
     stated: PlanSizes,
     stated_algorithm: str,
 ) -> Findings:
-    """The table of algorithms, then the plan that exposes least with it. Pure."""
+    """Choose the table of algorithms, then the plan that exposes least with it. Pure."""
     table = make_hybrid(times)
     tabled = seconds_by(times, table.choose)
     with_stated = {size: at_size for size, at_size in times.items() if stated_algorithm in at_size}
@@ -227,7 +227,7 @@ def choose(
 
 
 def seconds_by(times: Times, choose: Callable[[int], str]) -> SecondsOf:
-    """Seconds of an all-reduce of any size, when choose names the algorithm of each measured one.
+    """Estimate the seconds of an all-reduce of any size, when choose names the algorithm of each measured one.
 
     A byte that seems a little dearer in a larger sum counts as in the smaller one (NOISY_RISE): else, by noise alone,
     a plan would seem to gain from more buffers.
