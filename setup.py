@@ -30,6 +30,7 @@ extras["dev"] = [
     "onnxruntime>=1.20",
     "schedulefree>=1.4",
     "timm>=1.0.15",
+    "torch-optimizer>=0.3",
     "pytest>=8",
     "hypothesis>=6",
     "pytest-timeout",

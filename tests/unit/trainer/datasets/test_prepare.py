@@ -450,9 +450,16 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypat
     assert class_folders.class_names(tmp_path / "root/train") == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
-def test_a_folder_that_may_not_be_listed_is_named(tmp_path, official):
-    (tmp_path / "root/train").mkdir(parents=True, mode=0)
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatch):
+    (tmp_path / "root/train").mkdir(parents=True)
+    scandir = os.scandir
+
+    def refuse(path):  # as mode 0 does to all but root
+        if Path(path) == tmp_path / "root/train":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match=r"root/train: cannot be listed \(Permission denied\)"):
         run(tmp_path / "root", official)
 
