@@ -1,5 +1,6 @@
-"""What README.md and CONTRIBUTING.md tell people to type works, and the files that they name exist."""
+"""What the pages tell people to type works, here or in a test that is named, and the files that they link to exist."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -37,22 +38,68 @@ from bigbatch.trainer.tune.search.options import parse_search
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 
-RUN_ELSEWHERE = {  # command: (file that runs it, as)
-    "make train": (".ci/run", "make train"),
-    "make test": (".ci/run", "make test"),
-    "make cluster": (".ci/run", "make cluster"),
-    "make .venv/ready": (".ci/run", "tier environment make .venv/ready"),
-    ".ci/run": (".ci/run", "#!/usr/bin/env bash"),
-    "tests/container/run": (".ci/run", "tier container tests/container/run"),
-    "docker build -t bigbatch .": ("tests/container/run", "buildah bud"),
-    "source .venv/bin/activate": ("Makefile", "-m venv .venv"),
-    "pip install 'bigbatch[verify]'": ("setup.py", '"verify": ["mlperf-logging'),
-    "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": (
-        ".ci/run",
-        "BIGBATCH_EXPECT_GPU=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m gpu",
+RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run and the tier that does
+    "make train": ".ci/run::train",
+    "make test": ".ci/run::test",
+    "make cluster": ".ci/run::cluster",
+    "make .venv/ready": ".ci/run::environment",
+    "tests/container/run": ".ci/run::container",
+    "docker build -t bigbatch .": ".ci/run::container",
+    "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
+    "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
+    "python examples/language_model.py": "tests/parallel/test_language_example.py::test_it_learns",
+    "mpirun -n 2 python examples/language_model.py --precision bf16": (
+        "tests/parallel/test_language_example.py::test_two_ranks_train_the_same_model"
+    ),
+    "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (
+        "tests/parallel/test_language_example.py::test_two_ranks_train_the_same_model"
     ),
 }
-NOT_HERE = (  # need an engine or a base that a test machine has not
+BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
+    ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
+    ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
+    ".venv/bin/python -m benchmarks.jobs ": ("tests/cluster/test_benchmarks.py::test_the_benchmarks_of_launching_run"),
+    ".venv/bin/python -m benchmarks.preflight ": (
+        "tests/cluster/test_benchmarks.py::test_the_benchmarks_of_launching_run"
+    ),
+    ".venv/bin/python -m benchmarks.gpu.precision ": (
+        "tests/unit/benchmarks/test_precision.py::test_all_of_it_at_a_tiny_size"
+    ),
+    ".venv/bin/python -m benchmarks.gpu.run --small ": "tests/unit/benchmarks/test_gpu.py::test_all_cases_run_small",
+}
+BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that really runs such a one
+    "train": "tests/laws/test_law1_batch_is_global.py::test_any_division_gives_the_same_update",
+    "evaluate": "tests/laws/test_law3_evaluation.py::test_every_image_counts_once",
+    "predict": "tests/unit/trainer/inference/test_predict.py::test_it_scores_what_evaluate_counts",
+    "export": "tests/unit/trainer/inference/test_export.py::test_a_run_is_exported_with_what_serving_needs_to_know",
+    "verify": "tests/unit/trainer/mlperf/test_verify.py::test_several_seeds_are_tested_together",
+    "doctor": "tests/unit/trainer/doctor/test_probe.py::test_a_whole_examination",
+    "ablate": "tests/parallel/test_real_ablation.py::test_an_ablation_goes_on_with_what_is_missing",
+    "sweep": "tests/parallel/test_real_sweep.py::test_a_point_out_of_memory_fails_alone",
+    "report": "tests/unit/launch/report/test_report.py::test_a_run_is_reported",
+    "tune range": "tests/unit/trainer/tune/range/test_range.py::test_two_ranks_find_where_the_loss_explodes",
+    "tune search": "tests/unit/trainer/tune/search/test_options.py::test_real_runs_and_a_kill_in_the_midst",
+    "comm bench": "tests/parallel/test_comm_commands.py::test_every_algorithm_of_every_backend_is_right",
+    "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
+    "data generate": ".ci/run::train",
+    "data prepare": "tests/unit/trainer/datasets/test_prepare_options.py::test_the_command_prepares_every_data_set",
+    "data check": "tests/unit/trainer/datasets/test_check.py::test_the_command_names_the_first_and_writes_all",
+    "data pack": "tests/unit/trainer/datasets/test_pack.py::test_the_command",
+    "data stage": "tests/laws/test_law7_input.py::test_packed_and_staged_copies_are_the_same_data",
+    "launch local": "tests/unit/launch/jobs/test_spec.py::test_local_starts_a_rank_per_gpu",
+    "launch mpirun": ".ci/run::train",
+    "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
+    "launch slurm": "tests/cluster/test_slurm.py::test_a_training_job_ends_with_the_bits_of_mpirun",
+    "launch k8s": "tests/unit/launch/launchers/test_slurm_queue.py::test_kubectl_gets_what_dry_run_prints",
+    "launch emulate": "tests/cluster/test_emulate.py::test_a_bigbatch_command_runs_on_every_rank",
+    "launch preflight": ("tests/cluster/test_preflight.py::test_a_node_at_half_speed_is_named_and_equal_ones_are_not"),
+    "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_status_says_what_a_user_asks_first",
+    "launch cancel": (
+        "tests/unit/launch/launchers/test_slurm_queue.py::test_cancel_asks_a_running_job_to_save_and_stop"
+    ),
+}
+NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
+    ".ci/run",
     "docker build -t bigbatch --build-arg BASE_IMAGE=nvcr.io/nvidia/pytorch:26.10-py3 --build-arg MPI=system .",
     'docker build -t bigbatch --build-arg REVISION="$(git rev-parse --short=12 HEAD)" .',
     "docker build -t bigbatch-test --target test .",
@@ -62,32 +109,7 @@ NOT_HERE = (  # need an engine or a base that a test machine has not
     "apptainer build bigbatch.sif docker-daemon://bigbatch:latest",
     "srun apptainer exec --nv --bind /data bigbatch.sif bigbatch train --config quickstart",
 )
-FEED = ("tests/unit/benchmarks/test_feed.py", 'run_benchmark("input.feed", shapes')
-RUN_ELSEWHERE |= {
-    ".venv/bin/python -m benchmarks.input.parity runs/imagenette --out benchmarks/results/input-parity.json": (
-        "tests/unit/benchmarks/test_feed.py",
-        'run_benchmark("input.parity", folder',
-    ),
-    ".venv/bin/python -m benchmarks.input.feed data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json": FEED,  # noqa: E501
-    ".venv/bin/python -m benchmarks.input.feed data/imagenet --ranks 1 --out benchmarks/results/input-feed-gpu.json -- --config imagenet/resnet50_8k --batch.global_batch_size 256 --batch.microbatch_size 256 --run.epochs 1 --schedule.warmup_epochs 1 --schedule.decay_epochs null": FEED,  # noqa: E501
-}
-RUN_ELSEWHERE |= {
-    f".venv/bin/python -m benchmarks.{name} --out benchmarks/results/{name}.json": (
-        "tests/cluster/test_benchmarks.py",
-        f'("{name}", (',
-    )
-    for name in ("jobs", "preflight")
-}
-RUN_ELSEWHERE[".venv/bin/python -m benchmarks.gpu.run --small --out runs/gpu-small"] = (
-    "tests/support/gpu_suite.py",
-    '"--small", "--out"',
-)
-WORDS = "tests/parallel/test_language_example.py"
-RUN_ELSEWHERE |= {
-    "python examples/language_model.py": (WORDS, "alone(script, *SHORT)"),
-    "mpirun -n 2 python examples/language_model.py --precision bf16": (WORDS, 'pytest.param("mpirun"'),
-    "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (WORDS, '"torchrun"'),
-}
+ACTIVATE = "source .venv/bin/activate"
 DRY_RUN = ("make check", "make docs", "make format", "make clean")
 DECODE = "input.decode data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch.lars_step --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
@@ -98,17 +120,6 @@ RECOMPUTE = (
     "--out out.json --plot out.png"
 )
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
-RUN_ELSEWHERE |= {
-    f".venv/bin/python -m benchmarks.gpu.precision {words}.json": (
-        "tests/unit/benchmarks/test_precision.py",
-        'run_benchmark("gpu.precision"',
-    )
-    for words in (
-        "--data data/cifar10 --out benchmarks/results/precision",
-        "--small --data data/cifar10 --out runs/precision-small",
-        "--small --precisions fp32 bf16_autocast bf16 --epochs 6 --data data/cifar10-quarter --out benchmarks/results/precision-cpu-small",  # noqa: E501
-    )
-}
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
     ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
@@ -225,14 +236,44 @@ def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
     assert make_points(read_sweep(tmp_path / "sweep.yaml"), folder=tmp_path)
 
 
+def words_of(line: str) -> list[str]:
+    """What follows the word bigbatch, whoever starts it."""
+    return shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
+
+
+def names_of(line: str) -> set[str]:
+    """Under which names of the tables a command is known; a launched command under its own, too."""
+    if line in BIGBATCH:
+        words = words_of(line)
+        parts = [words]
+        if words[0] == "launch" and "--" in words and words[2] != "exec":
+            parts.append(words[words.index("--") + 1 :])
+        return {" ".join(part[: 2 if part[0] in ("launch", "data", "comm", "tune") else 1]) for part in parts}
+    return {line} & {*RUN_BY} or {name for name in BENCHMARKS_RUN_BY if line.startswith(name)}
+
+
 def test_every_command_is_run_by_someone() -> None:
-    assert set(COMMANDS) - set(BIGBATCH) == {*RUN_ELSEWHERE, *NOT_HERE, *DRY_RUN, *SMALLER}
+    names = {line: names_of(line) for line in COMMANDS}
+    assert {line for line in COMMANDS if not names[line]} == {*NOT_HERE, *DRY_RUN, *SMALLER, ACTIVATE}
+    assert set().union(*names.values()) == {*RUN_BY, *BENCHMARKS_RUN_BY, *BIGBATCH_RUN_BY}
 
 
-@pytest.mark.parametrize("command", RUN_ELSEWHERE)
-def test_the_named_file_runs_it(command: str) -> None:
-    path, text = RUN_ELSEWHERE[command]
-    assert text in (ROOT / path).read_text()
+@pytest.mark.parametrize("name", sorted({*RUN_BY.values(), *BENCHMARKS_RUN_BY.values(), *BIGBATCH_RUN_BY.values()}))
+def test_the_named_test_exists(name: str) -> None:
+    path, test = name.split("::")
+    text = (ROOT / path).read_text()
+    if path.endswith(".py"):
+        assert test in {each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)}
+    else:
+        assert re.search(rf"^tier {test} ", text, re.M)
+
+
+def test_the_environment_is_entered() -> None:
+    """By the line of the pages, in the environment of these tests."""
+    line = ACTIVATE.replace(".venv", shlex.quote(sys.prefix))
+    script = f"{line} && python -c 'import sys; print(sys.prefix)'"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).resolve() == Path(sys.prefix).resolve()
 
 
 @pytest.mark.parametrize("command", DRY_RUN)
@@ -257,24 +298,24 @@ def test_bigbatch_commands(
     request: pytest.FixtureRequest,
 ) -> None:
     """Launches are dry, trainings are parsed and checked for that number of ranks, measurements are parsed."""
-    words = shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
+    words = words_of(line)
     num_ranks = 1
-    if words[:2] == ["launch", "emulate"]:  # tests/cluster runs them
+    if words[:2] == ["launch", "emulate"]:
         if "--nodes" in words:
             assert main([*words[:3], "--dry-run", *words[3:]]) == 0
         num_ranks = 4
         if "--" not in words or words[2] == "exec":
             return
         words = words[words.index("--") + 1 :]
-    elif words[:2] in (["launch", "status"], ["launch", "cancel"]):  # test_launch_queue.py runs them
+    elif words[:2] in (["launch", "status"], ["launch", "cancel"]):
         assert launch_parser().parse_args(words[1:]).jobs
         return
-    elif words[:2] == ["launch", "preflight"]:  # test_preflight.py and tests/cluster run it
+    elif words[:2] == ["launch", "preflight"]:
         assert main([*words[:2], "--dry-run", *words[2:]]) == 0
         if "--" not in words:
             return
         words = words[words.index("--") + 1 :]
-    elif words[:2] in (["launch", "slurm"], ["launch", "k8s"]):  # tests/golden has what they print
+    elif words[:2] in (["launch", "slurm"], ["launch", "k8s"]):
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
         asked = launch_parser().parse_args(words[1:split])
@@ -293,37 +334,37 @@ def test_bigbatch_commands(
     elif words[:2] == ["comm", "tune"]:
         arguments, overrides = tune_parser().parse_known_args(words[2:])
         load_config(["--config", arguments.config, *overrides])
-    elif words[:2] == ["tune", "range"]:  # tests/unit/trainer/tune/range/test_range.py runs it
+    elif words[:2] == ["tune", "range"]:
         arguments, overrides = range_parser().parse_known_args(words[2:])
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
-    elif words[:2] == ["tune", "search"]:  # tests/unit/trainer/tune/search/test_options.py runs it
+    elif words[:2] == ["tune", "search"]:
         make_experiment(parse_search(words[2:]))
-    elif words[0] == "doctor":  # tests/unit/trainer/doctor/test_probe.py runs it
+    elif words[0] == "doctor":
         arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=arguments.ranks) >= 1
-    elif words[0] == "ablate":  # tests/parallel/test_real_ablation.py runs it
+    elif words[0] == "ablate":
         monkeypatch.chdir(tmp_path)
         assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
-    elif words[0] == "sweep":  # tests/unit/launch/sweep/test_sweep.py runs it
+    elif words[0] == "sweep":
         monkeypatch.chdir(tmp_path)
         (tmp_path / "configs").symlink_to(ROOT / "configs")
         assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
-    elif words[0] == "report":  # tests/unit/launch/report/test_report.py runs it
+    elif words[0] == "report":
         assert report_parser().parse_args(words[1:]).folders
     elif "--help" in words:
         with pytest.raises(SystemExit, match="0"):
             main(words)
     elif words[0] == "train":
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
-    elif words[0] == "verify":  # test_verify.py runs it
+    elif words[0] == "verify":
         assert verify_parser().parse_args(words[1:]).runs
-    elif words[0] in TRAINED:  # their own tests run them
+    elif words[0] in TRAINED:
         monkeypatch.chdir(request.getfixturevalue("run_folders"))  # only read
         read_trained(TRAINED[words[0]](), words[1:])
     else:
-        assert words[0] == "data"  # their own tests, .ci/run and the container tier run them
+        assert words[0] == "data"
         data_parser().parse_args(words[1:])
 
 
