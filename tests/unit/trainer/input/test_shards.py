@@ -257,7 +257,7 @@ DAMAGE = {
     "facts lack a key": (replace("index.json", b'{"version": 1}'), r"index.json: is no index of packed shards"),
     "another version": (edit_facts(version=2), r"index.json: has format version 2, this bigbatch reads 1; pack anew"),
     "classes not in order": (edit_facts(classes=["b", "a"]), r"index.npy: does not fit .*classes are not in order"),
-    "another number": (edit_facts(num_images=12), r"index.npy: does not fit index.json \(\(11,\) entries"),
+    "another number": (edit_facts(num_pictures=12), r"index.npy: does not fit index.json \(\(11,\) entries"),
     "fewer shards": (edit_facts(shards=[]), r"index.npy: does not fit .*in none of 0 shards"),
     "no entries": (lambda split: (split / "index.npy").unlink(), r"index.npy: cannot be read .*No such file"),
     "entries cut": (resize("index.npy", -1), r"index.npy: has another SHA-256 than index.json states: cut or edited"),
