@@ -32,7 +32,7 @@ class Machine:
 
 
 def part_of_step(config: Config, *, world_size: int) -> Config:
-    """The same microbatches, but no more than MOST_MICROBATCHES of each rank in a step. Raises: ConfigError.
+    """Take the same microbatches, but no more than MOST_MICROBATCHES of each rank in a step. Raises: ConfigError.
 
     One rank alone would have 256 of them in a step that many ranks share otherwise.
     """
@@ -64,7 +64,7 @@ class Unmeasured:
 
 
 def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
-    """The config with these values by dotted key; or why it would not be legal."""
+    """Make the config with these values by dotted key; or why it would not be legal."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")

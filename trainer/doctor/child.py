@@ -21,7 +21,7 @@ class Child:
     """A probe of one config, from its start to close(); idle while another one measures."""
 
     def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
-        """Raises: DoctorError where it fails, or takes longer than start_seconds to its first answer."""
+        """Start it. Raises: DoctorError where it fails, or takes longer than start_seconds to its first answer."""
         folder.mkdir()
         self._exchange = Exchange(folder)
         self._exchange.config.write_text(dump_config(config))
@@ -66,6 +66,6 @@ class Child:
 
 
 def probe_argv(folder: Path, *, num_ranks: int) -> list[str]:
-    """One process, or as many as `bigbatch launch local` starts on this host."""
+    """Name the words that start one process, or as many as `bigbatch launch local` starts on this host."""
     launch = ["launch", "local", "--ranks", str(num_ranks), "--"] if num_ranks > 1 else []
     return [sys.executable, "-m", "bigbatch", *launch, "doctor", "probe", str(folder), str(getpid())]

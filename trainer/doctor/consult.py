@@ -35,7 +35,7 @@ TURNS, SECONDS, LIMIT = (5, 3), (3.0, 1.0), (900.0, 300.0)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine what argv states; the exit code: 0, or 130 after Ctrl-C, which prints what was found so far.
+    """Examine what argv states; return the exit code: 0, or 130 after Ctrl-C, which prints what was found so far.
 
     Raises: ConfigError; DoctorError where the config itself cannot be measured; RunFolderError.
     """
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _report(
     argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence[str], *, config: Config, whole: Config
 ) -> int:
-    """Examine, print and write; the exit code."""
+    """Examine, print and write; return the exit code."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     print(introduction(config, whole, num_ranks=arguments.ranks), flush=True)
     findings, code, load = Findings(), 0, os.getloadavg()[0]
@@ -89,7 +89,7 @@ def _report(
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
-    """What is measured, in a line or two."""
+    """Say what is measured, in a line or two."""
     batch = config.batch
     steps = batch.global_batch_size // (num_ranks * batch.microbatch_size)
     text = (
@@ -133,7 +133,7 @@ def _examine(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """What goes on: one changing line in a terminal, a line each elsewhere."""
+    """Show what goes on: one changing line in a terminal, a line each elsewhere."""
     if not console.is_terminal:
         yield lambda text: print(f"  {text} ...", flush=True)
         return

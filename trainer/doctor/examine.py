@@ -72,7 +72,7 @@ def examine(request: Request, probes: Probes, findings: Findings, *, say: Callab
 
 
 def _look_at(base: Probe, request: Request, findings: Findings, *, say: Callable[[str], None]) -> None:
-    """The config as it is: its rates, and where its time goes."""
+    """Measure the config as it is: its rates, and where its time goes."""
     facts = dict(base.facts)
     findings.torch = facts.pop("torch")
     capability = facts.pop("capability")
@@ -132,7 +132,7 @@ def _try_all(
 
 
 def describe(candidate: Candidate, config: Config, *, before: Mapping[str, Any]) -> str:
-    """Its keys, from what was taken before, or the config states, to what is tried."""
+    """Show its keys, from what was taken before, or the config states, to what is tried."""
     return ", ".join(
         f"{key} {shown(before.get(key, lookup(config, key)))} -> {shown(value)}"
         for key, value in candidate.values.items()
@@ -140,5 +140,5 @@ def describe(candidate: Candidate, config: Config, *, before: Mapping[str, Any])
 
 
 def shown(value: object) -> str:
-    """As a config states it."""
+    """Show a value as a config states it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

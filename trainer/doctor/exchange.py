@@ -26,15 +26,15 @@ class Exchange:
         return self.folder / "config.yaml"
 
     def order(self, what: str, **details: Any) -> None:
-        """The doctor's next wish."""
+        """Write the doctor's next wish."""
         _append(self._orders, {"what": what, **details})
 
     def answer(self, facts: dict[str, Any]) -> None:
-        """The probe's, by its first rank."""
+        """Write the probe's answer, by its first rank."""
         _append(self._answers, facts)
 
     def orders(self, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """One after the other, as they come, until goes_on is false while there is none."""
+        """Read one order after the other, as they come, until goes_on is false while there is none."""
         num_seen = 0
         while True:
             found = _read(self._orders)
@@ -47,7 +47,7 @@ class Exchange:
                 return
 
     def find_answer(self, number: int) -> dict[str, Any] | None:
-        """The answer of that number, from 0; None as long as there is none."""
+        """Read the answer of that number, from 0; None as long as there is none."""
         found = _read(self._answers)
         return found[number] if number < len(found) else None
 
@@ -61,7 +61,7 @@ class Exchange:
 
 
 def is_running(process_id: int) -> bool:
-    """A process of this host."""
+    """Tell whether a process of this host runs."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
@@ -77,6 +77,6 @@ def _append(path: Path, facts: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines: one may be half written."""
+    """Read whole lines: one may be half written."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

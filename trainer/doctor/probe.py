@@ -41,7 +41,7 @@ WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """What `bigbatch doctor` starts: FOLDER and its own process id. Collective over the ranks of a job.
+    """Measure as `bigbatch doctor` asks; argv: FOLDER and its own process id. Collective over the ranks of a job.
 
     Raises: as `bigbatch train`; DoctorError with torch's first words where something does not fit or not compile.
     """
@@ -116,7 +116,7 @@ class _Probe:
         }
 
     def steps(self, *, batches: str, seconds: float) -> dict[str, Any]:
-        """Whole updates for about so long, timed together, after some that are not. Collective."""
+        """Time whole updates for about so long, timed together, after some that are not. Collective."""
         stream, reducer = self._streams[batches], self.parts.reducer
         self._warm_up(batches)
         number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
@@ -144,13 +144,13 @@ class _Probe:
         }
 
     def _exposed_seconds(self, ranks: Sequence[dict[str, Any]]) -> float | None:
-        """Mean over ranks; None where a captured step does not tell."""
+        """Average over ranks; None where a captured step does not tell."""
         if not self.parts.execution.measures_waits:
             return None
         return sum(each["exposed_seconds"] for each in ranks) / len(ranks)
 
     def input(self, *, seconds: float) -> dict[str, Any]:
-        """What the loader delivers with no model beside it; {} where a bad picture is in its way. Collective."""
+        """Measure the loader with no model beside it; {} where a bad picture is in its way. Collective."""
         self._streams["pictures"] = InputStream(iter(()))  # a loader has one iterator at a time
         config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, probe_seconds=seconds))
         measured = measure_input(config, self.communicator, self.split, plan=self.plan, prepare=self.parts.prepare)
@@ -165,7 +165,7 @@ class _Probe:
         }
 
     def profile(self, *, batches: str, seconds: float) -> dict[str, Any]:
-        """Where the step's time goes, on the first rank. Collective."""
+        """Find where the step's time goes, on the first rank. Collective."""
         self._warm_up(batches)
         number = self._agreed(max(2, round(seconds / self._step_seconds[batches])))
         return profile_step(
@@ -176,7 +176,7 @@ class _Probe:
         )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:
-        """Operations of a picture, and what the device of this rank does at its best. Collective."""
+        """Count operations of a picture, and what the device of this rank does at its best. Collective."""
         prepared = self.parts.prepare(next(self._generated()))
         return {
             "flops_per_image": flops_per_image(self.parts, prepared),
@@ -199,7 +199,7 @@ class _Probe:
         return build_input.train_batches(self.config, self.communicator, split, plan=self.plan)
 
     def _warm_up(self, batches: str) -> None:
-        """A first time until the steps are what they stay; later on only until what was fetched ahead is used up."""
+        """Warm up, first until steps are what they stay; later only until what was fetched ahead is used up."""
         stream = self._streams[batches]
         ahead = -(-self.config.data.prefetch_batches // self.plan.accumulation_steps)
         if batches in self._step_seconds:
@@ -210,11 +210,11 @@ class _Probe:
         self._step_seconds[batches] = self._timed(stream, max(1, more)) / max(1, more)
 
     def _agreed(self, number: int) -> int:
-        """As the first rank has it."""
+        """Return a value as the first rank has it."""
         return int(self.communicator.gather_text(str(number))[0])
 
     def _timed(self, stream: InputStream, num_steps: int) -> float:
-        """Seconds that so many steps take, to the end of the device's work."""
+        """Measure the seconds that so many steps take, to the end of the device's work."""
         device = self.communicator.device
         wait_for(device)
         start = time.perf_counter()
@@ -227,7 +227,7 @@ class _Probe:
 
 
 def with_generated(config: Config) -> Config:
-    """The same with tensors that are made once instead of pictures that are read."""
+    """Make the same config with tensors that are made once instead of pictures that are read."""
     data = dataclasses.replace(
         config.data,
         loader="synthetic",
@@ -241,7 +241,7 @@ def with_generated(config: Config) -> Config:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory that tensors took on a GPU, or this process on a CPU, since it began."""
+    """Return the most memory that tensors took on a GPU, or this process on a CPU, since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

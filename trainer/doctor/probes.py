@@ -18,7 +18,7 @@ class Measuring(Protocol):
     facts: Mapping[str, Any]
 
     def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
-        """Raises: DoctorError."""
+        """Ask the probe. Raises: DoctorError."""
         ...
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Probes:
     """
 
     def __init__(self, start: Callable[[Mapping[str, Any]], Measuring], *, limit_seconds: float) -> None:
-        """start: values by dotted key -> a probe. Raises: DoctorError."""
+        """Take start: values by dotted key -> a probe. Raises: DoctorError."""
         self._start = start
         self._limit_seconds = limit_seconds
         self._running: dict[Probe, Measuring] = {}
@@ -50,11 +50,11 @@ class Probes:
         return probe
 
     def facts(self, probe: "Probe") -> Mapping[str, Any]:
-        """Of the machine, as a probe finds it. Raises: DoctorError."""
+        """Ask for the machine's facts, as a probe finds it. Raises: DoctorError."""
         return self._with_room(probe, lambda process: process.facts)
 
     def ask(self, probe: "Probe", what: str, **details: Any) -> dict[str, Any]:
-        """Raises: DoctorError; what failed is ended."""
+        """Ask the probe. Raises: DoctorError; what failed is ended."""
         return self._with_room(probe, lambda process: process.ask(what, limit_seconds=self._limit_seconds, **details))
 
     def _with_room(self, probe: "Probe", act: Callable[[Measuring], T]) -> T:
@@ -86,7 +86,7 @@ class Probes:
             self.close(other)
 
     def close(self, probe: "Probe") -> None:
-        """It is asked no more."""
+        """Close the probe: it is asked no more."""
         if probe in self._running:
             self._running.pop(probe).close()
 
@@ -96,7 +96,7 @@ class Probes:
             self._running.pop(probe).kill()
 
     def kill_all(self) -> None:
-        """Whatever still runs."""
+        """Kill whatever still runs."""
         for probe in list(self._running):
             self.kill(probe)
 
@@ -110,18 +110,18 @@ class Probe:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Of the machine. Raises: DoctorError."""
+        """Ask for the machine's facts. Raises: DoctorError."""
         return self._probes.facts(self)
 
     def ask(self, what: str, **details: Any) -> dict[str, Any]:
-        """Raises: DoctorError."""
+        """Ask the probe. Raises: DoctorError."""
         return self._probes.ask(self, what, seconds=self._seconds, **details)
 
     def run(self) -> Turn:
-        """Some steps. Raises: DoctorError."""
+        """Run some steps. Raises: DoctorError."""
         found = self.ask("steps", batches=self._batches)
         return Turn(found["images"] / found["seconds"], found["peak_bytes"])
 
     def close(self) -> None:
-        """No more turns."""
+        """Take no more turns."""
         self._probes.close(self)

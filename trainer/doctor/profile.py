@@ -28,7 +28,7 @@ NUM_OPERATORS = 6
 def profile_step(
     timed: Callable[[int], float], communicator: Communicator, *, num_steps: int, is_captured: bool
 ) -> dict[str, Any]:
-    """What this rank does in a step. timed: runs so many and gives their seconds. Collective."""
+    """Profile what this rank does in a step. timed: runs so many and gives their seconds. Collective."""
     timeline = communicator.timeline
     timeline.is_active = True
     seconds = timed(num_steps) / num_steps
@@ -63,7 +63,7 @@ def profile_step(
 
 
 def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:
-    """Seconds per step by the name that is shown; between a batch and its forward it is prepared."""
+    """Sum seconds per step by the name that is shown; between a batch and its forward it is prepared."""
     taken = defaultdict[str, float](float)
     events = [json.loads(line) for line in timeline.take(rank=0, host="").splitlines()]
     steps = sorted(
@@ -80,7 +80,7 @@ def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of what the intervals cover together, overlaps once."""
+    """Measure the length of what the intervals cover together, overlaps once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

@@ -21,11 +21,11 @@ class Contestant(Protocol):
     """A config that can be measured again and again."""
 
     def run(self) -> Turn:
-        """One turn. Raises: DoctorError."""
+        """Run one turn. Raises: DoctorError."""
         ...
 
     def close(self) -> None:
-        """It is measured no more."""
+        """Close it: it is measured no more."""
         ...
 
 
@@ -47,7 +47,7 @@ class Comparison:
     peak_bytes: int
 
     def is_worth(self, *, noise: float) -> bool:
-        """It is faster, by more than turns differ, and by more than a config differs from itself."""
+        """Tell whether it is faster, by more than turns differ, and by more than a config differs from itself."""
         return self.gain > max(self.spread, noise)
 
 
@@ -64,7 +64,7 @@ class Row:
 
 
 def compare(base: Contestant, other: Contestant, *, turns: int) -> Comparison:
-    """Each takes as many turns, and begins as often. Raises: DoctorError."""
+    """Let each take as many turns, and begins as often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
         first, second = (base, other) if turn % 2 == 0 else (other, base)
@@ -82,7 +82,7 @@ def compare(base: Contestant, other: Contestant, *, turns: int) -> Comparison:
 
 
 def measure_noise(base: Contestant, start: Open, *, turns: int) -> Comparison:
-    """The config beside itself: another process, with memory and threads of its own. Raises: DoctorError."""
+    """Measure the config beside itself: another process, with memory and threads of its own. Raises: DoctorError."""
     again = start({})
     try:
         return compare(base, again, turns=turns)
@@ -91,7 +91,7 @@ def measure_noise(base: Contestant, start: Open, *, turns: int) -> Comparison:
 
 
 def noise_of(comparison: Comparison) -> float:
-    """The share by which equal configs differ."""
+    """Compute the share by which equal configs differ."""
     return max(abs(comparison.gain), comparison.spread)
 
 
@@ -105,7 +105,7 @@ class Greedy:
         self._tried: list[dict[str, Any]] = [{}]
 
     def is_new(self, candidate: Candidate) -> bool:
-        """Beside what was taken it is another config than all that were tried."""
+        """Tell whether, beside what was taken, it is another config than all that were tried."""
         return {**self.taken, **candidate.values} not in self._tried
 
     def consider(self, candidate: Candidate) -> Row:
@@ -131,7 +131,7 @@ class Greedy:
         return replace(row, is_taken=True)
 
     def verify(self) -> Comparison | None:
-        """All that was taken beside the config as it was; None where nothing was, or one of them fails."""
+        """Measure all that was taken beside the config as it was; None where nothing was, or one of them fails."""
         if not self.taken:
             return None
         try:
@@ -141,5 +141,5 @@ class Greedy:
 
 
 def advice(taken: Mapping[str, Any], verified: Comparison | None, *, noise: float) -> Mapping[str, Any]:
-    """What to change: all that was taken, unless together it does not beat the config as it was."""
+    """Say what to change: all that was taken, unless together it does not beat the config as it was."""
     return taken if verified is not None and verified.is_worth(noise=noise) else {}

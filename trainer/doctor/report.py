@@ -20,7 +20,7 @@ WIDTH = 100
 
 
 def print_report(findings: Findings, console: Console, *, config: Config, command: Sequence[str]) -> None:
-    """All that was found so far. command: the words of `bigbatch train` that the advice is added to."""
+    """Print all that was found so far. command: the words of `bigbatch train` that the advice is added to."""
 
     def say(text: str = "") -> None:
         console.print(Text(text))
@@ -49,7 +49,7 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
 
 
 def input_hints(findings: Findings) -> list[str]:
-    """What helps where pictures are waited for: the words of a run's own summary."""
+    """Say what helps where pictures are waited for: the words of a run's own summary."""
     rates, found = findings.rates, findings.input
     if not rates or not found:
         return []
@@ -63,7 +63,7 @@ def input_hints(findings: Findings) -> list[str]:
 
 
 def sync_lines(findings: Findings) -> list[str]:
-    """What makes the host wait in a step."""
+    """Say what makes the host wait in a step."""
     found = findings.profile["syncs"]
     if not found:
         return ["syncs: no operator of the step makes the host wait for the device"]
@@ -72,7 +72,7 @@ def sync_lines(findings: Findings) -> list[str]:
 
 
 def notes(findings: Findings, config: Config) -> Iterator[str]:
-    """How the table was made, and why some of it is empty."""
+    """Say how the table was made, and why some of it is empty."""
     for row in findings.rows:
         if row.failure:
             yield f"failed: {describe(row.candidate, config, before=row.before)}: {row.failure}"
@@ -87,7 +87,7 @@ def notes(findings: Findings, config: Config) -> Iterator[str]:
 
 
 def advice_lines(findings: Findings, *, command: Sequence[str]) -> list[str]:
-    """The options to add; or that none is worth it."""
+    """Name the options to add; or that none is worth it."""
     if not findings.is_complete:
         return ["stopped before the end: the figures above are all there are, and nothing is recommended"]
     if findings.advice:
@@ -156,7 +156,7 @@ def _to_the_right(table: Table, *, first: int = 1, last: int = -1) -> None:
 
 
 def _from_profile(findings: Findings) -> Iterator[Unmeasured]:
-    """What is always on, by its share of the step."""
+    """Say what is always on, by its share of the step."""
     update = findings.profile.get("phases", {}).get("update")
     if update is not None:
         share = update / findings.profile["seconds"]

@@ -15,7 +15,7 @@ CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 
 
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:
-    """Floating-point operations of a forward and a backward of one picture: matrices and convolutions alone.
+    """Count the floating-point operations of a forward and a backward of one picture: matrices and convolutions alone.
 
     Collective where ranks share ghost batches. What torch.compile or a graph would run is run as it is written.
     """
@@ -29,7 +29,7 @@ def flops_per_image(parts: Parts, prepared: Prepared) -> float:
 
 
 def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float:
-    """Operations per second of the faster of a large matrix product and a large convolution, in that precision.
+    """Measure operations per second of the faster of a large matrix product and a large convolution, in that precision.
 
     On the threads, and with the TF32 settings, of this process.
     """

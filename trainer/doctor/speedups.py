@@ -31,7 +31,7 @@ BUCKET_FACTOR = 4
 def find_candidates(
     config: Config, machine: Machine, *, whole: Config, limit: str, only: Sequence[str] = ()
 ) -> tuple[list[Candidate], list[Unmeasured]]:
-    """Those that are legal, what helps against the limit first; and the others, with the reason.
+    """List candidates that are legal, what helps against the limit first; and the others, with the reason.
 
     whole: the config with its own global batch, of which config may have a part. only: names; none for all.
     """
@@ -115,7 +115,7 @@ def _cudnn(config: Config, machine: Machine) -> Tried:
 
 
 def _switched(config: Config, name: str, key: str, note: str) -> Tried:
-    """The other value of a switch."""
+    """Try the other value of a switch."""
     yield Candidate(name, {key: not lookup(config, key)}, note)
 
 
@@ -126,7 +126,7 @@ def _compile(config: Config, machine: Machine) -> Tried:
 
 
 def _graph(config: Config, machine: Machine) -> Tried:
-    """Of a step in one microbatch, since a captured one has no more."""
+    """Try a graph of a step in one microbatch, since a captured one has no more."""
     if not machine.is_gpu:
         yield Unmeasured("graph", "CUDA graphs need a GPU")
     elif not config.compute.cuda_graph:
@@ -138,7 +138,7 @@ def _graph(config: Config, machine: Machine) -> Tried:
 
 
 def _microbatch(config: Config, machine: Machine) -> Tried:
-    """Sizes that leave the global batch and its ghost batches as they are."""
+    """Try sizes that leave the global batch and its ghost batches as they are."""
     size, share = config.batch.microbatch_size, config.batch.global_batch_size // machine.world_size
     span = config.batch.bn_span
     fitting = [each for each in range(span, share + 1, span) if share % each == 0] if span <= size else []
@@ -150,7 +150,7 @@ def _microbatch(config: Config, machine: Machine) -> Tried:
 
 
 def _recompute(config: Config, machine: Machine) -> Tried:
-    """Costs time and saves memory, which a larger microbatch may turn into speed."""
+    """Try recomputing: it costs time and saves memory, which a larger microbatch may turn into speed."""
     num_blocks = min(RECOMPUTED_BLOCKS, RESIDUAL_BLOCKS[config.model.name])
     if not num_blocks or config.compute.recomputed_blocks:
         return

@@ -36,7 +36,7 @@ class DoctorRates:
 
 
 def find_limit(rates: DoctorRates) -> str:
-    """input, network, launch or compute: the longest wait that is worth the name, else the work itself."""
+    """Name input, network, launch or compute: the longest wait that is worth the name, else the work itself."""
     waits = {"input": rates.wait_share, "network": rates.exposed_share or 0.0}
     longest = max(waits, key=lambda name: waits[name])
     if waits[longest] >= LARGE_SHARE:
@@ -45,7 +45,7 @@ def find_limit(rates: DoctorRates) -> str:
 
 
 def explain(rates: DoctorRates) -> list[str]:
-    """The verdict in words: what limits, how fast each part is alone, and how far from the roof."""
+    """Put the verdict in words: what limits, how fast each part is alone, and how far from the roof."""
     sums = "; how long for sums over ranks, a captured step does not tell"
     if rates.exposed_share is not None:
         sums = f", {rates.exposed_share:.1%} for sums over ranks"

@@ -23,7 +23,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(name: str, *, num_classes: int, norm: NormFactory, **options: Any) -> nn.Module:
-    """The model of that name; options go to its own function, such as width to resnet9.
+    """Build the model of that name; options go to its own function, such as width to resnet9.
 
     Raises: ConfigError for an unknown name, with the nearest known one.
     """

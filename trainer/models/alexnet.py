@@ -9,7 +9,7 @@ from bigbatch.trainer.models.regions import Region
 def conv_norm_relu(
     in_channels: int, out_channels: int, *, kernel_size: int, stride: int = 1, padding: int, norm: NormFactory
 ) -> list[nn.Module]:
-    """The convolution has no bias: the norm would subtract it."""
+    """Make a convolution, its norm and activation. It has no bias: the norm would subtract it."""
     return [
         nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=False),
         norm(out_channels),
@@ -55,19 +55,19 @@ class AlexNetBN(nn.Module):
         return logits_BK
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """All after the last convolution: the logits."""
+        """Compute all after the last convolution: the logits."""
         logits_BK: Tensor = self.classifier(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """None."""
+        """Return none: it has none."""
         return []
 
     def regions(self) -> list[Region]:
-        """Convolutions, head."""
+        """List convolutions and head."""
         return [(self.features, "forward"), (self, "head")]
 
 
 def alexnet_bn(*, num_classes: int = 1000, norm: NormFactory = nn.BatchNorm2d, dropout: float = 0.5) -> AlexNetBN:
-    """AlexNet-BN with ImageNet's defaults."""
+    """Make AlexNet-BN with ImageNet's defaults."""
     return AlexNetBN(num_classes=num_classes, norm=norm, dropout=dropout)

@@ -18,7 +18,7 @@ NUM_NAMED = 3
 
 
 def from_foreign(state: object, model: nn.Module, *, source: str) -> dict[str, Tensor]:
-    """The weights in state, complete, by the names of model; its ResNets share theirs with torchvision and timm.
+    """Read the weights in state, complete, by the names of model; its ResNets share theirs with torchvision and timm.
 
     source names the file in errors. Raises: CheckpointError where state is no state_dict or one of another model.
     """
@@ -31,12 +31,12 @@ def from_foreign(state: object, model: nn.Module, *, source: str) -> dict[str, T
 
 
 def to_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of one of our ResNets as torchvision and timm save theirs: plain tensors, by the same names."""
+    """Save the weights of one of our ResNets as torchvision and timm save theirs: plain tensors, by the same names."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
 def _unwrapped(state: object) -> object:
-    """What lies in the nests, its names without the prefixes of wrappers."""
+    """Unwrap what lies in the nests, its names without the prefixes of wrappers."""
     while isinstance(state, Mapping) and (nest := next((key for key in NESTS if key in state), None)):
         state = state[nest]
     while isinstance(state, Mapping) and (prefix := next((w for w in WRAPPERS if _all_start_with(w, state)), None)):

@@ -15,7 +15,7 @@ NormFactory: TypeAlias = Callable[[int], nn.Module]
 
 
 def ghost_momentum(ghost_index: int, *, momentum: float, ghosts_per_step: int) -> float:
-    """Momentum of one ghost batch that makes all ghost batches of a step weigh the same.
+    """Compute the momentum of one ghost batch that makes all ghost batches of a step weigh the same.
 
     Updates r <- (1 - b_k) r + b_k stat_k for k = 0..K-1 leave stat_k with weight b_k prod_{j>k} (1 - b_j).
     That is m / K for every k when b_k = m / (K - (K-1-k) m): the later updates keep the share
@@ -147,7 +147,7 @@ def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tenso
 
 
 def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
-    """Norms, and names of their running statistics, in the order of the flat tensor."""
+    """List norms, and names of their running statistics, in the order of the flat tensor."""
     return [
         (norm, name)
         for norm in model.modules()

@@ -17,11 +17,11 @@ class DividedModel(Protocol):
     """A model that tells its parts, from the input on. All regions together are its forward; none overlap."""
 
     def residual_blocks(self) -> list[nn.Module]:
-        """Those whose activations can be computed again in backward; they draw no random numbers."""
+        """List the blocks whose activations can be computed again in backward; they draw no random numbers."""
         ...
 
     def regions(self) -> list[Region]:
-        """Those that are compiled each by itself."""
+        """List the parts that are compiled each by itself."""
         ...
 
 

@@ -16,7 +16,7 @@ from bigbatch.trainer.models.regions import Region
 def conv(
     in_channels: int, out_channels: int, *, kernel_size: int, stride: int = 1, blurpool: bool = False
 ) -> nn.Conv2d:
-    """Padded to keep the size at stride 1; no bias, since a norm follows and would subtract it."""
+    """Make a convolution that keeps the size at stride 1; no bias, since a norm follows and would subtract it."""
     convolution = BlurConv2d if blurpool and stride > 1 else nn.Conv2d
     return convolution(in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)
 
@@ -24,7 +24,7 @@ def conv(
 def shortcut(
     in_channels: int, out_channels: int, *, stride: int, norm: NormFactory, blurpool: bool
 ) -> nn.Sequential | None:
-    """A 1x1 projection where the block changes the shape, else None: the identity."""
+    """Make a 1x1 projection where the block changes the shape, else None: the identity."""
     if stride == 1 and in_channels == out_channels:
         return None
     projection = conv(in_channels, out_channels, kernel_size=1, stride=stride, blurpool=blurpool)
@@ -85,7 +85,7 @@ Block = type[BasicBlock] | type[Bottleneck]
 def stage(
     block: Block, in_channels: int, *, channels: int, num_blocks: int, norm: NormFactory, blurpool: bool
 ) -> nn.Sequential:
-    """Blocks of one resolution; the first halves it, except in the stage that follows the max-pool."""
+    """Make the blocks of one resolution; the first halves it, except in the stage that follows the max-pool."""
     stride = 1 if channels == 64 else 2
     out_channels = channels * block.expansion
     blocks = [block(in_channels, channels, stride=stride, norm=norm, blurpool=blurpool)]
@@ -134,26 +134,26 @@ class ResNet(nn.Module):
         return logits_BK
 
     def stem(self, images_BCHW: Tensor) -> Tensor:
-        """All before the first block: a sixteenth of the pixels, 64 channels."""
+        """Compute all before the first block: a sixteenth of the pixels, 64 channels."""
         features_BCHW: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
         return features_BCHW
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """All after the last block: the logits."""
+        """Compute all after the last block: the logits."""
         logits_BK: Tensor = self.fc(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """From the input on."""
+        """List the blocks from the input on."""
         return [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
 
     def regions(self) -> list[Region]:
-        """Stem, blocks, head."""
+        """List stem, blocks and head."""
         return [(self, "stem"), *((block, "forward") for block in self.residual_blocks()), (self, "head")]
 
 
 def init_(model: ResNet, *, zero_init_residual: bool) -> None:
-    """He init by fan-out for convolutions (torchvision's); the norms keep their own 1 and 0."""
+    """Initialize convolutions as He did, by fan-out (torchvision's); the norms keep their own 1 and 0."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

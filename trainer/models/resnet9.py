@@ -72,18 +72,18 @@ class ResNet9(nn.Module):
         return logits_BK
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """All after the last block: the logits."""
+        """Compute all after the last block: the logits."""
         # Page's MaxPool2d(4) for 32 x 32 input; amax would split the gradient between equal half values.
         features_BC = F.max_pool2d(features_BCHW, features_BCHW.shape[2:]).flatten(1)
         logits_BK: Tensor = self.linear(features_BC) * self.logit_scale
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """From the input on."""
+        """List the blocks from the input on."""
         return [self.layer1[1], self.layer3[1]]
 
     def regions(self) -> list[Region]:
-        """Blocks, head."""
+        """List blocks and head."""
         blocks = (self.prep, *self.layer1, self.layer2, *self.layer3)
         return [*((block, "forward") for block in blocks), (self, "head")]
 
@@ -99,7 +99,7 @@ def resnet9(
     logit_scale: float = 0.125,
     is_whitened: bool = False,
 ) -> ResNet9:
-    """ResNet-9 with widths width, 2, 4 and 8 times width, and what part 8 of Page's series adds to it.
+    """Make ResNet-9 with widths width, 2, 4 and 8 times width, and what part 8 of Page's series adds to it.
 
     celu_alpha: CELU instead of ReLU. norm_scale: batch norm's scales stay at it. is_whitened: the first convolution is
     a fixed 3x3 one, to be fitted to pictures, and a learned 1x1 one. A positive s leaves the function as it is that

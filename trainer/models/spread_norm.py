@@ -27,7 +27,7 @@ class RankGroup:
 def moments(
     images_BCHW: Tensor, group: RankGroup, *, running_mean_C: Tensor, running_var_C: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation over the group's samples, by channel; updates the running ones in place."""
+    """Compute mean and 1 / standard deviation of the group's samples, by channel; update the running ones in place."""
     if images_BCHW.is_cuda:
         mean_C, inverse_C = torch.batch_norm_stats(images_BCHW, eps)
         mean_RC, inverse_RC = group.gather(torch.cat([mean_C, inverse_C])).chunk(2, dim=1)
@@ -59,7 +59,7 @@ class SpreadNormalize(torch.autograd.Function):
         inverse_C: Tensor,
         group: RankGroup,
     ) -> Tensor:
-        """weight * (images - mean) * inverse + bias, in the dtype of images."""
+        """Compute weight * (images - mean) * inverse + bias, in the dtype of images."""
         ctx.save_for_backward(images_BCHW, weight_C, mean_C, inverse_C)
         ctx.group = group
         if images_BCHW.is_cuda:
@@ -69,7 +69,7 @@ class SpreadNormalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BCHW: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of images, and of this rank's share of weight and bias. Collective over the group."""
+        """Compute the gradients of images, and of this rank's share of weight and bias. Collective over the group."""
         images_BCHW, weight_C, mean_C, inverse_C = ctx.saved_tensors
         group: RankGroup = ctx.group
         reduce, apply = (_reduce_gpu, _apply_gpu) if images_BCHW.is_cuda else (_reduce_cpu, _apply_cpu)
@@ -89,7 +89,7 @@ def _memory_format(images_BCHW: Tensor) -> torch.memory_format:
 
 
 def _reduce_gpu(grad_BCHW: Tensor, images_BCHW: Tensor, mean_C: Tensor, inverse_C: Tensor) -> Tensor:
-    """This rank's sums of the gradient, and of the gradient times (images - mean), stacked."""
+    """Compute this rank's sums of the gradient, and of the gradient times (images - mean), stacked."""
     sum_C, product_C, *_ = torch.batch_norm_backward_reduce(
         grad_BCHW, images_BCHW, mean_C, inverse_C, None, True, False, False
     )
@@ -112,7 +112,7 @@ def _apply_gpu(
     *,
     num_ranks: int,
 ) -> Tensor:
-    """The gradient of images from the sums of the whole group."""
+    """Compute the gradient of images from the sums of the whole group."""
     count = images_BCHW.numel() // len(mean_C)
     counts_R = torch.full((num_ranks,), count, dtype=torch.int32, device=images_BCHW.device)
     grad_images_BCHW: Tensor = torch.batch_norm_backward_elemt(

@@ -30,12 +30,12 @@ class PatchWhitening(nn.Module):
         self.register_buffer("weight", torch.eye(PATCH).view(PATCH, 3, SIDE, SIDE))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """(B, 27, H, W), in the dtype of the pictures."""
+        """Return (B, 27, H, W), in the dtype of the pictures."""
         return F.conv2d(images_BCHW, self.weight.to(images_BCHW.dtype), padding=SIDE // 2)
 
 
 def patch_sums(images_BCHW: Tensor) -> Tensor:
-    """Of uint8 pictures, the sum over all patches of the outer product of (patch, 1) with itself: (28, 28), float64.
+    """Sum the outer product of (patch, 1) with itself over all patches of uint8 pictures: (28, 28), float64.
 
     Sums of such sums are exact, whatever the order: they are whole numbers below 2**53, up to 10**11 patches.
     """
@@ -49,7 +49,7 @@ def patch_sums(images_BCHW: Tensor) -> Tensor:
 
 
 def whitening_filters(sums: Tensor, *, std: Sequence[float], eps: float) -> Tensor:
-    """From patch_sums of bytes, the filters for pictures divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
+    """Make of patch_sums of bytes the filters for pictures divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
 
     The strongest direction comes first; the largest number of each filter is positive. Patches that were filtered
     have the covariance diag(L / (L + eps)).

@@ -34,7 +34,7 @@ WORK_SECONDS = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Of one rank: 0 where all is well, UNFIT where it is not; the same on all ranks."""
+    """Examine as one rank; return 0 where all is well, UNFIT where it is not; the same on all ranks."""
     began = time.monotonic()
     arguments, words = _parser().parse_known_args(argv)
     config = load_config(words, prog="bigbatch preflight") if words else None
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 def examine(
     config: Config | None, env: ProcessEnv, control: Control, *, address: str
 ) -> tuple[list[Node], list[Finding]]:
-    """What all nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
+    """Find what nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
     device, num_gpus, complaint = _own_device(config, env)
     is_leader = env.local_rank == 0
     with listening(address) as port:
@@ -104,7 +104,7 @@ def examine(
 
 
 def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
-    """This rank's device, the GPUs that it sees, and why it has none."""
+    """Choose this rank's device, the GPUs that it sees, and why it has none."""
     count = torch.cuda.device_count()
     try:
         device = choose_device(env, backend=config.comm.backend if config else "auto")
@@ -114,7 +114,7 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
 
 
 def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> Rates:
-    """Of this rank, the better of two looks: what disturbs for a moment does not count, what lasts does.
+    """Keep, of this rank, the better of two looks: what disturbs for a moment does not count, what lasts does.
 
     Nodes of one machine share its cores, so they take turns; real ones measure all at once.
     """
@@ -135,7 +135,7 @@ def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *
 
 
 def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> dict[str, float]:
-    """Bytes per second to the hosts that this rank met, if it is the first of its host. Collective."""
+    """Measure bytes per second to the hosts that this rank met, if it is the first of its host. Collective."""
     communicator = connect(
         backend="nccl" if device.type == "cuda" else "tcp",
         algorithm="ring",
@@ -150,7 +150,7 @@ def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch
 
 
 def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
-    """Out of what its ranks said."""
+    """Describe a node out of what its ranks said."""
     own = [each for each in everyone if each["facts"]["host"] == place.host]
     leader = everyone[place.rank]
     return Node(

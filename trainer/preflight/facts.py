@@ -59,7 +59,7 @@ class NodeFacts:
 
 
 def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool, device: torch.device) -> RankFacts:
-    """Takes a second or two where there are many pictures."""
+    """Gather a rank's facts; it takes a second or two where there are many pictures."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if not is_leader:
         return RankFacts(rank, host, name, None)
@@ -71,7 +71,7 @@ def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool
 
 
 def nccl_version() -> str:
-    """Of the library that is loaded, which may be another than torch was built with; torch's own word otherwise."""
+    """Ask the library that is loaded, which may be another than torch was built with; else take torch's own word."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
@@ -81,7 +81,7 @@ def nccl_version() -> str:
 
 
 def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
-    """Of the software."""
+    """List the versions of the software."""
     found = {
         "bigbatch": " ".join(filter(None, (__version__, source_commit(), f"(sources {sources_digest()})"))),
         "Python": platform.python_version(),
@@ -95,7 +95,7 @@ def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
 
 
 def query_gpus() -> tuple[str, ...]:
-    """As nvidia-smi lists them; none without it."""
+    """Query the GPUs as nvidia-smi lists them; none without it."""
     argv = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
@@ -105,7 +105,7 @@ def query_gpus() -> tuple[str, ...]:
 
 
 def in_time(ask: Callable[[], T], *, late: T) -> Callable[[], T]:
-    """Ask storage; the answer to wait for, late after STORAGE_SECONDS: one that hangs must not hold the others."""
+    """Ask storage; give the answer to wait for, late after STORAGE_SECONDS: one that hangs must not hold the others."""
     found: list[T] = []
     asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     asking.start()
@@ -119,7 +119,7 @@ def in_time(ask: Callable[[], T], *, late: T) -> Callable[[], T]:
 
 
 def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
-    """GB that are free where a run writes; and folders of which that cannot be told, with the reason."""
+    """Measure the GB that are free where a run writes; and folders of which that cannot be told, with the reason."""
     folders = ["/dev/shm"]
     if config:
         folders += [config.run.directory, *([config.data.stage] if config.data.stage else [])]
@@ -133,7 +133,7 @@ def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def free_gb(folder: str) -> float | str:
-    """Where it is, or would be made; or why that cannot be told."""
+    """Measure free GB where a folder is, or would be made; or why that cannot be told."""
     try:
         path = Path(folder).absolute()
         there = next(place for place in (path, *path.parents) if place.exists())
@@ -143,7 +143,7 @@ def free_gb(folder: str) -> float | str:
 
 
 def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], str | None]]:
-    """count_images, in time."""
+    """Start count_images, in time."""
     if config is None:
         return lambda: ({}, None)
     late = f"{config.data.root} was not read within {STORAGE_SECONDS:g} s: slow storage; bigbatch data pack helps"
@@ -151,7 +151,7 @@ def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], 
 
 
 def count_images(config: Config) -> tuple[dict[str, int], str | None]:
-    """Classes and pictures as this node sees them, or what is wrong."""
+    """Count classes and pictures as this node sees them, or what is wrong."""
     if config.data.loader == "synthetic":
         return {}, None
     try:
@@ -162,6 +162,6 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
 
 
 def machine_id() -> str:
-    """The same for all who share a kernel."""
+    """Return what is the same for all who share a kernel."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else f"{platform.node()}-{os.getppid()}"

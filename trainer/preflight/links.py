@@ -27,7 +27,7 @@ REPEATS = 3
 
 @contextmanager
 def listening(address: str) -> Iterator[int]:
-    """A port of one address to which others can connect, until the end; nothing is read."""
+    """Open a port of one address to which others can connect, until the end; nothing is read."""
     with socket.create_server((address, 0), backlog=1024) as server:
         server.settimeout(0.1)
         end = threading.Event()
@@ -41,14 +41,14 @@ def listening(address: str) -> Iterator[int]:
 
 
 def _let_in(server: socket.socket, end: threading.Event) -> None:
-    """What is not taken from the kernel's queue would fill it: it may be as short as 128."""
+    """Let callers in: what is not taken from the kernel's queue would fill it: it may be as short as 128."""
     while not end.is_set():
         with suppress(OSError):
             server.accept()[0].close()
 
 
 def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
-    """Which of these (address, port) cannot be connected to, by their place in the list."""
+    """Find which of these (address, port) cannot be connected to, by their place in the list."""
 
     def fails(where: tuple[str, int]) -> bool:
         try:
@@ -64,7 +64,7 @@ def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """A tournament of count nodes: every pair meets once, each node at most once in a round (the circle method)."""
+    """Plan a tournament of count nodes: every pair meets once, a node at most once in a round (the circle method)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(len(places) - 1):
@@ -76,7 +76,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_pairs(communicator: Communicator, leaders: Sequence[int]) -> dict[int, float]:
-    """Bytes per second each way between this leader and those it meets, while others meet, too; by leader's place.
+    """Measure bytes per second each way between this leader and those it meets, while others meet; by leader's place.
 
     Called by leaders alone.
     """
@@ -103,7 +103,7 @@ def _measure_pair(communicator: Communicator, other: int) -> float:
 
 
 def _exchange(communicator: Communicator, other: int, *, num_bytes: int) -> float:
-    """Seconds to send so many bytes and receive as many."""
+    """Measure the seconds to send so many bytes and receive as many."""
     send_N: Tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=communicator.device)
     receive_N = torch.empty_like(send_N)
     start = time.perf_counter()

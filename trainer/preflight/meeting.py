@@ -38,14 +38,14 @@ class Attendee:
 
 
 def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
-    """This host's address, and the line to the others. Raises: CommError where rank 0 is not reached."""
+    """Find this host's address, and the line to the others. Raises: CommError where rank 0 is not reached."""
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
     return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface, find_master=meet_by_mpi)
 
 
 def absent_ranks(control: Control) -> list[int]:
-    """Those that have not come when time is over; the same list for all that have. Collective of these."""
+    """List those that have not come when time is over; the same list for all that have. Collective of these."""
     missing = list(range(control.world_size))
     if control.rank == 0:
         deadline = time.monotonic() + MEET_SECONDS
@@ -59,7 +59,7 @@ def absent_ranks(control: Control) -> list[int]:
 
 
 def silent(absent: Sequence[int], control: Control) -> list[Finding]:
-    """Nodes of which no rank came, where Slurm tells their names; else the ranks alone."""
+    """Name the nodes of which no rank came, where Slurm tells their names; else the ranks alone."""
     if not absent:
         return []
     came = {control.host_of(rank) for rank in range(control.world_size) if rank not in absent}
@@ -71,7 +71,7 @@ def silent(absent: Sequence[int], control: Control) -> list[Finding]:
 
 
 def leave_together(control: Control) -> None:
-    """After rank 0 has told, where some are absent: a launcher ends all when the first one leaves."""
+    """Leave after rank 0 has told, where some are absent: a launcher ends all when the first one leaves."""
     if control.rank == 0:
         control.store.set(f"{_ABSENT}/told", "1")
         time.sleep(LEAVE_SECONDS)  # it holds the line
@@ -80,7 +80,7 @@ def leave_together(control: Control) -> None:
 
 
 def misfits(places: Sequence[Attendee]) -> list[Finding]:
-    """Names that are no names, and nodes without the GPUs that the others have. Pure."""
+    """Find names that are no names, and nodes without the GPUs that the others have. Pure."""
     found = []
     for host, count in Counter(place.host for place in places).items():
         if count > 1:

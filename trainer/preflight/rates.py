@@ -44,12 +44,12 @@ class Product:
         torch.mm(self._a_NN, self._b_NN, out=self._out_NN)
 
     def flops_per_second(self, *, seconds: float) -> float:
-        """Median over the repeats of so many seconds."""
+        """Compute the median over the repeats of so many seconds."""
         return self._flops / median_seconds(self, self._device, seconds=seconds)
 
 
 def measure_rates(device: torch.device, *, seconds: float) -> Rates:
-    """Half of the time for each, on the device and the threads of this rank."""
+    """Measure rates, half of the time for each, on the device and the threads of this rank."""
     product = Product(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     multiplied_per_second = product.flops_per_second(seconds=seconds / 2)
     clock = _clock_under_load(product, device)
@@ -71,7 +71,7 @@ def _clock_under_load(work: Callable[[], object], device: torch.device) -> Clock
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
-    """Of one repeat, after one to warm up. A median, so that neither a hiccup nor a lucky moment counts."""
+    """Time one repeat, after one to warm up. A median, so that neither a hiccup nor a lucky moment counts."""
     work()
     wait_for(device)
     taken: list[float] = []

@@ -11,7 +11,7 @@ SLOW_LINK_SHARE = 0.6
 
 
 def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
-    """Those that compute or copy far below the median node."""
+    """Find those that compute or copy far below the median node."""
     found = []
     for what, unit, rates in (
         ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
@@ -31,7 +31,7 @@ def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[Finding]]:
-    """GPUs that the hardware slows down, by reason, and, under (), those far below the median GPU's clock; at work."""
+    """Find GPUs that the hardware slows down, by reason, and, under (), those far below the median clock; at work."""
     clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
     found: dict[tuple[str, ...], list[Finding]] = {}
     usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
@@ -49,7 +49,7 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[Finding]]:
 
 
 def slow_links(nodes: Sequence[Node]) -> list[Finding]:
-    """Nodes whose best pair is far below the median node's; else single pairs."""
+    """Find nodes whose best pair is far below the median node's; else single pairs."""
     best = {node.host: node.best_link for node in nodes}
     rates = {host: rate for host, rate in best.items() if rate is not None}
     if len(rates) < 3:  # the one link of two nodes has none beside it
@@ -73,5 +73,5 @@ def slow_links(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def bits(bytes_per_second: float) -> str:
-    """1.25e8 -> '1.00 Gbit/s'."""
+    """Show 1.25e8 as '1.00 Gbit/s'."""
     return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"

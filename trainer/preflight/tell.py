@@ -47,7 +47,7 @@ def tell(
 
 
 def _write(path: Path, text: str) -> None:
-    """What was found counts more than that it could be written."""
+    """Write files; what was found counts more than that it could be written."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -14,7 +14,7 @@ IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
 
 
 def judge(nodes: Sequence[Node]) -> list[Finding]:
-    """All that is wrong; nothing where all nodes are fit."""
+    """List all that is wrong; nothing where all nodes are fit."""
     return [
         *shared(_addresses(nodes), nodes),
         *_reachability(nodes),
@@ -28,14 +28,14 @@ def judge(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
-    """Findings of one kind: what all of several nodes have is no node's fault, another one would have it, too."""
+    """Join findings of one kind: what all of several nodes have is no node's fault, another one would have it, too."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
     return found
 
 
 def remarks(nodes: Sequence[Node]) -> list[str]:
-    """What a person may want to know, and what ends no job."""
+    """Say what a person may want to know, and what ends no job."""
     counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
         shown = f"{counts['training']:,} training and {counts['validation']:,} validation pictures"
@@ -58,7 +58,7 @@ def _addresses(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def _reachability(nodes: Sequence[Node]) -> list[Finding]:
-    """A node that most others cannot reach, or that cannot reach most, is at fault; else the pair is named."""
+    """Blame a node that most others cannot reach, or that cannot reach most; else name the pair."""
     found, blamed = [], set()
     for node in nodes:
         others = len(nodes) - 1
@@ -93,14 +93,14 @@ def _differences(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(host, what most others have) of those that differ; of two equally large camps the first host's rules."""
+    """List (host, what most others have) of those that differ; of two equally large camps the first host's rules."""
     counts = Counter(map(str, values.values()))
     usual = max(counts, key=lambda value: counts[value])
     return [(host, usual) for host, value in values.items() if str(value) != usual]
 
 
 def _disks(nodes: Sequence[Node]) -> list[Finding]:
-    """Folder by folder: one that all nodes share says nothing of a folder of their own."""
+    """Judge disks folder by folder: one that all nodes share says nothing of a folder of their own."""
     folders = dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble))
     return [
         finding
@@ -130,7 +130,7 @@ def _full_disks(nodes: Sequence[Node], folder: str) -> list[Finding]:
 
 
 def _clocks(nodes: Sequence[Node]) -> list[Finding]:
-    """Those that are merely slower than the others are it by themselves."""
+    """Judge clocks; those that are merely slower than the others are it by themselves."""
     return [
         finding
         for reasons, found in slow_clocks(nodes).items()

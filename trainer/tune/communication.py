@@ -41,7 +41,7 @@ LINKS_SHARE, BACKWARD_SHARE = 0.1, 0.25
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, choose, print why, and store; the exit code. Collective over the job's ranks.
+    """Measure, choose, print why, and store; return the exit code. Collective over the job's ranks.
 
     Raises: ConfigError; CommError; TunedError where the file cannot be written.
     """
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _require_folder(folder: Path, communicator: Communicator) -> None:
-    """Before anything takes long; all ranks hear of it. Collective."""
+    """Check the folder before anything takes long; all ranks hear of it. Collective."""
     problem = ""
     if communicator.rank == 0:
         try:
@@ -99,7 +99,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
 def _measure(
     config: Config, communicator: Communicator, *, budget_seconds: float, say: Callable[[str], None]
 ) -> Findings:
-    """All that is measured, and the choice. Collective."""
+    """Measure all, and make the choice. Collective."""
     start = time.perf_counter()
     links = measure_links(communicator, seconds=LINKS_SHARE * budget_seconds)
     say(explain_links(links))
@@ -124,7 +124,7 @@ def _measure(
 def _make_forward(
     config: Config, communicator: Communicator
 ) -> tuple[dict[str, torch.nn.Parameter], Callable[[], Tensor]]:
-    """The model's parameters, and a microbatch's loss as the training loop computes it, of random pictures."""
+    """Return the model's parameters, and a microbatch's loss as the training loop computes it, of random pictures."""
     # without gathers inside of it: ranks repeat it as often as each has time for
     model = build.make_model(build.without_choices(config, world_size=communicator.world_size), communicator)
     precision = build.make_precision(config, model, device=communicator.device)
@@ -146,7 +146,7 @@ def _make_forward(
 
 
 def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
-    """The dtype of most bytes."""
+    """Find the dtype of most bytes."""
     num_bytes: Counter[str] = Counter()
     for tensor in tensors:
         num_bytes[tensor.dtype] += tensor.num_bytes
@@ -166,7 +166,7 @@ def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, c
 
 
 def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:
-    """What the choice rests on, as plain values: for people, and for a simulator."""
+    """State what the choice rests on, as plain values: for people, and for a simulator."""
     f = findings
     return {
         "conditions": dataclasses.asdict(conditions),

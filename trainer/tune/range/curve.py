@@ -34,7 +34,7 @@ class Suggestion:
 
 
 def exponential(low: float, high: float, *, steps: int) -> Callable[[int], float]:
-    """From low at step 0 to high at the last step, by the same factor each step."""
+    """Rise from low at step 0 to high at the last step, by the same factor each step."""
     return lambda step: low * (high / low) ** (step / (steps - 1))
 
 
@@ -46,7 +46,7 @@ class SmoothedLoss:
         self.lowest = math.inf
 
     def add(self, loss: float) -> float:
-        """The mean after another step."""
+        """Return the mean after another step."""
         self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * loss
         self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
         mean = self._sum / self._weight
@@ -54,12 +54,12 @@ class SmoothedLoss:
         return mean
 
     def has_exploded(self, mean: float) -> bool:
-        """Too large to come back."""
+        """Tell whether the loss is too large to come back."""
         return not mean <= EXPLODED * self.lowest
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The running means of all steps."""
+    """Compute the running means of all steps."""
     mean = SmoothedLoss()
     return [mean.add(loss) for loss in losses]
 
@@ -81,7 +81,7 @@ def suggest(lrs: Sequence[float], losses: Sequence[float], *, exploded_lr: float
 
 
 def _slopes(x_N: Sequence[float], y_N: Sequence[float]) -> dict[int, float]:
-    """Least-squares slope around each step that has a whole window."""
+    """Compute the least-squares slope around each step that has a whole window."""
     half = max(2, round(WINDOW_SHARE * len(x_N)))
     slopes = {}
     for center in range(half, len(x_N) - half):

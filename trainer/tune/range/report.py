@@ -10,7 +10,7 @@ from bigbatch.trainer.tune.range.curve import Suggestion, smooth
 
 
 def range_record(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, *, config: str) -> dict[str, Any]:
-    """What range.json states; losses in nats, one per step."""
+    """Make what range.json states; losses in nats, one per step."""
     return {
         "suggested_lr": found.suggested_lr,
         "steepest_lr": found.steepest_lr,
@@ -24,7 +24,7 @@ def range_record(lrs: Sequence[float], losses: Sequence[float], found: Suggestio
 
 
 def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> list[str]:
-    """The reading, and what to do next. experiment: the words that follow --config, overrides and all."""
+    """Say the reading, and what to do next. experiment: the words that follow --config, overrides and all."""
     if found.suggested_lr is None:
         return ["the loss never fell: raise --to, take more --steps, or look for an error in data and model"]
     lines = [f"steepest descent at a learning rate of {found.steepest_lr:.4g}"]
@@ -41,7 +41,7 @@ def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> lis
 
 
 def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, path: Path, *, title: str) -> None:
-    """Loss over the learning rate (log), raw and smoothed, with the readings as lines, as a PNG."""
+    """Plot loss over the learning rate (log), raw and smoothed, with the readings as lines, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

@@ -30,7 +30,7 @@ LINES = 20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the test that argv states; the exit code. Collective over the job's ranks.
+    """Run the test that argv states; return the exit code. Collective over the job's ranks.
 
     Raises: ConfigError; TuneError where the loss explodes too soon to read anything.
     """
@@ -69,12 +69,12 @@ class _Curve:
         self._num_steps = num_steps
 
     def say(self, text: str) -> None:
-        """On the first rank."""
+        """Print on the first rank."""
         if self._is_first:
             print(text, flush=True)
 
     def add(self, record: dict[str, Any]) -> None:
-        """A report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""
+        """Take a report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""
         mean = self._mean.add(record["loss"])
         if self._mean.has_exploded(mean):
             raise TrainingDiverged(f"the loss is {EXPLODED:g} times its lowest at step {record['step']}")
@@ -93,7 +93,7 @@ def _train(
     steps: int,
     tuned: Tuned | None,
 ) -> str | None:
-    """Train until the loss explodes, or to the last step; the signal that stopped it. Collective."""
+    """Train until the loss explodes, or to the last step; return the signal that stopped it. Collective."""
     local, _ = stage_data(config, communicator)
     train_split, eval_split = build_input.make_splits(local, communicator)
     whole = build.make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
@@ -117,7 +117,7 @@ def _train(
 
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """range.json, range.png and the reading. Raises: TuneError; RunFolderError."""
+    """Write range.json, range.png and the reading. Raises: TuneError; RunFolderError."""
     found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
     if curve.exploded_lr and len(curve.lrs) < MIN_STEPS // 2:
         raise TuneError(

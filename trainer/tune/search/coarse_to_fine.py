@@ -106,7 +106,7 @@ def _round(experiment: Experiment, journal: Path, axes: tuple[Axis, ...], *, num
 
 
 def _gpus(stated: Search) -> list[str]:
-    """Those to share out among trials at once; none where one trial may have them all."""
+    """List GPUs to share out among trials at once; none where one trial may have them all."""
     if stated.parallel == 1:
         return []
     import torch
@@ -115,7 +115,7 @@ def _gpus(stated: Search) -> list[str]:
 
 
 def _finish(experiment: Experiment, folder: StudyFolder, records: Sequence[Record], *, say: Say) -> Outcome:
-    """Files and words on what came out. Raises: TuneError where no trial finished."""
+    """Write files and words on what came out. Raises: TuneError where no trial finished."""
     metric = experiment.search.metric
     folder.write_text(folder.trials, report.as_json_lines(records))
     best = best_record(records, metric=metric)
@@ -134,7 +134,7 @@ def _finish(experiment: Experiment, folder: StudyFolder, records: Sequence[Recor
 
 
 def _explain_failure(records: Sequence[Record], folder: StudyFolder) -> str:
-    """Reasons that differ in their numbers only count as one."""
+    """Explain the failure; reasons that differ in their numbers only count as one."""
     kinds = [re.sub(r"\d[\d.e+-]*", "#", record.ended.reason) for record in records]
     kind, count = Counter(kinds).most_common(1)[0]
     return (
@@ -145,7 +145,7 @@ def _explain_failure(records: Sequence[Record], folder: StudyFolder) -> str:
 
 @contextmanager
 def noting_stops() -> Iterator[list[str]]:
-    """Names of the stop signals that came meanwhile."""
+    """Note the names of the stop signals that came meanwhile."""
     came: list[str] = []
 
     def note(number: int, frame: FrameType | None) -> None:

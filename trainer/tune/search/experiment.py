@@ -47,13 +47,13 @@ class Experiment:
     launch: Launch
 
     def config(self, values: dict[str, str]) -> Config:
-        """The whole experiment with these values. Raises: ConfigError."""
+        """Make the whole experiment with these values. Raises: ConfigError."""
         config = load_config([*self.search.config, *flags(values)], prog="bigbatch tune search")
         accumulation_steps(config.batch, world_size=self.launch.num_ranks)
         return config
 
     def short_config(self, values: dict[str, str], *, directory: Path) -> Config:
-        """What the trial with these values runs. Raises: ConfigError."""
+        """Make what the trial with these values runs. Raises: ConfigError."""
         search = self.search
         return shorten(self.config(values), epochs=search.epochs, evaluate_each=search.prune, directory=directory)
 
@@ -64,12 +64,12 @@ class Experiment:
         return math.floor(short.schedule.warmup_epochs) + 1
 
     def round_sizes(self) -> list[int]:
-        """Trials of each round: as even as can be, the first ones take what is left over."""
+        """Share out the trials of each round: as even as can be, the first ones take what is left over."""
         share, rest = divmod(self.search.trials, self.search.rounds)
         return [share + (number < rest) for number in range(self.search.rounds)]
 
     def identity(self) -> dict[str, Any]:
-        """All that decides which trials there are and what comes out; not how many run at once, nor where."""
+        """Name all that decides which trials there are and what comes out; not how many run at once, nor where."""
         search = self.search
         return {
             "config": dump_config(self.base),

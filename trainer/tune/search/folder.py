@@ -51,7 +51,7 @@ class StudyFolder:
         return self.path / "trials.jsonl"
 
     def trial(self, number: int) -> Path:
-        """The run folder of a trial."""
+        """Return the run folder of a trial."""
         return self.path / f"trial-{number:04d}"
 
     def write_text(self, path: Path, text: str) -> None:
@@ -86,7 +86,7 @@ def require_own(folder: StudyFolder, identity: dict[str, Any]) -> None:
 
 
 def _is_unused(folder: StudyFolder) -> bool:
-    """It holds nothing, or what a search leaves that was killed as it began: its locks come first."""
+    """Tell whether it holds nothing, or what a search leaves that was killed as it began: its locks come first."""
     if not folder.path.is_dir():
         return True
     names = {path.name for path in folder.path.iterdir()}
@@ -112,7 +112,7 @@ ORPHAN_POLL_SECONDS = 0.2
 
 @contextmanager
 def alone_in(folder: StudyFolder, *, say: Any) -> Iterator[IO[bytes]]:
-    """Meanwhile no other search works in the folder; the file that trials inherit, which stays locked while they live.
+    """Keep other searches out meanwhile; yield the file that trials inherit, which stays locked while they live.
 
     Where a search was killed, its trials may still run: they are waited for a while, since they write where their
     successors would. Raises: TuneError; RunFolderError.

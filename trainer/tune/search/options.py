@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Search as argv says; the exit code. Raises: ConfigError; TuneError."""
+    """Search as argv says; return the exit code. Raises: ConfigError; TuneError."""
     if (size := read_process_env().world_size) > 1:
         raise TuneError(f"a search is one process, not {size}: start it alone, and give its trials --launch")
     stated = parse_search(argv)
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_search(argv: Sequence[str]) -> Search:
-    """The search that a command line states. Raises: ConfigError."""
+    """Parse the search that a command line states. Raises: ConfigError."""
     arguments, overrides = _parser().parse_known_args(argv)
     if not arguments.study:
         raise ConfigError("--study is empty: name a folder, such as runs/search")

@@ -29,7 +29,7 @@ class Record:
     ended: Ended
 
     def describe(self, *, metric: Metric) -> str:
-        """One line, without the number."""
+        """Describe a trial in one line, without the number."""
         outcome = f"{self.ended.state}: {self.ended.reason}"
         if self.ended.state == "finished":
             outcome = show_result(result_of(self), metric=metric)
@@ -37,14 +37,14 @@ class Record:
 
 
 def best_record(records: Sequence[Record], *, metric: Metric) -> Record | None:
-    """The first finished one with the highest top-1 or the lowest loss; None where none finished."""
+    """Find the first finished one with the highest top-1 or the lowest loss; None where none finished."""
     finished = [record for record in records if record.ended.state == "finished"]
     sign = -1 if metric == "top1" else 1
     return min(finished, key=lambda record: (sign * result_of(record), record.number), default=None)
 
 
 def ranked(records: Sequence[Record], *, metric: Metric) -> list[Record]:
-    """The finished from the best down, then the others as they came."""
+    """List the finished from the best down, then the others as they came."""
     sign = -1 if metric == "top1" else 1
     finished = [record for record in records if record.ended.state == "finished"]
     others = [record for record in records if record.ended.state != "finished"]
@@ -52,22 +52,22 @@ def ranked(records: Sequence[Record], *, metric: Metric) -> list[Record]:
 
 
 def result_of(record: Record) -> float:
-    """Of one that has a result: that finished, or was pruned."""
+    """Return the result of one that has one: that finished, or was pruned."""
     assert record.ended.result is not None
     return record.ended.result
 
 
 def show_values(values: dict[str, str]) -> str:
-    """Keys and values in one line."""
+    """Show keys and values in one line."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def show_number(result: float, *, metric: Metric) -> str:
-    """Top-1 in percent, loss in nats; without the unit."""
+    """Show top-1 in percent, loss in nats; without the unit."""
     return f"{100 * result:.2f}" if metric == "top1" else f"{result:.4f}"
 
 
 def show_result(result: float, *, metric: Metric) -> str:
-    """With name and unit."""
+    """Show a result with name and unit."""
     number = show_number(result, metric=metric)
     return f"top-1 {number}%" if metric == "top1" else f"loss {number} nats"

@@ -45,7 +45,7 @@ class Shown:
 
 @contextmanager
 def progress(total: int, say: Callable[[str], None]) -> Iterator[Shown]:
-    """A bar of trials on a terminal, with lines above it; elsewhere the lines alone, by say."""
+    """Show a bar of trials on a terminal, with lines above it; elsewhere the lines alone, by say."""
     columns = terminal_columns()
     if columns is None:
         yield Shown(say, lambda count=1: None)
@@ -61,7 +61,7 @@ def progress(total: int, say: Callable[[str], None]) -> Iterator[Shown]:
 
 
 def table(records: Sequence[Record], *, metric: Metric) -> list[str]:
-    """The best trials, aligned, from the best down; then those that did not finish."""
+    """List the best trials, aligned, from the best down; then those that did not finish."""
     keys = list(records[0].values)
     unit = "top-1 (%)" if metric == "top1" else "loss (nats)"
     rows = [["trial", "round", *keys, unit, "seconds", "outcome"]]
@@ -83,13 +83,13 @@ def _row(record: Record, keys: Sequence[str], *, metric: Metric) -> list[str]:
 
 
 def as_json_lines(records: Sequence[Record]) -> str:
-    """One object a line, flat but for the values."""
+    """Write one object a line, flat but for the values."""
     rows = ({**dataclasses.asdict(record), **dataclasses.asdict(record.ended)} for record in records)
     return "".join(json.dumps({key: value for key, value in row.items() if key != "ended"}) + "\n" for row in rows)
 
 
 def best_yaml(config: Config, best: Record, *, folder: Path, search: Search) -> str:
-    """The whole experiment, and in a comment where its values are from."""
+    """Write the whole experiment, and in a comment where its values are from."""
     where = " ".join(str(folder).split())
     return (
         f"# bigbatch tune search in {where}: trial {best.number} of {search.trials}, of {search.epochs} epochs each\n"
@@ -99,7 +99,7 @@ def best_yaml(config: Config, best: Record, *, folder: Path, search: Search) -> 
 
 
 def plot_search(records: Sequence[Record], axes: Sequence[Axis], path: Path, *, metric: Metric) -> None:
-    """Results over each searched value, as a PNG: a colour per round, hollow where a trial was pruned."""
+    """Plot results over each searched value, as a PNG: a colour per round, hollow where a trial was pruned."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(axes), 4), layout="constrained")
@@ -140,7 +140,7 @@ def _draw_best(panel: "Axes", best: Record, axis: Axis, *, metric: Metric) -> No
 
 
 def _point(record: Record, axis: Axis, *, metric: Metric) -> tuple[float, float]:
-    """Where a trial lies: grids by the index of the value."""
+    """Place a trial: grids by the index of the value."""
     text, result = record.values[axis.key], result_of(record)
     x = float(text) if isinstance(axis, Range) else float(axis.texts.index(text))
     return x, 100 * result if metric == "top1" else result

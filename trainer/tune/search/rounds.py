@@ -46,13 +46,13 @@ class RoundRunner:
     """Runs one round to its end, or until it is stopped."""
 
     def __init__(self, workplace: Workplace, study: Round, *, number: int, first: int, count: int) -> None:
-        """first: number of the round's first trial in the search; count: of its trials."""
+        """Take first: number of the round's first trial in the search; count: of its trials."""
         self._work, self._study = workplace, study
         self._number, self._first, self._count = number, first, count
         self._active: dict[int, _Active] = {}
 
     def run(self) -> bool:
-        """False where it was stopped: its trials wait in the journal then."""
+        """Run the round; False where it was stopped: its trials wait in the journal then."""
         waiting = self._study.unfinished()
         num_started = len(self._study.ended()) + len(waiting)
         try:
@@ -72,7 +72,7 @@ class RoundRunner:
                 active.running.end()
 
     def records(self) -> list[Record]:
-        """The round's trials that ended."""
+        """List the round's trials that ended."""
         return [self._record(*each) for each in self._study.ended()]
 
     def _record(self, index: int, values: dict[str, str], ended: Ended) -> Record:

@@ -26,7 +26,7 @@ class RunningTrial:
     """One process (or launcher) in a session of its own, so that a Ctrl-C is the search's to pass on."""
 
     def __init__(self, argv: Sequence[str], folder: Path, *, inherits: IO[Any]) -> None:
-        """inherits: a locked file; as long as the process lives, the lock is held. Raises: RunFolderError."""
+        """Start it. inherits: a locked file; as long as the process lives, the lock is held. Raises: RunFolderError."""
         self.folder = folder
         self.argv = list(argv)
         self._started = time.monotonic()
@@ -58,19 +58,19 @@ class RunningTrial:
         return bool(self._requests)
 
     def new_evaluations(self) -> list[dict[str, Any]]:
-        """Records of evaluations that no earlier call gave, in order."""
+        """Read the records of evaluations that no earlier call gave, in order."""
         found = [record for record in self._evaluations() if record["epoch"] > self._last_epoch]
         if found:
             self._last_epoch = found[-1]["epoch"]
         return found
 
     def last_evaluation(self) -> dict[str, Any] | None:
-        """The newest, or None."""
+        """Return the newest, or None."""
         found = self._evaluations()
         return found[-1] if found else None
 
     def _evaluations(self) -> list[dict[str, Any]]:
-        """Of the whole file, which is read again only when it has grown."""
+        """Read the evaluations of the whole file, which is read again only when it has grown."""
         path = RunDir(self.folder).metrics
         num_bytes = path.stat().st_size if path.exists() else 0
         if num_bytes != self._evaluated_bytes:
@@ -85,7 +85,7 @@ class RunningTrial:
             self._process.send_signal(signal.SIGTERM)
 
     def exit_code(self) -> int | None:
-        """None while it runs; one that was asked to stop is pressed harder as its time runs out."""
+        """Return None while it runs; one that was asked to stop is pressed harder as its time runs out."""
         code = self._process.poll()
         if code is None and self._requests:
             first, second = PATIENCE_SECONDS
@@ -97,7 +97,7 @@ class RunningTrial:
         return code
 
     def end(self) -> None:
-        """Without a checkpoint; `bigbatch launch` gets the time to end its ranks, which it does when asked twice."""
+        """End it without a checkpoint; `bigbatch launch` gets time to end its ranks, which it does when asked twice."""
         while len(self._requests) < 2:
             self.ask_to_stop()
         try:
@@ -112,7 +112,7 @@ class RunningTrial:
         self._process.wait()
 
     def reason(self) -> str:
-        """Why it failed, in one line: the last of its words that an error of bigbatch begins, else its last words."""
+        """Say why it failed, in a line: the last of its words that an error of bigbatch begins, else its last words."""
         with writing(self.folder / OUTPUT), (self.folder / OUTPUT).open("rb") as output:
             output.seek(self._output_start)
             text = output.read().decode(errors="backslashreplace")
@@ -120,7 +120,7 @@ class RunningTrial:
 
 
 def find_reason(text: str) -> str:
-    """The last line that begins as errors of bigbatch do, without that; else the last line; nothing in no text."""
+    """Find the last line that begins as errors of bigbatch do, without that; else the last line; nothing in no text."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.partition("bigbatch: ")[2] for line in lines if re.match(r"(\[[^]]*\]:?\s*)?bigbatch: ", line)]
     return (ours or lines or [""])[-1][:REASON_CHARS]

@@ -13,7 +13,7 @@ from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 
 
 def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path) -> Config:
-    """The experiment in fewer epochs: what its config states in epochs or steps of a run shrinks with them.
+    """Make the experiment in fewer epochs: what its config states in epochs or steps of a run shrinks with them.
 
     evaluate_each: after each epoch, so that there is something to judge by; else after the last one only.
     Raises: ConfigError.
@@ -57,12 +57,12 @@ def _shorten_schedule(schedule: ScheduleConfig, *, epochs: int, share: float) ->
 
 
 def to_the_last_epoch(run: RunConfig) -> RunConfig:
-    """The same run, which neither a good result nor a lack of progress ends early."""
+    """Make the same run, which neither a good result nor a lack of progress ends early."""
     return dataclasses.replace(run, target_top1=None, stop_metric=None, stop_after_evaluations=None)
 
 
 def differences(base: Config, other: Config) -> list[str]:
-    """The options of `bigbatch train` that make other of base."""
+    """List the options of `bigbatch train` that make other of base."""
     changed = [key for key in all_keys() if lookup(base, key) != lookup(other, key)]
     return [word for key in changed for word in (f"--{key}", as_yaml(_plain(lookup(other, key))))]
 
@@ -82,7 +82,7 @@ class Launch:
 
 
 def parse_launch(words: Sequence[str]) -> Launch:
-    """What --launch says. Raises: ConfigError."""
+    """Parse what --launch says. Raises: ConfigError."""
     if not words:
         return Launch((), 1, is_here=True)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -111,7 +111,7 @@ def train_argv(options: Sequence[str], *, base: Path, launch: Launch, gpus: Sequ
 
 
 def gpus_of(slot: int, *, gpus: Sequence[str], launch: Launch) -> list[str]:
-    """GPUs of the trials that run at this place among those at once: a rank's own, taken in turn.
+    """List the GPUs of the trials that run at this place among those at once: a rank's own, taken in turn.
 
     None, which leaves all as it is, where the ranks of a trial need all GPUs anyway or run on other hosts.
     """

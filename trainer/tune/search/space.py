@@ -37,13 +37,13 @@ class Range:
         return self.text(self.low), self.text(self.high)
 
     def text(self, number: float) -> str:
-        """A number as a config states it, with few digits, but never outside of the range."""
+        """Write a number as a config states it, with few digits, but never outside of the range."""
         if self.is_int:
             return str(round(number))
         return f"{min(max(float(f'{number:.{NUM_DIGITS}g}'), self.low), self.high):.12g}"
 
     def shrunk(self, best: str) -> "Range":
-        """A third of the range around best, and within the range."""
+        """Keep a third of the range around best, and within the range."""
         low, high = self._scale(self.low), self._scale(self.high)
         width = (high - low) / SHRINK
         start = min(max(self._scale(float(best)) - width / 2, low), high - width)
@@ -53,7 +53,7 @@ class Range:
         return replace(self, low=max(ends[0], self.low), high=min(ends[1], self.high))
 
     def is_edge(self, best: str) -> bool:
-        """There may be better ones beyond an end."""
+        """Tell whether there may be better ones beyond an end."""
         low, high, here = (self._scale(number) for number in (self.low, self.high, float(best)))
         return not EDGE_SHARE <= (here - low) / (high - low) <= 1 - EDGE_SHARE
 
@@ -78,7 +78,7 @@ class Grid:
         return self.texts
 
     def shrunk(self, best: str) -> "Grid":
-        """A third of the values around best; all of them where they have no order."""
+        """Keep a third of the values around best; all of them where they have no order."""
         if not self.is_ordered:
             return self
         count = math.ceil(len(self.texts) / SHRINK)
@@ -86,7 +86,7 @@ class Grid:
         return replace(self, texts=self.texts[start : start + count])
 
     def is_edge(self, best: str) -> bool:
-        """There may be better ones beyond an end."""
+        """Tell whether there may be better ones beyond an end."""
         return self.is_ordered and len(self.texts) > 1 and best in (self.texts[0], self.texts[-1])
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ Axis = Range | Grid
 
 
 def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
-    """What --space options say. Raises: ConfigError."""
+    """Parse what --space options say. Raises: ConfigError."""
     axes = tuple(parse_axis(text) for text in texts)
     keys = [axis.key for axis in axes]
     if not axes:
@@ -108,7 +108,7 @@ def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
 
 
 def parse_axis(text: str) -> Axis:
-    """One --space option. Raises: ConfigError naming the option and a legal form."""
+    """Parse one --space option. Raises: ConfigError naming the option and a legal form."""
     key, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
     _check_key(key, text)
@@ -132,12 +132,12 @@ def parse_axis(text: str) -> Axis:
 
 
 def shrink(axes: tuple[Axis, ...], best: dict[str, str]) -> tuple[Axis, ...]:
-    """The space of the next round."""
+    """Make the space of the next round."""
     return tuple(axis.shrunk(best[axis.key]) for axis in axes)
 
 
 def flags(values: dict[str, str]) -> list[str]:
-    """Values as options of `bigbatch train`."""
+    """Write values as options of `bigbatch train`."""
     return [word for key, value in values.items() for word in (f"--{key}", value)]
 
 

@@ -14,7 +14,7 @@ FIRST_JUDGED = 4
 
 
 def import_optuna() -> Any:
-    """Optuna, which speaks up from warnings on. Raises: TuneError naming the extra to install."""
+    """Import Optuna, which speaks up from warnings on. Raises: TuneError naming the extra to install."""
     try:
         import optuna
 
@@ -34,7 +34,7 @@ class Round:
     def __init__(
         self, journal: Path, axes: tuple[Axis, ...], *, number: int, maximize: bool, prune_from_epoch: int, seed: int
     ) -> None:
-        """prune_from_epoch: no trial is pruned before. Raises: TuneError."""
+        """Open the round. prune_from_epoch: no trial is pruned before. Raises: TuneError."""
         self._optuna = optuna = import_optuna()
         self._axes = axes
         self._distributions = {axis.key: _distribution(optuna, axis) for axis in axes}
@@ -50,7 +50,7 @@ class Round:
         self._trials: dict[int, Any] = {}
 
     def _sampler(self, seed: int) -> Any:
-        """Sobol's sequence, scrambled by the seed; where it stands is in the journal.
+        """Make Sobol's sequence, scrambled by the seed; where it stands is in the journal.
 
         Optuna draws the first trial of a study by chance, and others as long as none finished: from another stream
         after every start, or the draws would repeat.
@@ -62,23 +62,23 @@ class Round:
             return samplers.QMCSampler(seed=seed % 2**32, scramble=True, independent_sampler=independent)
 
     def ask(self) -> tuple[int, dict[str, str]]:
-        """A new trial: its index and values."""
+        """Start a new trial: its index and values."""
         return self._values(self._study.ask())
 
     def unfinished(self) -> list[tuple[int, dict[str, str]]]:
-        """Trials that were under way when the last search in this folder was stopped or killed."""
+        """List the trials that were under way when the last search in this folder was stopped or killed."""
         running = self._study.get_trials(states=(self._optuna.trial.TrialState.RUNNING,))
         return [self._values(self._optuna.trial.Trial(self._study, trial._trial_id)) for trial in running]
 
     def _values(self, trial: Any) -> tuple[int, dict[str, str]]:
-        """What the journal has not chosen yet is chosen now."""
+        """Choose values: what the journal has not chosen yet is chosen now."""
         values = {axis.key: _text(axis, _suggest(trial, axis, self._distributions[axis.key])) for axis in self._axes}
         trial.set_user_attr("values", values)
         self._trials[trial.number] = trial
         return trial.number, values
 
     def should_stop(self, index: int, *, epoch: int, result: float) -> bool:
-        """Note an evaluation: the trial is worse than the median of the others after as many epochs."""
+        """Note an evaluation; True where the trial is worse than the median of the others after as many epochs."""
         trial = self._trials[index]
         if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may come by again
             trial.report(result, epoch)
@@ -95,7 +95,7 @@ class Round:
             self._study.tell(trial, state=states.PRUNED if ended.state == "pruned" else states.FAIL)
 
     def ended(self) -> list[tuple[int, dict[str, str], Ended]]:
-        """Index, values and outcome of every trial that ended, in the order of their start."""
+        """List index, values and outcome of every trial that ended, in the order of their start."""
         return [
             (trial.number, trial.user_attrs["values"], _ended(trial))
             for trial in self._study.trials
@@ -109,7 +109,7 @@ def _ended(trial: Any) -> Ended:
 
 
 def _distribution(optuna: Any, axis: Axis) -> Any:
-    """Grids are known by the index of a value, so that all keys share one quasi-random sequence."""
+    """Make a distribution; grids go by the index of a value, so that all keys share one quasi-random sequence."""
     if not isinstance(axis, Range):
         return optuna.distributions.IntDistribution(0, len(axis.texts) - 1)
     if axis.is_int:
@@ -122,7 +122,7 @@ def _text(axis: Axis, chosen: float) -> str:
 
 
 def _suggest(trial: Any, axis: Axis, distribution: Any) -> float:
-    """Of the distribution; what the journal has chosen stays."""
+    """Suggest a value of the distribution; what the journal has chosen stays."""
     if isinstance(axis, Range) and not axis.is_int:
         return float(trial.suggest_float(axis.key, distribution.low, distribution.high, log=distribution.log))
     return float(trial.suggest_int(axis.key, distribution.low, distribution.high, log=distribution.log))
