@@ -9,7 +9,7 @@ from bigbatch.errors import UserError
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from least on."""
+    """Make a type for argparse: whole numbers from least on."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
 
 
 def trial(cluster: str, folder: Path, *, state: str) -> dict[str, float]:
-    """Seconds of each stage, since submitting and since the signal."""
+    """Measure the seconds of each stage, since submitting and since the signal."""
     folder.mkdir()
     metrics = folder / "run" / "metrics.jsonl"
     if state == "cold":
@@ -116,13 +116,13 @@ def trial(cluster: str, folder: Path, *, state: str) -> dict[str, float]:
 
 
 def reports(metrics: Path, kind: str) -> list[float]:
-    """When each record of a kind was written."""
+    """Read when each record of a kind was written."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return [each["time"] for each in map(json.loads, lines) if each["kind"] == kind]
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
-    """What look returns, once that is true."""
+    """Return what look returns, once that is true."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (found := look()):
         if time.monotonic() > deadline:
@@ -132,13 +132,13 @@ def wait_for(look: Callable[[], Any]) -> Any:
 
 
 def login(cluster: str, folder: Path, *words: str) -> str:
-    """What a command on the login node says."""
+    """Return what a command on the login node says."""
     argv = [*BIGBATCH, "launch", "emulate", "exec", "--name", cluster, "--", *words]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def run(*words: str) -> None:
-    """`bigbatch`."""
+    """Run `bigbatch`."""
     subprocess.run([*BIGBATCH, *words], check=True, stdout=subprocess.DEVNULL, timeout=300)
 
 

@@ -26,18 +26,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """values[i] / others[i], round by round."""
+    """Divide values[i] by others[i], round by round."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def show(name: str, values: Mapping[str, float], *, unit: str) -> str:
-    """One line of a spread: median, smallest and largest."""
+    """Show a spread in one line: median, smallest and largest."""
     shown = {key: f"{values[key]:,.4g}" if values[key] < 1000 else f"{values[key]:,.0f}" for key in values}
     return f"{name:32} {shown['median']:>10} {unit:18} ({shown['min']} to {shown['max']}, n = {values['n']})"
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """What another person needs to repeat it. Take it before measuring: the load is that of the others then."""
+    """Gather what another person needs to repeat it. Take it before measuring: the load is that of the others then."""
     return {
         "commit": source_commit(),
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
@@ -68,13 +68,13 @@ def without_place(value: Any) -> Any:
 
 
 def cpu_name() -> str:
-    """From the kernel, which knows it better than Python."""
+    """Ask the kernel for the CPU's name, which knows it better than Python."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
 def version_of(distribution: str) -> str | None:
-    """None where it is not installed."""
+    """Look up an installed version; None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -81,7 +81,7 @@ def job_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def choose_contestants(names: str | None, available: Sequence[str], *, left_out: Mapping[str, str]) -> tuple[str, ...]:
-    """'a,b' -> (a, b); None -> all. Raises: CommError for one that cannot run here, with the reason."""
+    """Turn 'a,b' into (a, b), and None into all. Raises: CommError for one that cannot run here, with the reason."""
     if names is None:
         return tuple(available)
     chosen = tuple(dict.fromkeys(names.split(",")))
@@ -108,7 +108,7 @@ def choose_with_horovod(
 
 
 def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """What another person needs to repeat it. Collective."""
+    """Gather what another person needs to repeat it. Collective."""
     conditions = dataclasses.asdict(gather_conditions(job.communicator))
     return conditions | {
         "machine": cpu_name(),
@@ -122,7 +122,7 @@ def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _congestion_control(prepare: Callable[[socket.socket], None] = lambda stream: None) -> str:
-    """Of a new TCP connection."""
+    """Ask for the congestion control of a new TCP connection."""
     with socket.socket() as stream:
         prepare(stream)
         return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()

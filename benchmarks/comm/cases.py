@@ -30,7 +30,7 @@ class Case:
     """Only with --long."""
 
     def command(self, out: Path) -> list[str]:
-        """What runs it; the record goes to out."""
+        """List the words that run it; the record goes to out."""
         program = ["-m", f"benchmarks.comm.{self.module}", "--out", str(out), *self.options]
         if not self.link:
             return [sys.executable, *program]
@@ -180,7 +180,7 @@ QUICK = (
 
 
 def choose_cases(*, quick: bool, long: bool, only: Sequence[str]) -> list[Case]:
-    """Those to run: named ones (by any part of the name) whether long or not. Raises: ValueError where none is."""
+    """Choose cases: named ones (by any part of the name) whether long or not. Raises: ValueError where none is."""
     cases = QUICK if quick else CASES
     chosen = [c for c in cases if (any(word in c.name for word in only) if only else long or not c.is_long)]
     if not chosen:
@@ -191,10 +191,10 @@ def choose_cases(*, quick: bool, long: bool, only: Sequence[str]) -> list[Case]:
 
 
 def record_path(folder: Path, case: Case, *, quick: bool) -> Path:
-    """Where a case's record lies."""
+    """Name the file of a case's record."""
     return folder / f"{prefix(quick=quick)}{case.name}.json"
 
 
 def prefix(*, quick: bool) -> str:
-    """Of the names of records: quick ones are told apart from those that a claim may rest on."""
+    """Begin the names of records: quick ones are told apart from those that a claim may rest on."""
     return "comm-quick-" if quick else "comm-"

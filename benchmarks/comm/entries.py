@@ -50,7 +50,7 @@ Allocate = Callable[[int], Tensor]
 
 
 def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[str, str]]:
-    """All contestants that can run here, their memory, and why others cannot; hybrid without its table. Collective."""
+    """Make all who can run here, their memory, and why others cannot; hybrid without its table. Collective."""
     ours = job.communicator
     entries = {name: ours_entry(ours.with_algorithm(name)) for name in ours.algorithms}
     entries |= {name: Entry(nobody, "tcp", wire=wire) for name, wire in HYBRIDS.items()}
@@ -79,33 +79,33 @@ def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[
 
 
 def allocate_from(communicator: Communicator) -> Allocate:
-    """Tensors that this communicator sums without copies."""
+    """Allocate tensors that this communicator sums without copies."""
     return lambda num_elements: communicator.allocate(num_elements, torch.float32)
 
 
 def sum_by_mpi(world: Any, tensor_N: Tensor) -> None:
-    """MPI_Allreduce in place, by the algorithm that the MPI library chooses."""
+    """Call MPI_Allreduce in place, by the algorithm that the MPI library chooses."""
     world.Allreduce(import_mpi().IN_PLACE, tensor_N.numpy())
 
 
 def nobody(tensor_N: Tensor) -> None:
-    """Hybrid before its table. Raises: AssertionError."""
+    """Stand in for hybrid before its table. Raises: AssertionError."""
     raise AssertionError("hybrid has no table yet")
 
 
 def ours_entry(communicator: Communicator, *, memory: str = "tcp", wire: str = "float32") -> Entry:
-    """One of our algorithms."""
+    """Make the entry of one of our algorithms."""
     return Entry(lambda tensor_N: communicator.sum_(tensor_N, label="benchmark"), memory, wire=wire)
 
 
 def hybrid_entry(job: Job, table: HybridTable, *, wire: str) -> Entry:
-    """Hybrid with its table. Collective."""
+    """Make the entry of hybrid with its table. Collective."""
     own = make_wire(None if wire == "float32" else wire)
     return ours_entry(job.communicator.with_algorithm("hybrid", table=table, wire=own), wire=wire)
 
 
 def horovod_entry(horovod: Any) -> Entry:
-    """Started for each round of repetitions, with one sum to warm up."""
+    """Make the entry of Horovod, started for each round of repetitions, with one sum to warm up."""
 
     def sum_(tensor_N: Tensor) -> None:
         horovod.allreduce_(tensor_N, op=horovod.Sum, name="benchmark")

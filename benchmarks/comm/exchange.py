@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """One case. Collective. Raises: CommError."""
+    """Run one case. Collective. Raises: CommError."""
     case = begin(options)
     job, goodput = case.job, case.goodput
     entries, allocators, left_out = make_entries(job)
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = job_parser(__doc__)
     parser.add_argument("--sizes", type=parse_sizes, default=SIZES, help="bytes (default: %(default)s)")
     parser.add_argument("--seconds-per-size", type=float, default=110.0, help="for all contestants")
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """'1e3,2000000' -> [1000, 2000000]: ascending, whole fp32 elements. Raises: argparse.ArgumentTypeError."""
+    """Read '1e3,2000000' as [1000, 2000000], ascending, whole fp32 elements. Raises: argparse.ArgumentTypeError."""
     try:
         sizes = sorted({int(float(word)) // 4 * 4 for word in text.split(",")})
     except ValueError:
@@ -103,7 +103,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def tune(job: Job, options: argparse.Namespace, *, wire: str) -> tuple[Times, HybridTable]:
-    """Every algorithm's times and hybrid's table, measured as `bigbatch comm tune` does, with less time. Collective."""
+    """Measure all algorithms' times and hybrid's table as `bigbatch comm tune` does, with less time. Collective."""
     times = measure_times(
         job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)),
         tune_sizes(max(options.sizes)),
@@ -119,7 +119,7 @@ def tune(job: Job, options: argparse.Namespace, *, wire: str) -> tuple[Times, Hy
 def measure_size(
     job: Job, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], *, size: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row for each contestant: of its repetitions, or of its first sum where there is no time for more."""
+    """Measure a row for each contestant: of its repetitions, or of its first sum where there is no time for more."""
     parts = {memory: tensor_N[: size // 4] for memory, tensor_N in tensors.items()}
     checked = {name: check(job, name, entry, parts[entry.memory]) for name, entry in entries.items()}
     first = {name: seconds for name, (seconds, _) in checked.items()}
@@ -152,7 +152,7 @@ def measure_size(
 
 
 def make_contestant(name: str, entry: Entry, part_N: Tensor, *, loops: int) -> Contestant:
-    """Sums the same tensor loops times in a row."""
+    """Make a contestant that sums the same tensor loops times in a row."""
 
     def work() -> None:
         for _ in range(loops):
@@ -168,7 +168,7 @@ def make_contestant(name: str, entry: Entry, part_N: Tensor, *, loops: int) -> C
 
 
 def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int]:
-    """The first sum, of numbers whose sum is exact: its seconds, and the wrong elements of all ranks. Collective."""
+    """Check the first sum, of numbers whose sum is exact: its seconds, and all ranks' wrong elements. Collective."""
     world_size = job.communicator.world_size
     limit = limit_of(entry.wire)
     contestant = make_contestant(name, entry, part_N, loops=1)
@@ -179,7 +179,7 @@ def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int
 
 
 def within_time(first: Mapping[str, float], *, seconds: float, repetitions: int) -> list[str]:
-    """The contestants, in order, whose repetitions fit into the time; the first two always do."""
+    """Choose the contestants, in order, whose repetitions fit into the time; the first two always do."""
     chosen: list[str] = []
     left = seconds
     for name in sorted(first, key=CONTESTANTS.index):
@@ -191,7 +191,7 @@ def within_time(first: Mapping[str, float], *, seconds: float, repetitions: int)
 
 
 def without_hopeless(entries: Mapping[str, Entry], rows: Sequence[Mapping[str, Any]], *, size: int) -> dict[str, Entry]:
-    """The contestants for the next size."""
+    """Choose the contestants for the next size."""
     ours = {row["contestant"]: row["seconds"]["median"] for row in rows if row["is_ours"]}
     full = [row["seconds"]["median"] for row in rows if row["is_ours"] and row["wire"] == "float32"]
     if size < HOPELESS_BYTES or not full:
@@ -203,7 +203,7 @@ def without_hopeless(entries: Mapping[str, Entry], rows: Sequence[Mapping[str, A
 def with_limit(
     rows: Sequence[Mapping[str, Any]], *, num_nodes: int, goodput: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """Rows with their share of the limit, by the higher goodput that was measured: the stricter one."""
+    """Make rows with their share of the limit, by the higher goodput that was measured: the stricter one."""
     best = links.best_goodput(goodput)
     if best is None or num_nodes < 2:
         return [dict(row) | {"limit_share": None} for row in rows]
@@ -219,7 +219,7 @@ def with_limit(
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One size in a line: milliseconds."""
+    """Show one size in a line: milliseconds."""
     times = ", ".join(
         f"{row['contestant']} {1e3 * row['seconds']['median']:.4g}{'' if row['seconds']['n'] > 1 else ' (once)'}"
         for row in rows

@@ -34,7 +34,7 @@ class Pace:
         return [self._stretch * each for each in self._ready_seconds]
 
     def take(self, seconds: float) -> None:
-        """Forward and backward last so long from now on."""
+        """Let forward and backward last so long from now on."""
         self._stretch *= seconds / self.seconds
 
     def begin(self) -> None:
@@ -79,46 +79,46 @@ class CostlessModel(nn.Module):
             self._ordered.append(parameter)
 
     def forward(self, chain_1: Tensor) -> Tensor:
-        """A loss out of any one number that requires a gradient."""
+        """Compute a loss out of any one number that requires a gradient."""
         for i, parameter in enumerate(self._ordered):
             wait = partial(self._pace.wait_for, i) if self._pace else _go_on
             chain_1 = _Ready.apply(chain_1, parameter, float(gradient_value(i) * self._weight), wait)
         return chain_1.sum()
 
     def begin(self) -> None:
-        """What a step does before backward."""
+        """Do what a step does before backward."""
         if self._pace:
             self._pace.begin()
 
 
 def _go_on() -> None:
-    """Without a pace."""
+    """Go on at once, without a pace."""
 
 
 def start() -> Tensor:
-    """The number that a CostlessModel passes on."""
+    """Make the number that a CostlessModel passes on."""
     return torch.zeros(1, requires_grad=True)
 
 
 def gradient_value(index: int) -> int:
-    """Of parameter number index, before the weight."""
+    """Return the value of parameter number index, before the weight."""
     return 1 + index % NUM_VALUES
 
 
 def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a network's parameters, without making it."""
+    """List names and shapes of a network's parameters, without making it."""
     with torch.device("meta"):
         network = build_model(model, num_classes=1000, norm=nn.BatchNorm2d)
     return {name: tuple(p.shape) for name, p in network.named_parameters()}
 
 
 def make_values(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Zeros that all contestants' parameters share; nobody writes them, so they take no memory."""
+    """Make zeros that all contestants' parameters share; nobody writes them, so they take no memory."""
     return {name: torch.zeros(tuple(shape)) for name, shape in shapes.items()}
 
 
 def count_wrong(parameters: Iterable[nn.Parameter], *, expected: float) -> int:
-    """Parameters whose gradient is not `expected` times its value, by the first, middle and last element."""
+    """Count parameters whose gradient is not `expected` times its value, by first, middle and last element."""
     wrong = 0
     for i, parameter in enumerate(parameters):
         assert parameter.grad is not None

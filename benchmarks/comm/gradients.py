@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = job_parser(__doc__)
     parser.add_argument("--model", default="resnet50", help="whose gradients (default: %(default)s)")
     parser.add_argument("--tune-seconds", type=float, default=25.0, help="for each tuned contestant's table and plan")
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """One case. Collective. Raises: CommError."""
+    """Run one case. Collective. Raises: CommError."""
     case = begin(options)
     job, goodput = case.job, case.goodput
     names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS)
@@ -127,14 +127,14 @@ class Step:
         self.wait()
 
     def count_wrong(self) -> int:
-        """Parameters with a wrong gradient."""
+        """Count parameters with a wrong gradient."""
         return count_wrong(self.parameters, expected=self.expected)
 
 
 def make_contestant(
     job: Job, name: str, model: CostlessModel, *, tuned: Mapping[str, Findings], horovod: Any, wrong: dict[str, int]
 ) -> Contestant:
-    """One of CONTESTANTS over its own model. Collective. Wrong gradients are counted in wrong[name]."""
+    """Make one of CONTESTANTS over its own model. Collective. Wrong gradients are counted in wrong[name]."""
     if name == "horovod":
         return _horovod(job, model, horovod, wrong)
     if name.startswith("ddp"):
@@ -162,7 +162,7 @@ def _ours_step(job: Job, name: str, model: CostlessModel, tuned: Findings | None
 
 
 def _local_step(job: Job, model: CostlessModel) -> Step:
-    """The same step without communication."""
+    """Make the same step without communication."""
     parameters = list(model.parameters())
     return Step(model, parameters, nothing, partial(_drop_gradients, parameters), job.rank + 1, model.begin)
 
@@ -178,7 +178,7 @@ def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
 
 
 def _horovod(job: Job, model: CostlessModel, horovod: Any, wrong: dict[str, int]) -> Contestant:
-    """Started for each round of repetitions, with one step to warm up."""
+    """Make Horovod's contestant, started for each round of repetitions, with one step to warm up."""
     parameters = list(model.parameters())
     made: list[Step] = []
 

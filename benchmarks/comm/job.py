@@ -46,16 +46,16 @@ class Job:
         self.communicator.sum_(self.meeting_N, label="meeting before a repetition")
 
     def gather(self, value: Any) -> list[Any]:
-        """A value that JSON knows, of every rank. Collective."""
+        """Gather a value that JSON knows, of every rank. Collective."""
         return [json.loads(text) for text in self.communicator.gather_text(json.dumps(value))]
 
     def say(self, text: str) -> None:
-        """A line on rank 0's standard error."""
+        """Print a line on rank 0's standard error."""
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
     def say_left_out(self, left_out: Mapping[str, str]) -> None:
-        """Who cannot take part, and why."""
+        """Say who cannot take part, and why."""
         for name, reason in left_out.items():
             self.say(f"left out: {name}: {reason}")
 

@@ -21,12 +21,12 @@ TRY_SECONDS = 0.1
 
 
 def read_sent_bytes(interface: str | None = None) -> int:
-    """Bytes that this node has sent over one interface, or over all but loopback, since it was made."""
+    """Read the bytes that this node has sent over one interface, or over all but loopback, since it was made."""
     return parse_sent_bytes(Path("/proc/net/dev").read_text(), interface=interface)
 
 
 def parse_sent_bytes(text: str, *, interface: str | None = None) -> int:
-    """The same out of /proc/net/dev. Raises: CommError for an interface that is not there."""
+    """Parse the same out of /proc/net/dev. Raises: CommError for an interface that is not there."""
     rows = {name.strip(): values.split() for name, colon, values in (x.partition(":") for x in text.splitlines())}
     sent = {name: int(row[8]) for name, row in rows.items() if len(row) == 16 and name != "lo"}
     if interface is None:
@@ -37,22 +37,22 @@ def parse_sent_bytes(text: str, *, interface: str | None = None) -> int:
 
 
 def limit_seconds(num_bytes: float, *, num_nodes: int, goodput: float) -> float:
-    """The least time of an all-reduce: 2(m-1)/m * bytes / goodput, over m nodes; goodput in bits per second."""
+    """Compute an all-reduce's least time: 2(m-1)/m * bytes / goodput, over m nodes; goodput in bits per second."""
     return least_seconds(num_bytes, num_nodes=num_nodes, bytes_per_second=goodput / 8)
 
 
 def best_goodput(goodput: Sequence[float | None]) -> float | None:
-    """The highest that was measured: it makes the strictest limit. None where there is no link."""
+    """Take the highest that was measured: it makes the strictest limit. None where there is no link."""
     return max((each for each in goodput if each), default=None)
 
 
 def find_goodput(job: Job, given_mbit: float | None, *, seconds: float, control: str | None = None) -> float | None:
-    """Bits per second of a link: as given, else measured. Collective."""
+    """Find the bits per second of a link: as given, else measured. Collective."""
     return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds, control=control)
 
 
 def measure_goodput(job: Job, *, seconds: float, control: str | None) -> float | None:
-    """Bits per second that one TCP stream of iperf3 brings from the second node to the first. Collective.
+    """Measure the bits per second that one TCP stream of iperf3 brings from the second node to the first. Collective.
 
     control: the stream's congestion control, None for the system's.
     None where there is one node. Raises: CommError without iperf3, or where it fails again and again; on all ranks.
@@ -67,7 +67,7 @@ def measure_goodput(job: Job, *, seconds: float, control: str | None) -> float |
 
 
 def _test_once(job: Job, *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
-    """Goodput or what went wrong, the same on all ranks. Collective."""
+    """Measure the goodput, or say what went wrong, the same on all ranks. Collective."""
     receiver, sender = job.communicator.topology.leaders[:2]
     server, where, problem = None, None, None
     if job.rank == receiver:
@@ -115,7 +115,7 @@ def _run_client(address: str, port: int, *, seconds: float, control: str | None)
 
 
 def parse_iperf3(text: str) -> float:
-    """Bits per second that arrived, out of iperf3 -J. Raises: ValueError with iperf3's own words."""
+    """Read the bits per second that arrived, out of iperf3 -J. Raises: ValueError with iperf3's own words."""
     try:
         report = json.loads(text)
         return float(report["end"]["sum_received"]["bits_per_second"])
@@ -124,7 +124,7 @@ def parse_iperf3(text: str) -> float:
 
 
 def least_exposed_seconds(ready: Sequence[float], num_bytes: Sequence[int], *, num_nodes: int, goodput: float) -> float:
-    """Communication that no schedule can hide behind the backward pass that made these gradients ready.
+    """Compute the communication that no schedule can hide behind the backward pass that made these gradients ready.
 
     Bytes that are ready at t or later cannot be sent before t, so with R(t) of them the sums end no sooner than
     t + limit(R(t)); the least exposed time is the maximum of that over t, minus the end of backward, which is the

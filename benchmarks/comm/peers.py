@@ -28,7 +28,7 @@ def open_gloo(job: Job) -> None:
 
 
 def open_mpi(job: Job) -> Any:
-    """MPI's world, or the reason why there is none. Collective."""
+    """Return MPI's world, or the reason why there is none. Collective."""
     env = job.communicator.env
     if env.launcher not in MPI_LAUNCHERS:
         return f"the job was started by {env.launcher}, not by mpirun"
@@ -36,7 +36,7 @@ def open_mpi(job: Job) -> Any:
 
 
 def open_horovod(job: Job) -> Any:
-    """The module horovod.torch, not yet initialised, or the reason why there is none. Collective."""
+    """Import horovod.torch, not yet initialised, or return the reason why there is none. Collective."""
     env = job.communicator.env
     if env.launcher not in MPI_LAUNCHERS:
         return f"the job was started by {env.launcher}, not by mpirun"

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def chosen_sets(records: Mapping[str, Record]) -> dict[str, Record]:
-    """Label -> record of the gradient sets: the networks in order, block before cyclic placement, fast link first."""
+    """Choose gradient sets, label -> record: the networks in order, block before cyclic placement, fast link first."""
     found = {}
     for model, title in MODELS.items():
         for link, rate in (("1gbit", "1 Gbit/s"), ("200mbit", "200 Mbit/s")):
@@ -69,7 +69,7 @@ def chosen_sets(records: Mapping[str, Record]) -> dict[str, Record]:
 
 
 def draw(exchanges: Sequence[Record], sets: Mapping[str, Record], path: Path) -> None:
-    """Shares side by side, bars below."""
+    """Draw shares side by side, bars below."""
     from matplotlib.figure import Figure
 
     num_rows = bool(exchanges) + bool(sets)
@@ -89,7 +89,7 @@ def draw(exchanges: Sequence[Record], sets: Mapping[str, Record], path: Path) ->
 
 
 def draw_shares(axes: "Axes", record: Record) -> None:
-    """One link rate: a line per contestant, fp32 wire; what had time for one sum only is left out."""
+    """Draw one link rate: a line per contestant, fp32 wire; what had time for one sum only is left out."""
     rows = [row for row in record["rows"] if row["seconds"]["n"] > 1 and row["limit_share"] is not None]
     for name in reversed(STYLES):
         mine = [row for row in rows if row["contestant"] == name]
@@ -121,7 +121,7 @@ def draw_shares(axes: "Axes", record: Record) -> None:
 
 
 def far_apart(sizes: Sequence[int]) -> list[int]:
-    """Those whose labels do not touch: about a factor of ten from each to the next."""
+    """Keep those whose labels do not touch: about a factor of ten from each to the next."""
     shown = list(sizes[:1])
     for size in sizes:
         if size > 8 * shown[-1]:
@@ -130,7 +130,7 @@ def far_apart(sizes: Sequence[int]) -> list[int]:
 
 
 def draw_bars(axes: "Axes", sets: Mapping[str, Record]) -> None:
-    """Seconds of each network's gradients, as multiples of bigbatch's in fp32; the limit of the links as a tick."""
+    """Draw each network's seconds as multiples of bigbatch's in fp32; the limit of the links as a tick."""
     height = 0.2
     for place, record in enumerate(sets.values()):
         rows = {row["contestant"]: row for row in record["rows"]}
@@ -156,18 +156,18 @@ def draw_bars(axes: "Axes", sets: Mapping[str, Record]) -> None:
 
 
 def relative(row: Record, rows: Mapping[str, Record]) -> float:
-    """Median seconds over those of ours at fp32."""
+    """Divide median seconds by those of ours at fp32."""
     return median(row) / median(rows["ours tuned"])
 
 
 def relative_spread(row: Record, rows: Mapping[str, Record]) -> tuple[float, float]:
-    """From the quickest to the slowest repetition."""
+    """Return the spread from the quickest to the slowest repetition."""
     unit = median(rows["ours tuned"])
     return row["seconds"]["min"] / unit, row["seconds"]["max"] / unit
 
 
 def dress(axes: "Axes", grid: str) -> None:
-    """Light grid, no box."""
+    """Draw a light grid and no box."""
     axes.grid(axis=grid, alpha=0.25, linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; sizes follow from the device where they are not given."""
+    """Parse the command line; sizes follow from the device where they are not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_step(options: argparse.Namespace, *, communicator: Communicator | None = None) -> Step:
-    """A whole step on a fresh network; with a communicator, its gradients go through a reducer."""
+    """Make a whole step on a fresh network; with a communicator, its gradients go through a reducer."""
     device = torch.device(options.device)
     torch.manual_seed(0)
     network = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d)
@@ -128,7 +128,7 @@ def make_step(options: argparse.Namespace, *, communicator: Communicator | None 
 
 
 def capture(step: Step) -> Step:
-    """The step as one CUDA graph."""
+    """Capture the step as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -144,7 +144,7 @@ def capture(step: Step) -> Step:
 def measure(
     pairs: dict[str, tuple[Step, Step]], *, options: argparse.Namespace
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of each repetition, without and with the reducer; who goes first alternates."""
+    """Measure the seconds of each repetition, without and with the reducer; who goes first alternates."""
     timed = partial(seconds_of, count=options.steps, device=options.device)
     for pair in pairs.values():
         for step in pair:
@@ -158,7 +158,7 @@ def measure(
 
 
 def seconds_of(step: Step, *, count: int, device: str) -> float:
-    """Of count steps, up to the device's end."""
+    """Time count steps, up to the device's end."""
     _finish(device)
     start = time.perf_counter()
     for _ in range(count):
@@ -173,7 +173,7 @@ def _finish(device: str) -> None:
 
 
 def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) -> dict[str, Any]:
-    """Seconds per step and the ratio of neighbours."""
+    """Describe seconds per step and the ratio of neighbours."""
     return {
         "plain_seconds": spread([each / steps for each in plain]),
         "reducer_seconds": spread([each / steps for each in reducer]),
@@ -182,7 +182,7 @@ def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) ->
 
 
 def facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What another person needs to repeat it."""
+    """Gather what another person needs to repeat it."""
     return {
         "commit": source_commit(),
         "device": device_name(device),

@@ -24,7 +24,7 @@ STOP_SECONDS = 20
 
 
 def main() -> int:
-    """Run the cases, print the summary; 1 where a case failed."""
+    """Run the cases, print the summary; return 1 where a case failed."""
     options = parse()
     if options.list:
         for case in options.cases:
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder (default: %(default)s)")
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_case(case: Case, *, out: Path, quick: bool) -> bool:
-    """Run one case; whether it ended well."""
+    """Run one case; tell whether it ended well."""
     path = record_path(out, case, quick=quick).resolve()
     path.unlink(missing_ok=True)  # that of an earlier run must not pass for this one's, should the case fail
     print(f"\n== {case.name}, about {case.seconds} s ==", file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """One case. Collective. Raises: CommError."""
+    """Run one case. Collective. Raises: CommError."""
     case = begin(options)
     job, goodput = case.job, case.goodput
     names, horovod, left_out = choose_with_horovod(job, options.contestants, CONTESTANTS)
@@ -101,13 +101,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def step_lengths(weak: float | None, strong: float | None, *, num_nodes: int) -> dict[str, float]:
-    """Seconds of forward and backward on each node, by the kind of scaling."""
+    """Divide seconds of forward and backward on each node, by the kind of scaling."""
     lengths = {"weak": weak, "strong": strong and strong / num_nodes}
     return {mode: seconds for mode, seconds in lengths.items() if seconds is not None}
 
 
 def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[int, ...]], Pace]:
-    """Shapes of the network's parameters, and how its forward and backward go; of the slowest rank. Collective."""
+    """Record shapes of parameters, and how forward and backward go, of the slowest rank. Collective."""
     model = make_real_model(job, options)
     named = dict(model.network.named_parameters())
     backward = measure_backward(named, lambda: model.loss_of(model.network), job.communicator, seconds=10.0)
@@ -122,7 +122,7 @@ def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[
 
 
 def tune_model(job: Job, names: Sequence[str], model: CostlessModel, *, seconds: float) -> dict[str, Any]:
-    """Table and plan as `bigbatch comm tune` chooses them for this step. Collective."""
+    """Choose table and plan as `bigbatch comm tune` chooses them for this step. Collective."""
 
     def forward() -> Any:
         loss = model(start())
@@ -133,7 +133,7 @@ def tune_model(job: Job, names: Sequence[str], model: CostlessModel, *, seconds:
 
 
 def limit_efficiency(pace: Pace, num_bytes: Sequence[int], *, num_nodes: int, goodput: float | None) -> float:
-    """Of a step at this pace whose fp32 gradients go over links of this goodput (bits per second)."""
+    """Compute a step's efficiency at this pace, its fp32 gradients over links of this goodput (bits per second)."""
     if num_nodes == 1 or goodput is None:
         return 1.0
     exposed = links.least_exposed_seconds(pace.ready_seconds, num_bytes, num_nodes=num_nodes, goodput=goodput)
@@ -141,7 +141,7 @@ def limit_efficiency(pace: Pace, num_bytes: Sequence[int], *, num_nodes: int, go
 
 
 def describe(mode: str, measured: dict[str, list[Repetition]], *, seconds: float, limit: float) -> list[dict[str, Any]]:
-    """A row per contestant. Efficiencies are by pairs of repetitions of the same turn."""
+    """Make a row per contestant. Efficiencies are by pairs of repetitions of the same turn."""
     local = [each.seconds for each in measured.get("local", [])]
     rows = []
     for name, repetitions in measured.items():
@@ -155,7 +155,7 @@ def describe(mode: str, measured: dict[str, list[Repetition]], *, seconds: float
 
 
 def show(row: dict[str, Any]) -> str:
-    """A line to read."""
+    """Show a row in a line to read."""
     efficiency = row.get("efficiency")
     return (
         f"{row['scaling']:6} {row['contestant']:10} step {row['seconds']['median']:7.3f} s, computing "

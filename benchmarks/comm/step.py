@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """One case. Collective. Raises: CommError."""
+    """Run one case. Collective. Raises: CommError."""
     case = begin(options)
     job, goodput = case.job, case.goodput
     names = choose_contestants(options.contestants, CONTESTANTS, left_out={})
@@ -111,7 +111,7 @@ class Model:
 
 
 def choose_model(job: Job, options: argparse.Namespace) -> Callable[[], Model]:
-    """What makes a contestant's model: the real one, or with --pace one that sleeps as that computes. Collective."""
+    """Choose what makes a model: the real one, or with --pace one that sleeps as that computes. Collective."""
     real = partial(make_real_model, job, options)
     if options.pace is None:
         return real
@@ -125,7 +125,7 @@ def choose_model(job: Job, options: argparse.Namespace) -> Callable[[], Model]:
 
 
 def make_real_model(job: Job, options: argparse.Namespace) -> Model:
-    """The network with the same weights everywhere, and random pictures of this rank."""
+    """Make the network with the same weights everywhere, and random pictures of this rank."""
     torch.manual_seed(0)
     network = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d)
     network = network.to(memory_format=torch.channels_last)
@@ -137,7 +137,7 @@ def make_real_model(job: Job, options: argparse.Namespace) -> Model:
 
 
 def tune_model(job: Job, names: Sequence[str], model: Model, *, seconds: float) -> dict[str, Findings]:
-    """Tables and plans for this model. Collective."""
+    """Choose tables and plans for this model. Collective."""
 
     def forward() -> Tensor:
         loss = model.loss_of(model.network)
@@ -160,7 +160,7 @@ class Step:
     ready: list[float] = field(default_factory=list)
 
     def run(self) -> list[float]:
-        """The moments: forward's end, then each gradient's."""
+        """Run the step; return the moments: forward's end, then each gradient's."""
         self.ready = [0.0] * len(self.parameters)
         loss = self.model.loss_of(self.network)
         forward_end = time.perf_counter()
@@ -170,12 +170,12 @@ class Step:
         return [forward_end, *self.ready]
 
     def mark(self, index: int, parameter: nn.Parameter) -> None:
-        """Gradient number index is ready now."""
+        """Note that gradient number index is ready now."""
         self.ready[index] = time.perf_counter()
 
 
 def make_step(job: Job, name: str, model: Model, *, tuned: Mapping[str, Findings]) -> Step:
-    """One of CONTESTANTS over its own model. Collective."""
+    """Make one of CONTESTANTS over its own model. Collective."""
     network = model.network
     step = Step(model, network, list(network.parameters()), nothing, partial(network.zero_grad, set_to_none=True))
     for index, parameter in enumerate(step.parameters):  # before those who start to sum by such a hook
@@ -197,7 +197,7 @@ def describe_step(
     num_nodes: int,
     goodput: Sequence[float | None],
 ) -> dict[str, Any]:
-    """One contestant's row: seconds of the step and its parts, exposed communication, and its limit."""
+    """Make one contestant's row: seconds of the step and its parts, exposed communication, and its limit."""
     best = links.best_goodput(goodput)
     row = {"contestant": name, **describe_repetitions(repetitions)}
     row["forward_seconds"] = spread([each.marks[0] for each in repetitions])
@@ -221,7 +221,7 @@ def describe_step(
 
 
 def show(row: dict[str, Any]) -> str:
-    """A line to read."""
+    """Show a row in a line to read."""
     over = row.get("exposed_over_limit")
     limit = row.get("limit_exposed_seconds")
     return (

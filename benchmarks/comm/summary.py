@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
-    """Case -> record, of the files that run.py wrote there; other JSON there may be, but says not what it measured."""
+    """Read case -> record of the files that run.py wrote; other JSON there may be, but says not what it measured."""
     start = prefix(quick=quick)
     paths = sorted(folder.glob(f"{start}*.json"))
     found = {
@@ -34,7 +34,7 @@ def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
 
 
 def summarise(records: Mapping[str, Record]) -> str:
-    """All of it."""
+    """Write all of it."""
     parts = ["# All-reduce of gradients, measured", *_conditions(records), "## Targets", verdict_table(judge(records))]
     for case, record in records.items():
         parts += [f"## {case}", f"Commit {record['conditions']['commit']}.", TABLES[record["benchmark"]](record)]
@@ -42,7 +42,7 @@ def summarise(records: Mapping[str, Record]) -> str:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    """Markdown, what was missed last."""
+    """Write verdicts in Markdown, what was missed last."""
     rows = [
         (v.what, v.case, v.goal, v.measured, "met" if v.is_met else "**not met**")
         for v in sorted(verdicts, key=lambda v: not v.is_met)
@@ -51,13 +51,13 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
+    """Write a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def exchange_table(record: Record) -> str:
-    """Milliseconds and shares of the limit by size and contestant; what was measured once in brackets."""
+    """Write milliseconds and shares of the limit by size and contestant; what was measured once in brackets."""
     rows = record["rows"]
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     lines = []
@@ -78,7 +78,7 @@ def exchange_table(record: Record) -> str:
 
 
 def show_cell(row: Record | None) -> str:
-    """One contestant at one size."""
+    """Show one contestant at one size."""
     if row is None:
         return ""
     share = row["limit_share"]
@@ -98,7 +98,7 @@ def _cost(name: str, rows: Sequence[Record]) -> str:
 
 
 def gradients_table(record: Record) -> str:
-    """Seconds of each contestant, and how many times faster ours are."""
+    """Write seconds of each contestant, and how many times faster ours are."""
     rows = {row["contestant"]: row for row in record["rows"]}
     lines = []
     for name, row in rows.items():
@@ -124,7 +124,7 @@ def gradients_table(record: Record) -> str:
 
 
 def step_table(record: Record) -> str:
-    """Seconds of a step and its parts."""
+    """Write seconds of a step and its parts."""
     keys = ("seconds", "forward_seconds", "backward_seconds", "exposed_seconds", "limit_exposed_seconds")
     lines = [
         (
@@ -140,7 +140,7 @@ def step_table(record: Record) -> str:
 
 
 def scaling_table(record: Record) -> str:
-    """Efficiency of each contestant, by the kind of scaling."""
+    """Write the efficiency of each contestant, by the kind of scaling."""
     lines = [
         (
             row["scaling"],
@@ -158,7 +158,7 @@ def scaling_table(record: Record) -> str:
 
 
 def show_efficiency(row: Record) -> tuple[str, str]:
-    """Median and spread, and the limit."""
+    """Show median and spread, and the limit."""
     found = row["efficiency"]
     return (
         f"{found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})",
@@ -167,7 +167,7 @@ def show_efficiency(row: Record) -> tuple[str, str]:
 
 
 def overhead_table(record: Record) -> str:
-    """Milliseconds of a step without and with the reducer."""
+    """Write milliseconds of a step without and with the reducer."""
     lines = [
         (
             kind,

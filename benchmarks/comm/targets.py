@@ -33,7 +33,7 @@ class Verdict:
 
 
 def judge(records: Mapping[str, Record]) -> list[Verdict]:
-    """Every target that the records say something about."""
+    """Judge every target that the records say something about."""
     found: list[Verdict] = []
     for case, record in records.items():
         found += JUDGES[record["benchmark"]](case, record)
@@ -41,7 +41,7 @@ def judge(records: Mapping[str, Record]) -> list[Verdict]:
 
 
 def judge_exchange(case: str, record: Record) -> list[Verdict]:
-    """Share of the limit, short messages, hybrid against the best, and wrong elements."""
+    """Judge share of the limit, short messages, hybrid against the best, and wrong elements."""
     rows = record["rows"]
     found = [_verdict_wrong(case, rows)]
     setting = record["conditions"]["setting"]
@@ -111,7 +111,7 @@ class HybridLoss:
 
 
 def hybrid_loss(at_size: Mapping[str, Any]) -> HybridLoss | None:
-    """At one size; None where no single algorithm was repeated."""
+    """Compute hybrid's loss at one size; None where no single algorithm was repeated."""
     singles = tuple(name for name in SINGLES if is_repeated(at_size, name))
     if not singles:
         return None
@@ -120,7 +120,7 @@ def hybrid_loss(at_size: Mapping[str, Any]) -> HybridLoss | None:
 
 
 def judge_gradients(case: str, record: Record) -> list[Verdict]:
-    """Against DDP and Horovod, at both wires; cyclic placement against DDP."""
+    """Judge against DDP and Horovod, at both wires; cyclic placement against DDP."""
     rows = {row["contestant"]: row for row in record["rows"]}
     found = [_verdict_wrong(case, record["rows"])]
     is_cyclic = record["conditions"]["setting"].get("place") == "cyclic"
@@ -147,7 +147,7 @@ def judge_gradients(case: str, record: Record) -> list[Verdict]:
 
 
 def judge_placement(records: Mapping[str, Record]) -> list[Verdict]:
-    """Ours with cyclic placement against ours with block placement, in two runs."""
+    """Judge ours with cyclic placement against ours with block placement, in two runs."""
     found = []
     for case, record in records.items():
         block = records.get(case.removesuffix("-cyclic"))
@@ -170,7 +170,7 @@ def judge_placement(records: Mapping[str, Record]) -> list[Verdict]:
 
 
 def judge_step(case: str, record: Record) -> list[Verdict]:
-    """Exposed communication at fp32 against its limit, where backward cannot hide nearly all of it."""
+    """Judge exposed communication at fp32 against its limit, where backward cannot hide nearly all of it."""
     rows = {row["contestant"]: row for row in record["rows"]}
     name = "ours tuned" if "ours tuned" in rows else "ours"
     row = rows.get(name, {})
@@ -186,7 +186,7 @@ def judge_step(case: str, record: Record) -> list[Verdict]:
 
 
 def judge_scaling(case: str, record: Record) -> list[Verdict]:
-    """Scaling efficiency, where the links allow it."""
+    """Judge scaling efficiency, where the links allow it."""
     wrong = sum(record["num_wrong"].values())
     found = [Verdict("wrong values, all contestants", case, "none", str(wrong), wrong == 0)]
     for row in record["rows"]:
@@ -212,7 +212,7 @@ def judge_scaling(case: str, record: Record) -> list[Verdict]:
 
 
 def judge_overhead(case: str, record: Record) -> list[Verdict]:
-    """The reducer alone, in CUDA graphs; without a GPU there is no target."""
+    """Judge the reducer alone, in CUDA graphs; without a GPU there is no target."""
     graph = record["results"].get("CUDA graph")
     if not graph:
         return []
@@ -227,17 +227,17 @@ def _verdict_wrong(case: str, rows: Iterable[Record]) -> Verdict:
 
 
 def median(row: Record) -> float:
-    """Of a row's seconds."""
+    """Return the median of a row's seconds."""
     return float(row["seconds"]["median"])
 
 
 def is_repeated(at_size: Mapping[str, Any], *names: str) -> bool:
-    """All of them have more than their first sum."""
+    """Tell whether all of them have more than their first sum."""
     return all(name in at_size and at_size[name]["seconds"]["n"] > 1 for name in names)
 
 
 def show_size(num_bytes: int) -> str:
-    """1000 -> '1 KB'; decimal units."""
+    """Show 1000 as '1 KB'; decimal units."""
     for unit, name in ((1_000_000, "MB"), (1_000, "KB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:g} {name}"

@@ -57,7 +57,7 @@ def tune_each(
 def make_reducer(
     job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: Findings | None, wire: str | None
 ) -> GradientReducer:
-    """With the tuned table and plan, or with the defaults. Collective."""
+    """Make a reducer with the tuned table and plan, or with the defaults. Collective."""
     if tuned is None:
         communicator, sizes = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)), DEFAULT_SIZES
     else:
@@ -67,7 +67,7 @@ def make_reducer(
 
 
 def describe_times(times: Times) -> dict[str, Any]:
-    """What a table rests on: size in bytes -> algorithm -> repetitions and median seconds."""
+    """Describe what a table rests on: size in bytes -> algorithm -> repetitions and median seconds."""
     return {
         str(size): {name: {"n": len(each.seconds), "median": each.median} for name, each in times[size].items()}
         for size in sorted(times)
@@ -75,7 +75,7 @@ def describe_times(times: Times) -> dict[str, Any]:
 
 
 def describe_tuned(tuned: Mapping[str, Findings]) -> dict[str, Any]:
-    """Of each contestant that was tuned, for the record."""
+    """Describe each contestant that was tuned, for the record."""
     return {name: _describe(findings) for name, findings in tuned.items()}
 
 

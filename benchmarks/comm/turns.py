@@ -13,7 +13,7 @@ from benchmarks.record import spread
 
 
 def nothing() -> None:
-    """What a contestant without a need for it does."""
+    """Do what a contestant without a need for it does."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def _repeat_once(job: Job, contestant: Contestant) -> list[Any]:
 
 
 def _combine(ranks: Sequence[Sequence[Any]], *, leaders: Sequence[int]) -> Repetition:
-    """(marks, CPU seconds, bytes) of every rank -> those of the repetition."""
+    """Combine (marks, CPU seconds, bytes) of every rank to those of the repetition."""
     marks = tuple(max(column) for column in zip(*(rank[0] for rank in ranks), strict=True))
     return Repetition(marks, sum(rank[1] for rank in ranks), tuple(ranks[leader][2] for leader in leaders))
 
 
 def describe_repetitions(repetitions: Sequence[Repetition], *, loops: int = 1) -> dict[str, Any]:
-    """The facts of one contestant's repetitions for the record; each made the work `loops` times."""
+    """Describe the facts of one contestant's repetitions for the record; each made the work `loops` times."""
     seconds = [each.seconds / loops for each in repetitions]
     return {
         "seconds": spread(seconds),

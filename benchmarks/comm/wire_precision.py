@@ -30,7 +30,7 @@ WIRES = ((None, 1.0), ("float16", 1.0), ("float16", None), ("bfloat16", 1.0))
 
 
 def draw(kind: str, *, rank: int) -> Tensor:
-    """A rank's gradients in fp32; any rank can draw any other's."""
+    """Draw a rank's gradients in fp32; any rank can draw any other's."""
     generator = torch.Generator().manual_seed(rank + 1)
     values_N = torch.randn(NUM_VALUES, generator=generator)
     if kind == "large":
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="tcp")
     parser.add_argument("--out", type=Path)
@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """All kinds of values by all algorithms and wires. Collective. Raises: CommError."""
+    """Sum all kinds of values by all algorithms and wires. Collective. Raises: CommError."""
     torch.set_num_threads(1)
     communicator = connect(backend=options.backend)
     rows = []

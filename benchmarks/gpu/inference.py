@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; sizes fit the device where they are not given."""
+    """Parse the command line; sizes fit the device where they are not given."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
@@ -107,7 +107,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:
-    """Ours, and theirs (the key is Form.theirs) with the same weights, drawn so that norms are no identity."""
+    """Make ours, and theirs (the key is Form.theirs) with the same weights, drawn so that norms are no identity."""
     torch.manual_seed(0)
     ours = MODELS[options.model](num_classes=1000).eval()
     for module in ours.modules():
@@ -123,7 +123,7 @@ def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:
 
 
 def measure(models: dict[bool, nn.Module], batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All forms at one batch size, in turn, in as many rounds as asked for."""
+    """Measure all forms at one batch size, in turn, in as many rounds as asked for."""
     torch.compiler.reset()  # torch counts what it compiles, over all models, and ends at a limit
     images_BCHW = torch.randn(batch, 3, options.image_size, options.image_size)
     forms = [form for form in FORMS if options.only is None or form.name in options.only]
@@ -142,7 +142,7 @@ def measure(models: dict[bool, nn.Module], batch: int, options: argparse.Namespa
 
 
 def switch(form: Form) -> None:
-    """As evaluation has it, or as torch starts (convolutions in TF32); cuDNN's search for both. A CPU has neither."""
+    """Switch to evaluation's settings, or torch's own (convolutions in TF32); cuDNN's search for both. Not on a CPU."""
     flags = AS_TORCH_STARTS if form.theirs else STRICT
     replace(flags, cudnn_benchmark=True).switch()
 
@@ -165,7 +165,7 @@ def prepare(form: Form, model: nn.Module, images_BCHW: Tensor, options: argparse
 
 
 def facts(ready: Ready, rates: dict[str, list[float]], *, reference_BK: Tensor) -> dict[str, Any]:
-    """Rate, gain, and how far the logits are from the first form's, as a share of the largest."""
+    """Describe rate, gain, and how far the logits are from the first form's, as a share of the largest."""
     own, before = rates[ready.form.name], rates.get(ready.form.over or "")
     logits_BK = ready.forward().float().cpu()
     found: dict[str, Any] = {
@@ -182,7 +182,7 @@ def facts(ready: Ready, rates: dict[str, list[float]], *, reference_BK: Tensor) 
 
 
 def table(sizes: list[dict[str, Any]]) -> str:
-    """Markdown: forms by batch sizes, medians of the rate, of each step's gain and of the ratio to torchvision."""
+    """Write Markdown: forms by batch sizes, medians of rate, of each step's gain and of the ratio to torchvision."""
     heads = [f"batch {size['batch_size']}" for size in sizes]
     lines = [f"| images/s (gain; over torchvision) | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for name in sizes[0]["forms"]:
@@ -192,7 +192,7 @@ def table(sizes: list[dict[str, Any]]) -> str:
 
 
 def cell(form: dict[str, Any]) -> str:
-    """Such as 1,234 (1.25; 2.10)."""
+    """Write a cell such as 1,234 (1.25; 2.10)."""
     told = "; ".join(f"{form[key]['median']:.2f}" for key in ("gain", "over_torchvision") if key in form)
     return f"{form['images_per_second']['median']:,.0f}" + (f" ({told})" if told else "")
 

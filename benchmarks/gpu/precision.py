@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def start_record(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What --out holds, or an empty record with the conditions of now."""
+    """Read what --out holds, or an empty record with the conditions of now."""
     facts = {**conditions(options), "device": device_name(device)}
     facts["options"] = {key: value for key, value in facts["options"].items() if key not in FREE}
     if not options.out.exists():
@@ -104,7 +104,7 @@ def start_record(options: argparse.Namespace, device: torch.device) -> dict[str,
 
 
 def why_not(precision: str, device: torch.device) -> str | None:
-    """Why this device has nothing to measure there."""
+    """Say why this device has nothing to measure there."""
     if device.type == "cpu":
         return "a CPU trains in fp32 then" if precision == "tf32" else None
     try:
@@ -117,7 +117,7 @@ def why_not(precision: str, device: torch.device) -> str | None:
 
 
 def plan(options: argparse.Namespace, *, left_out: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """What is to be measured, in order."""
+    """List what is to be measured, in order."""
     precisions = [name for name in options.precisions if name not in left_out]
     for model in options.models:
         for repeat in range(options.repeats):
@@ -131,12 +131,12 @@ def plan(options: argparse.Namespace, *, left_out: dict[str, str]) -> Iterator[d
 
 
 def key_of(measurement: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells two measurements apart."""
+    """Name what tells two measurements apart."""
     return tuple(measurement[key] for key in ("what", "model", "precision", "turn"))
 
 
 def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Its figures, from a process of its own."""
+    """Measure its figures in a process of its own."""
     if asked["what"] == "accuracy":
         return {"top1": train(asked, options)}
     words = [asked["what"], "--model", asked["model"], "--precision", asked["precision"]]
@@ -149,7 +149,7 @@ def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
 
 
 def train(asked: dict[str, Any], options: argparse.Namespace) -> float:
-    """Top-1 at the end of a run."""
+    """Train; return top-1 at the end of a run."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = {
             **settings(asked["model"], asked["precision"]),
@@ -169,7 +169,7 @@ def train(asked: dict[str, Any], options: argparse.Namespace) -> float:
 
 
 def run(*command: str, may_crash: bool = False) -> str:
-    """The last line that a command prints; an empty object where a signal ended it and that may be."""
+    """Return the last line that a command prints; an empty object where a signal ended it and that may be."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0 and may_crash:
         return "{}"
@@ -179,7 +179,7 @@ def run(*command: str, may_crash: bool = False) -> str:
 
 
 def make_rows(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each model and precision."""
+    """Make a row for each model and precision."""
     rows = []
     for model, precision in dict.fromkeys((each["model"], each["precision"]) for each in measurements):
         of = partial(by_turn, measurements, model=model)
@@ -204,13 +204,13 @@ def make_rows(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def by_turn(
     measurements: Sequence[dict[str, Any]], what: str, key: str, *, model: str, precision: str
 ) -> dict[int, Any]:
-    """A figure of a model in a precision."""
+    """Collect by turn a figure of a model in a precision."""
     chosen = [each for each in measurements if key_of(each)[:3] == (what, model, precision)]
     return {each["turn"]: each[key] for each in chosen}
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown for people: medians, and the extremes of what was repeated."""
+    """Write Markdown for people: medians, and the extremes of what was repeated."""
     facts = record["conditions"]
     options = facts["options"]
     lines = [
@@ -238,14 +238,14 @@ def table(record: dict[str, Any]) -> str:
 
 
 def show(values: dict[str, float] | None, form: str) -> str:
-    """Median and extremes."""
+    """Show median and extremes."""
     if values is None:
         return "not measured"
     return form.format(values["median"]) + f" ({form.format(values['min'])} to {form.format(values['max'])})"
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Speed and memory, a group of bars for each model."""
+    """Draw speed and memory, a group of bars for each model."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     models = list(dict.fromkeys(row["model"] for row in record["rows"]))
     precisions = list(dict.fromkeys(row["precision"] for row in record["rows"]))

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("what", choices=("speed", "largest"))
@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(model: str, precision: str) -> dict[str, Any]:
-    """Overrides of the recipe cifar10 for that model in that precision."""
+    """List overrides of the recipe cifar10 for that model in that precision."""
     unscaled = {"optimizer.loss_scale": "null", "optimizer.loss_scale_growth_steps": "null"}
     return {
         "model.name": model,
@@ -82,12 +82,12 @@ def settings(model: str, precision: str) -> dict[str, Any]:
 
 
 def recipe(overrides: Mapping[str, Any]) -> Config:
-    """The recipe cifar10 with overrides."""
+    """Load the recipe cifar10 with overrides."""
     return load_config(["--config", "cifar10", *(f"--{key}={value}" for key, value in overrides.items())])
 
 
 def measure_speed(config: Config, options: argparse.Namespace, *, device: torch.device) -> dict[str, float]:
-    """Pictures per second, and MB (1e6 bytes)."""
+    """Measure pictures per second, and MB (1e6 bytes)."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = run_steps(config, options.batch, device=device, num_untimed=options.untimed, num_timed=options.steps)
     if device.type == "cuda":
@@ -98,7 +98,7 @@ def measure_speed(config: Config, options: argparse.Namespace, *, device: torch.
 
 
 def measure_largest(config: Config, options: argparse.Namespace, *, device: torch.device) -> dict[str, int | None]:
-    """Pictures of a microbatch; None where not even one ghost batch fits."""
+    """Find the pictures of a microbatch; None where not even one ghost batch fits."""
     if device.type == "cpu":
         now = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert now, "Linux tells it"

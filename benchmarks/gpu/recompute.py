@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = [name for name, count in RESIDUAL_BLOCKS.items() if count]
     parser.add_argument("--model", choices=models, default="resnet50")
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """A point for each number of blocks. Two steps are thrown away, of which one counts memory."""
+    """Measure a point for each number of blocks. Two steps are thrown away, of which one counts memory."""
     dtype = COMPUTE_DTYPES[options.precision]
     shape = (options.batch, 3, options.image_size, options.image_size)
     images_BCHW = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
 
 
 def make_model(options: argparse.Namespace, device: torch.device, count: int) -> nn.Module:
-    """As `bigbatch train` makes it."""
+    """Make the model as `bigbatch train` makes it."""
     torch.manual_seed(0)
     norm = partial(GhostBatchNorm2d, bn_span=options.batch, ghosts_per_step=1)
     model = build_model(options.model, num_classes=1000, norm=norm)
@@ -117,7 +117,7 @@ def make_model(options: argparse.Namespace, device: torch.device, count: int) ->
 
 
 def loss_of(model: nn.Module, images_BCHW: Tensor, precision: str) -> Tensor:
-    """Of one class for all."""
+    """Compute a loss of one class for all."""
     labels_B = torch.zeros(len(images_BCHW), dtype=torch.int64, device=images_BCHW.device)
     with in_forward(precision, device=images_BCHW.device):
         logits_BK = model(images_BCHW).float()
@@ -125,7 +125,7 @@ def loss_of(model: nn.Module, images_BCHW: Tensor, precision: str) -> Tensor:
 
 
 def step(model: nn.Module, images_BCHW: Tensor, precision: str) -> None:
-    """Forward and backward; gradients stay allocated, as in training."""
+    """Run forward and backward; gradients stay allocated, as in training."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
@@ -133,7 +133,7 @@ def step(model: nn.Module, images_BCHW: Tensor, precision: str) -> None:
 
 
 def count_kept(model: nn.Module, images_BCHW: Tensor, precision: str) -> int:
-    """Bytes that lie saved between forward and backward, each memory counted once, without weights and pictures."""
+    """Count bytes saved between forward and backward, each memory once, without weights and pictures."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images_BCHW)}
     kept: dict[int, int] = {}
 
@@ -149,7 +149,7 @@ def count_kept(model: nn.Module, images_BCHW: Tensor, precision: str) -> int:
 
 
 def measure_peak(model: nn.Module, images_BCHW: Tensor, precision: str) -> int | None:
-    """Bytes allocated at once in a step, weights, gradients and cuDNN's workspace included; None on a CPU."""
+    """Measure bytes allocated at once in a step, weights, gradients and cuDNN's workspace included; None on a CPU."""
     if not images_BCHW.is_cuda:
         return None
     step(model, images_BCHW, precision)  # cuDNN's search wants more, once
@@ -159,7 +159,7 @@ def measure_peak(model: nn.Module, images_BCHW: Tensor, precision: str) -> int |
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Seconds until the device has done it; on a CPU, those of processor time."""
+    """Time until the device has done it; on a CPU, those of processor time."""
     now = time.process_time if device.type == "cpu" else time.perf_counter
     wait_for(device)
     begin = now()
@@ -169,7 +169,7 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
 
 
 def tell(point: dict[str, Any], *, whole: dict[str, Any]) -> None:
-    """A line for people, on standard error, beside the record."""
+    """Print a line for people, on standard error, beside the record."""
     peak = "" if point["peak_bytes"] is None else f"peak {point['peak_bytes'] / GB:8.3f} GB  "
     print(
         f"{point['recomputed_blocks']:3} blocks  kept {point['kept_bytes'] / GB:8.3f} GB "
@@ -180,7 +180,7 @@ def tell(point: dict[str, Any], *, whole: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Memory and time against the number of blocks, as shares of those without."""
+    """Draw memory and time against the number of blocks, as shares of those without."""
     curve, facts = record["curve"], record["conditions"]
     blocks = [point["recomputed_blocks"] for point in curve]
     key, what = ("kept_bytes", "kept for backward") if curve[0]["peak_bytes"] is None else ("peak_bytes", "peak memory")

@@ -72,7 +72,7 @@ class Contestant:
 
 
 def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Who takes part, and who cannot and why."""
+    """Find who takes part, and who cannot and why."""
     contestants, left_out = {}, {}
     for name in names:
         # the limit has one thread, whatever the others get
@@ -85,19 +85,19 @@ def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Con
 
 
 def random_positions(work: Work, number: int) -> Iterator[np.ndarray]:
-    """Pictures repeat in a small folder, with another box each time."""
+    """Draw positions; pictures repeat in a small folder, with another box each time."""
     generator = np.random.default_rng(number)
     for _ in range(work.total_batches):
         yield generator.integers(len(work.index), size=work.batch)
 
 
 def our_dali(work: Work) -> Draw:
-    """data.loader=dali."""
+    """Run data.loader=dali."""
     return _ours(work, make_image_loader("dali", **_our_settings(work), device_id=work.device_id))
 
 
 def our_pillow(work: Work) -> Draw:
-    """data.loader=torchvision."""
+    """Run data.loader=torchvision."""
     return _ours(work, make_image_loader("torchvision", **_our_settings(work)))
 
 
@@ -121,7 +121,7 @@ def _ours(work: Work, loader: Loader) -> Draw:
 
 
 def bare_dali(work: Work) -> Draw:
-    """What DALI's own documentation does, without labels to torch: its reader, its random crop."""
+    """Do what DALI's own documentation does, without labels to torch: its reader, its random crop."""
     from nvidia.dali import Pipeline, fn, types
 
     pipeline = Pipeline(
@@ -161,7 +161,7 @@ def bare_dali(work: Work) -> Draw:
 
 
 def torchvision_recipe(work: Work) -> Draw:
-    """The reference recipe: ImageFolder, Pillow, worker processes."""
+    """Run the reference recipe: ImageFolder, Pillow, worker processes."""
     from torch.utils.data import DataLoader, RandomSampler
     from torchvision import transforms
     from torchvision.datasets import ImageFolder

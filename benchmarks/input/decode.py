@@ -1,4 +1,4 @@
-"""Images per second and core, decoded and randomly cropped to 224 x 224: our loaders beside others, in one run.
+"""Measure images per second and core, decoded and randomly cropped to 224 x 224: our loaders beside others, in one run.
 
     python -m benchmarks.input.decode data/imagenet --split val --threads 2 --out benchmarks/results/input-decode.json
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, at_least(1)
     add("root", type=Path, help="folder with <split>/<class>/<picture>")
@@ -95,13 +95,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def subset(index: ImageIndex, *, number: int) -> ImageIndex:
-    """The same random pictures in every call, in the order of the split; all where there are no more."""
+    """Draw the same random pictures in every call, in the order of the split; all where there are no more."""
     chosen = np.sort(np.random.default_rng(0).permutation(len(index))[:number])
     return replace(index, paths=[index.paths[i] for i in chosen.tolist()], labels_N=index.labels_N[chosen])
 
 
 def read_all(index: ImageIndex) -> dict[str, float]:
-    """How much there is to decode; to read it brings it into the page cache."""
+    """Count how much there is to decode; to read it brings it into the page cache."""
     num_bytes = num_pixels = 0
     for position in range(len(index)):
         data = index.read(position)
@@ -117,7 +117,7 @@ def read_all(index: ImageIndex) -> dict[str, float]:
 
 
 def measure(contestants: dict[str, Contestant], *, repetitions: int) -> tuple[Rates, list[float]]:
-    """Images per second and core of every round, each round in another order; microseconds of a draw."""
+    """Measure images per second and core of every round, each round in another order; microseconds of a draw."""
     rates: Rates = {name: [] for name in contestants}
     draws = []
     for number in range(repetitions + 1):
@@ -132,7 +132,7 @@ def measure(contestants: dict[str, Contestant], *, repetitions: int) -> tuple[Ra
 
 
 def seconds_of(batches: Iterator[Any], work: Work) -> float:
-    """From one full pipeline to the next: what is in flight at the start and at the end weighs the same."""
+    """Time from one full pipeline to the next: what is in flight at the start and at the end weighs the same."""
     for _ in range(work.fill_batches):
         next(batches)
     work.synchronize()
@@ -147,7 +147,7 @@ def seconds_of(batches: Iterator[Any], work: Work) -> float:
 
 
 def draw_microseconds(*, batch: int = 256, calls: int = 50) -> float:
-    """What random_resized_crop costs per picture."""
+    """Measure what random_resized_crop costs per picture."""
     crop, indices_B = random_resized_crop(seed=0), np.arange(batch)
     sizes_B2 = np.tile(np.array([[375, 500]]), (batch, 1))
     start = time.perf_counter()
@@ -157,7 +157,7 @@ def draw_microseconds(*, batch: int = 256, calls: int = 50) -> float:
 
 
 def describe(rates: Rates, draws: Sequence[float]) -> dict[str, Any]:
-    """The spreads, and those of the ratios within the rounds."""
+    """Describe the spreads, and those of the ratios within the rounds."""
     ratios = {
         f"{ours} / {other}": spread([a / b for a, b in zip(rates[ours], values, strict=True)])
         for ours in OURS

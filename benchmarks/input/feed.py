@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, at_least(1)
     add("root", type=Path, help="data set with train and val, in class folders or packed")
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """The summary of one run. Raises: DataError with the end of its output where it fails."""
+    """Train; return the summary of one run. Raises: DataError with the end of its output where it fails."""
     with tempfile.TemporaryDirectory(prefix="bigbatch-feed-") as folder:
         command = [sys.executable, "-m", "bigbatch"]
         if options.ranks > 1:
@@ -87,7 +87,7 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, An
 
 
 def describe(summaries: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Spreads of what all summaries state, and of the ratio of rates within the repetitions."""
+    """Describe spreads of what all summaries state, and of the ratio of rates within the repetitions."""
     pairs = zip(summaries["real"], summaries["generated"], strict=True)
     return {
         "real": {name: spread(values) for name in UNITS if None not in (values := _stated(name, summaries["real"]))},

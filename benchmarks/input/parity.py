@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--batch", type=at_least(1), default=256, help="of the reference (default: %(default)s)")
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def load_model(config: Config, communicator: Communicator, folder: Path) -> nn.Module:
-    """The run's best checkpoint, in evaluation mode. Raises: DataError if there is none."""
+    """Load the run's best checkpoint, in evaluation mode. Raises: DataError if there is none."""
     best = best_checkpoint(list_checkpoints(RunDir(folder).checkpoints))
     if best is None:
         raise DataError(f"{folder}: holds no evaluated checkpoint; train first")
@@ -80,7 +80,7 @@ def load_model(config: Config, communicator: Communicator, folder: Path) -> nn.M
 
 
 def our_batches(config: Config, communicator: Communicator, *, name: str) -> Iterable[tuple[Tensor, Tensor]]:
-    """uint8 pictures and labels of the whole split, by data.loader=name."""
+    """Yield uint8 pictures and labels of the whole split, by data.loader=name."""
     own = replace(config, data=replace(config.data, loader=name))
     split = build_input.make_eval_split(own, communicator)
     for batch in build_input.eval_batches(own, communicator, split):
@@ -89,7 +89,7 @@ def our_batches(config: Config, communicator: Communicator, *, name: str) -> Ite
 
 
 def reference_batches(config: Config, *, batch: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """The same by torchvision alone."""
+    """Yield the same by torchvision alone."""
     size = config.data.image_size
     steps = [
         transforms.Resize(round(size / config.data.eval_crop_fraction)),
@@ -101,7 +101,7 @@ def reference_batches(config: Config, *, batch: int) -> Iterable[tuple[Tensor, T
 
 @torch.no_grad()
 def ask(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], normalize: Any) -> Tensor:
-    """Predicted class and label of every picture (2, N)."""
+    """Return predicted class and label of every picture (2, N)."""
     found = []
     for images_BCHW, labels_B in batches:
         logits_BK = predict(model, normalize(images_BCHW.contiguous(memory_format=torch.channels_last)), flip=False)
@@ -110,7 +110,7 @@ def ask(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], normalize: A
 
 
 def describe(answers: dict[str, Tensor]) -> dict[str, Any]:
-    """Accuracies, their largest difference in points, and how often two pipelines lead to different answers."""
+    """Describe accuracies, their largest difference in points, and how often two pipelines answer differently."""
     percents = {name: 100 * (each[0] == each[1]).double().mean().item() for name, each in answers.items()}
     return {
         "pictures": next(iter(answers.values())).shape[1],

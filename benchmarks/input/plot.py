@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, help="result of decode.py")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """A bar for each contestant, the fastest on top."""
+    """Draw a bar for each contestant, the fastest on top."""
     rates = record["images_per_second_per_core"]
     names = sorted(rates, key=lambda name: rates[name]["median"])
     medians = [rates[name]["median"] for name in names]

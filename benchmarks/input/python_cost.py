@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--pictures", type=at_least(BATCH), default=8192, help="in a round (default: %(default)s)")
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_images(root: Path, *, number: int) -> None:
-    """JPEGs of one colour each in two classes."""
+    """Write JPEGs of one colour each in two classes."""
     for position in range(number):
         path = root / "train" / str(position % 2) / f"{position}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def make_images(root: Path, *, number: int) -> None:
 
 
 def make_loader(source: ImageSource) -> ImageLoader:
-    """As a run of one rank has it on this machine."""
+    """Make a loader as a run of one rank has it on this machine."""
     return make_image_loader(
         "dali",
         source,
@@ -99,7 +99,7 @@ def make_loader(source: ImageSource) -> ImageLoader:
 
 
 def requests(number: int, *, epoch: int) -> list[Request]:
-    """All pictures but those that do not fill a batch, in the order of an epoch."""
+    """Request all pictures but those that do not fill a batch, in the order of an epoch."""
     steps = number // BATCH
     return list(
         train_requests(
@@ -116,7 +116,7 @@ def requests(number: int, *, epoch: int) -> list[Request]:
 
 
 def microseconds(draw: Callable[[Sequence[Request]], Iterable[object]], asked: Sequence[Request]) -> float:
-    """CPU time of the process per picture."""
+    """Measure CPU time of the process per picture."""
     start = time.process_time()
     num_batches = sum(1 for _ in draw(asked))
     seconds = time.process_time() - start

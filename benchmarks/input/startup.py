@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--num", type=at_least(NUM_CLASSES), default=IMAGENET_IMAGES, help="pictures (default: %(default)s)")
@@ -100,7 +100,7 @@ def build_class_folders(root: Path, *, num_images: int) -> None:
 
 @cache
 def an_image() -> bytes:
-    """A JPEG of HEIGHT x WIDTH."""
+    """Make a JPEG of HEIGHT x WIDTH."""
     noise_HWC = np.random.default_rng(0).integers(0, 256, (HEIGHT // 4, WIDTH // 4, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise_HWC).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
@@ -145,7 +145,7 @@ def _wnids() -> tuple[str, ...]:
 
 
 def measure(root: Path, *, repetitions: int) -> dict[str, list[dict[str, Any]]]:
-    """What each opener costs, the openers in turn, each time in another order."""
+    """Measure what each opener costs, the openers in turn, each time in another order."""
     runs: dict[str, list[dict[str, Any]]] = {opener: [] for opener in LAYOUTS.values()}
     for number in range(repetitions):
         for layout in random.Random(number).sample(list(LAYOUTS), len(LAYOUTS)):
@@ -154,7 +154,7 @@ def measure(root: Path, *, repetitions: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def measure_fresh(opener: str, root: Path) -> dict[str, Any]:
-    """One repetition in a process of its own, whose errors come through."""
+    """Measure one repetition in a process of its own, whose errors come through."""
     command = [sys.executable, "-m", "benchmarks.input.startup", "--measure", opener, str(root)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -186,7 +186,7 @@ def measure_here(opener: str, root: Path) -> dict[str, Any]:
 
 @contextmanager
 def warmed_loader() -> "Iterator[Callable[[ImageSource], None]]":
-    """What draws the first batch of an epoch from a source, with everything imported."""
+    """Make what draws the first batch of an epoch from a source, with everything imported."""
     from bigbatch.trainer.augment.crops import random_resized_crop
     from bigbatch.trainer.input.loaders.by_name import make_image_loader
     from bigbatch.trainer.input.order import train_requests

@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, at_least(1)
     add("root", type=Path, help="folder with <split>/<class>/<picture>, your own files")
@@ -110,7 +110,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_layouts(options: argparse.Namespace, scratch: Path) -> dict[str, Layout]:
-    """The class folders, and a packed copy of them in scratch. Raises: DataError."""
+    """Make the class folders, and a packed copy of them in scratch. Raises: DataError."""
     index = read_index(options.root, options.split)
     recipe = PackRecipe(shard_bytes=options.shard_mb * 10**6)
     cores = len(os.sched_getaffinity(0))
@@ -145,7 +145,7 @@ def evict(paths: Sequence[str]) -> None:
 
 
 def cached_share(paths: Sequence[str]) -> float:
-    """Share of the pages of some of the files that are in memory, by mincore, which itself reads nothing."""
+    """Compute the share of some files' pages that are in memory, by mincore, which itself reads nothing."""
     in_memory = total = 0
     for path in paths[:: max(1, len(paths) // PROBED_FILES)]:
         pages = pages_in_memory(path)
@@ -175,7 +175,7 @@ def _mincore(address: int, length: int, pages: int) -> int:
 
 
 def measure(layouts: dict[str, Layout], options: argparse.Namespace, *, states: Sequence[str]) -> Turns:
-    """Every layout in every state once a round, the layouts each time in another order."""
+    """Measure every layout in every state once a round, the layouts each time in another order."""
     turns: Turns = {state: {name: [] for name in layouts} for state in states}
     for number in range(options.repetitions + 1):
         for name in random.Random(number).sample(list(layouts), len(layouts)):
@@ -212,12 +212,12 @@ def read_all(layout: Layout, *, number: int, threads: int, batch: int) -> Turn:
 
 
 def _no_crop(epoch: int, indices_B: np.ndarray, sizes_B2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes that nobody uses: the draws are not part of reading."""
+    """Return boxes that nobody uses: the draws are not part of reading."""
     return np.zeros((len(indices_B), 4), np.int32), np.zeros(len(indices_B), bool)
 
 
 def describe_layouts(layouts: dict[str, Layout]) -> dict[str, Any]:
-    """Sizes for the conditions."""
+    """Describe sizes for the conditions."""
     return {
         "pictures": len(layouts["packed"].source),
         "files": {name: len(layout.files) for name, layout in layouts.items()},
@@ -227,7 +227,7 @@ def describe_layouts(layouts: dict[str, Layout]) -> dict[str, Any]:
 
 
 def describe(turns: Turns) -> dict[str, Any]:
-    """The spreads, that of the ratios within the rounds, and what was in memory before the turns."""
+    """Describe the spreads, that of the ratios within the rounds, and what was in memory before the turns."""
     ratios = {}
     for state, rows in turns.items():
         pairs = zip(rows["packed"], rows["class_folders"], strict=True)

@@ -183,7 +183,7 @@ FORMS = {
 
 
 def cases(form: Form) -> list[Case]:
-    """Every optimizer at every batch; decay of bias and norm at the largest; LARS in three precisions."""
+    """List every optimizer at every batch; decay of bias and norm at the largest; LARS in three precisions."""
     largest, low = form.batches[-1], form.precision_batch
     fp16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024.0, "optimizer.loss_scale_growth_steps": 2000}
     half = {
@@ -211,7 +211,7 @@ def cases(form: Form) -> list[Case]:
 
 
 def write_experiment(form: Form, case: Case, *, data: Path, directory: Path, seed: int, base_lr: float) -> Path:
-    """The complete, checked experiment of a run, as a file in its folder. Raises: ConfigError."""
+    """Write the complete, checked experiment of a run, as a file in its folder. Raises: ConfigError."""
     microbatches = range(SPAN, min(case.batch, LARGEST_MICROBATCH) + 1, SPAN)
     overrides = {
         **COMMON,

@@ -22,7 +22,7 @@ class Images:
 
 
 def missing_split(source: Path) -> Path | None:
-    """A folder of class folders that is not there."""
+    """Name a folder of class folders that is not there."""
     return next((source / split for split in SPLITS if not (source / split).is_dir()), None)
 
 
@@ -44,7 +44,7 @@ def write_images(images: Images, source: Path, root: Path) -> None:
 
 
 def write_one(source: Path, path: Path, *, size: int | None) -> None:
-    """As it is, or as a PNG of size x size."""
+    """Write it as it is, or as a PNG of size x size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if size is None:
         path.write_bytes(source.read_bytes())

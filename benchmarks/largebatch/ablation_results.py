@@ -18,7 +18,7 @@ Run = dict[str, Any]
 
 
 def collect(form: Form, folder: Path) -> dict[str, Any]:
-    """How rates were tuned, every run's numbers, and a summary per case."""
+    """Collect how rates were tuned, every run's numbers, and a summary per case."""
     found = {}
     for case in cases(form):
         runs = [read_run(folder / "runs" / case.folder / f"seed{seed}", seed) for seed in form.seeds]
@@ -29,7 +29,7 @@ def collect(form: Form, folder: Path) -> dict[str, Any]:
 
 
 def read_studies(form: Form, folder: Path) -> dict[str, Any]:
-    """By study: its range, its best rate, and whether that lay at an end of the range."""
+    """Read by study its range, its best rate, and whether that lay at an end of the range."""
     found = {}
     for case in cases(form):
         best = yaml.safe_load((folder / "tune" / case.study / "best.yaml").read_text())["schedule"]["base_lr"]
@@ -39,7 +39,7 @@ def read_studies(form: Form, folder: Path) -> dict[str, Any]:
 
 
 def read_run(directory: Path, seed: int) -> Run:
-    """What a finished run left."""
+    """Read what a finished run left."""
     rundir = RunDir(directory)
     config = load_config(["--config", str(directory / "experiment.yaml")])
     train = [r for r in read_records(rundir.metrics) if r["kind"] == "train"]
@@ -67,13 +67,13 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def ended(case: Mapping[str, Any]) -> str:
-    """How many of the runs did not diverge."""
+    """Count how many of the runs did not diverge."""
     count = case["top1_percent"]["n"]
     return f"{count} of {count + case['diverged']} ended"
 
 
 def differences(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float | None, float | None]]:
-    """LARS minus each other optimizer at each batch: points, and the standard error of the difference."""
+    """Compute LARS minus each other optimizer at each batch: points, and the standard error of the difference."""
     lines = []
     by_key = {(c["optimizer"], c["batch"]): c for c in found.values() if c["family"] == "batch"}
     for (optimizer, batch), case in by_key.items():
@@ -91,7 +91,7 @@ def differences(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float
 
 
 def markdown(results: Mapping[str, Any], *, title: str) -> str:
-    """A table of all cases, the differences, and what both were measured under."""
+    """Write a table of all cases, the differences, and what both were measured under."""
     lines = [f"# Ablations: {title}", ""]
     lines += ["| family | case | batch | epochs | base LR | top-1 (%) | sd | smallest | largest | runs |"]
     lines += ["|" + "---|" * 10]
@@ -108,7 +108,7 @@ def markdown(results: Mapping[str, Any], *, title: str) -> str:
 
 
 def explain(results: Mapping[str, Any]) -> list[str]:
-    """The conditions: how rates were chosen, and what the cases beside the batches share with others."""
+    """Explain the conditions: how rates were chosen, and what the cases beside the batches share with others."""
     tuning, found = results["tuning"], results["cases"]
     precision = next(case["epochs"] for case in found.values() if case["family"] == "precision")
     lines = [
@@ -132,5 +132,5 @@ def explain(results: Mapping[str, Any]) -> list[str]:
 
 
 def shown(value: float | None) -> str:
-    """Two digits after the point."""
+    """Show two digits after the point."""
     return "-" if value is None else f"{value:.2f}"

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=sorted({dataset for dataset, _ in FORMS}), required=True)
     parser.add_argument("--form", choices=sorted({form for _, form in FORMS}), required=True)
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_all(form: Form, folder: Path) -> None:
-    """Every search and run that is not finished yet."""
+    """Run every search and run that is not finished yet."""
     for case in cases(form):
         for seed in form.seeds:
             directory = folder / "runs" / case.folder / f"seed{seed}"
@@ -90,7 +90,7 @@ def run_all(form: Form, folder: Path) -> None:
 
 
 def tuned_rate(form: Form, case: Case, folder: Path) -> float:
-    """The learning rate that the case's search found; searches if none has."""
+    """Read the learning rate that the case's search found; searches if none has."""
     best = folder / "tune" / case.study / "best.yaml"
     if not best.exists():
         print(f"tune {case.study}", flush=True)
@@ -100,7 +100,7 @@ def tuned_rate(form: Form, case: Case, folder: Path) -> float:
 
 
 def tune_command(form: Form, case: Case, folder: Path) -> list[str]:
-    """The search for the plain case of that optimizer and batch; its experiment is written for it."""
+    """Write the experiment of the search for the plain case of that optimizer and batch, and return its words."""
     study, optimizer = folder / "tune" / case.study, OPTIMIZERS[case.optimizer]
     directory = folder / "tune" / "experiments" / case.study
     plain = Case(case.study, "batch", case.optimizer, case.batch, form.epochs, {})
@@ -112,7 +112,7 @@ def tune_command(form: Form, case: Case, folder: Path) -> list[str]:
 
 
 def train(path: Path, directory: Path) -> None:
-    """One run; one whose weights end as no numbers is a result, too."""
+    """Train one run; one whose weights end as no numbers is a result, too."""
     print(f"train {directory}", flush=True)
     command = train_command(path)
     done = run_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -151,7 +151,7 @@ def stop_unless_done(returncode: int, command: Sequence[str]) -> None:
 
 
 def describe(form: Form, folder: Path) -> str:
-    """What would be run, and an estimate of the time where the form has a rate for it."""
+    """Describe what would be run, and an estimate of the time where the form has a rate for it."""
     everything = cases(form)
     studies = {case.study: case for case in everything}
     lines = [f"{len(studies)} searches of {form.trials} trials of {form.tune_epochs} epochs:"]
@@ -163,7 +163,7 @@ def describe(form: Form, folder: Path) -> str:
 
 
 def estimate(form: Form, everything: Sequence[Case], *, num_studies: int) -> str:
-    """Pictures, and minutes."""
+    """Estimate pictures, and minutes."""
     images = {"fp32": float(num_studies * form.trials * form.tune_epochs * form.num_train), "fp16": 0.0}
     for case in everything:
         precision: Any = case.settings.get("optimizer.precision", "fp32")

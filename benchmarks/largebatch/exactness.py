@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--nus", type=Path, help="lars.py of NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch")
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def own_deviations(dtype: torch.dtype, *, steps: int) -> dict[str, float | None]:
-    """The worst over both forms, with and without Nesterov, by case."""
+    """Find the worst over both forms, with and without Nesterov, by case."""
     ways = list(product(MOMENTUM_FORMS, (False, True)))
     return {
         case.name: max(
@@ -147,21 +147,21 @@ def deviation(maker: Maker, case: Case, *, form: str, nesterov: bool, dtype: tor
 
 
 def rates(steps: int) -> Iterator[float]:
-    """Linear warm-up, then polynomial decay of power 2."""
+    """Make a linear warm-up, then polynomial decay of power 2."""
     warmup = max(1, round(WARMUP_SHARE * steps))
     for step in range(steps):
         yield BASE_LR * ((step + 1) / warmup if step < warmup else ((steps - step) / (steps - warmup)) ** 2)
 
 
 def relative(weight: Tensor, expected: np.ndarray) -> float:
-    """Largest difference over the largest expected element; not a number counts as infinite."""
+    """Compute the largest difference over the largest expected element; not a number counts as infinite."""
     largest = np.abs(expected).max()
     found = np.abs(weight.double().numpy() - expected).max() / (largest or 1.0)
     return float(found) if np.isfinite(found) else float("inf")
 
 
 def our_maker(form: str) -> Maker:
-    """bigbatch's, in that momentum form."""
+    """Make bigbatch's, in that momentum form."""
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
         group = {"params": [weight], "adapt": case.is_adapted, "weight_decay": case.weight_decay}
@@ -211,7 +211,7 @@ def nus_maker(path: Path) -> Maker:
 
 
 def available_peers(nus: Path | None) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Who takes part, and who does not and why."""
+    """Find who takes part, and who does not and why."""
     makers: dict[str, Callable[[], Maker]] = {
         "timm, eps 0": lambda: timm_maker(eps=0.0),
         "timm, eps 0, foreach": lambda: timm_maker(eps=0.0, foreach=True),

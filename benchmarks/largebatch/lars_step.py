@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", nargs="+", default=["resnet50", "alexnet_bn"], help="names that model.name takes")
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def own_conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """What the shared conditions lack."""
+    """Note what the shared conditions lack."""
     return {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "cpu_threads": torch.get_num_threads(),
@@ -62,7 +62,7 @@ def own_conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Every contestant over that model's weights, and the machine's bandwidth, in the same rounds."""
+    """Measure every contestant over that model's weights, and the machine's bandwidth, in the same rounds."""
     actions, left_out = make_steps(model, device=options.device)
     if options.device == "cuda":
         actions["bigbatch_graph"] = captured(make_steps(model, device="cuda")[0]["bigbatch"])
@@ -78,7 +78,7 @@ def measure_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_net(model: str) -> nn.Module:
-    """The classifier of 1,000 classes; ghost batch norm has the parameters of plain batch norm."""
+    """Make the classifier of 1,000 classes; ghost batch norm has the parameters of plain batch norm."""
     return build_model(model, num_classes=1000, norm=nn.BatchNorm2d)
 
 

@@ -37,7 +37,7 @@ TINY = {
 
 
 def measure(context: Context) -> Found:
-    """Each seed in fresh processes. Seconds are of training with its evaluation, the reading of pictures left out."""
+    """Race each seed in fresh processes. Seconds are of training with its evaluation, not of reading pictures."""
     found = Found()
     root = context.cifar or (small_images(context.scratch, side=32) if context.is_small else None)
     if root is None:
@@ -58,7 +58,7 @@ def measure(context: Context) -> Found:
 
 
 def describe(found: Found, *, ours: list[dict[str, Any]], airbench94: list[dict[str, Any]]) -> None:
-    """Times and accuracies; ratios of the two of each seed."""
+    """Describe times and accuracies; ratios of the two of each seed."""
     for name, runs in ((RECIPE, ours), ("airbench94", airbench94)):
         for key, unit in (("seconds", "s"), ("first_seconds", "s"), ("process_seconds", "s"), ("top1", "share")):
             if values := [run[key] for run in runs if key in run]:
@@ -69,7 +69,7 @@ def describe(found: Found, *, ours: list[dict[str, Any]], airbench94: list[dict[
 
 
 def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
-    """Our recipe in a process of its own; its summary's seconds and accuracy, and the whole process's seconds."""
+    """Train our recipe in a process of its own; its summary's seconds and accuracy, and the whole process's seconds."""
     folder = context.scratch / f"ours-{seed}"
     settings = {"data.root": str(root), "run.directory": str(folder), "run.seed": seed}
     settings |= TINY if context.is_small else {}
@@ -82,7 +82,7 @@ def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
 
 
 def find_script(context: Context) -> tuple[Path | None, str]:
-    """airbench94.py, or why it does not take part. Raises: ConfigError where --airbench is no such checkout."""
+    """Find airbench94.py, or why it does not take part. Raises: ConfigError where --airbench is no such checkout."""
     if context.airbench is None:
         return None, "needs a checkout of KellerJordan/cifar10-airbench: name it by --airbench"
     found = [context.airbench / name for name in SCRIPTS if (context.airbench / name).is_file()]
@@ -92,14 +92,14 @@ def find_script(context: Context) -> tuple[Path | None, str]:
 
 
 def airbench(script: Path, folder: Path, *, seed: int) -> dict[str, Any]:
-    """By its own clock: first_seconds of its warm-up run, seconds of the run that follows; its accuracy."""
+    """Run airbench94 by its own clock: first_seconds of its warm-up run, seconds of the next one; its accuracy."""
     command = [sys.executable, str(CHILD), str(script.resolve()), str(seed)]
     done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def as_tensors(root: Path, folder: Path) -> None:
-    """train.pt and test.pt as airbench94 keeps them: pictures (N, 32, 32, 3) uint8, labels, names of the classes.
+    """Write train.pt and test.pt as airbench94 keeps them: pictures (N, 32, 32, 3) uint8, labels, names of the classes.
 
     Shuffled, as the archive is and class folders are not: it takes its whitening from the first 5,000.
     """

@@ -30,7 +30,7 @@ DESCRIPTION = "All measurements on the GPU at hand; at a small size on the CPU w
 
 
 def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
-    """By name, in the order in which they run."""
+    """List cases by name, in the order in which they run."""
     return {
         "training/generated": training.measure_generated,
         "steps": steps.measure,
@@ -45,7 +45,7 @@ def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
 
 
 def main() -> int:
-    """Measure, write, compare; 1 where a case failed or lost speed."""
+    """Measure, write, compare; return 1 where a case failed or lost speed."""
     options = parse()
     try:
         device = choose_device(ALONE)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="run.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder of the records (default: %(default)s)")
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def choose_cases(only: list[str] | None, names: list[str]) -> list[str]:
-    """Those asked for, by name or by what stands before the slash. Raises: UserError for a word that is none."""
+    """Choose those asked for, by name or what stands before the slash. Raises: UserError for a word that is none."""
     for word in only or ():
         if not any(name == word or name.startswith(f"{word}/") for name in names):
             raise UserError(f"--only {word}: there is no such case; the cases are {', '.join(names)}")
@@ -110,7 +110,7 @@ class Suite:
         self.failed: list[str] = []
 
     def run(self, names: list[str]) -> int:
-        """The cases one after the other; the exit code."""
+        """Run the cases one after the other; the exit code."""
         start = time.monotonic()
         if self.options.guard and self.last is None:
             say(f"no earlier results of {self.record['device']}: these are the first, and nothing is compared")
@@ -155,7 +155,7 @@ class Suite:
         return {**vars(found), "conditions": facts | found.conditions}
 
     def _keep(self, name: str, entry: dict[str, Any]) -> None:
-        """Into the record; but what lost stays beside it, so that the next guard still knows the better figures."""
+        """Keep a case in the record; what lost stays beside it, so the next guard still knows the better figures."""
         before = (self.last or {"cases": {}})["cases"].get(name) if self.options.guard else None
         compared = [] if before is None else compare_case(before, entry)
         for each in compared:
@@ -173,7 +173,7 @@ class Suite:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """None where there is none. Raises: UserError."""
+    """Read a record; None where there is none. Raises: UserError."""
     try:
         return dict(json.loads(path.read_text())) if path.exists() else None
     except (OSError, ValueError) as error:
@@ -181,5 +181,5 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def say(line: str) -> None:
-    """Beside the report, which goes to standard output."""
+    """Print beside the report, which goes to standard output."""
     print(line, file=sys.stderr, flush=True)

@@ -110,9 +110,9 @@ class Found:
     """Those of this case alone, beside those of all."""
 
     def add(self, name: str, values: Sequence[float], *, unit: str) -> None:
-        """A figure. The guard watches images/s, s, TFLOP/s and GB/s, not ratio and share."""
+        """Add a figure. The guard watches images/s, s, TFLOP/s and GB/s, not ratio and share."""
         self.figures[name] = {"unit": unit, **spread(values)}
 
     def median(self, name: str) -> float:
-        """Of a figure."""
+        """Return the median of a figure."""
         return float(self.figures[name]["median"])

@@ -20,18 +20,18 @@ ASKED = {
 
 
 def device_name(device: torch.device) -> str:
-    """What records of one machine and another are told apart by."""
+    """Name what records of one machine and another are told apart by."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def file_stem(device: torch.device, *, size: str) -> str:
-    """Of the device's record: gpu-nvidia-h100-80gb-hbm3, or gpu-small-amd-epyc."""
+    """Name the file of the device's record: gpu-nvidia-h100-80gb-hbm3, or gpu-small-amd-epyc."""
     words = ["gpu", *([size] if size != "full" else []), device_name(device)]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
 def device_conditions(device: torch.device) -> dict[str, Any]:
-    """Versions; of a GPU also driver, clocks, power limit and temperature at this moment, with their units."""
+    """List versions; of a GPU also driver, clocks, power limit and temperature at this moment, with their units."""
     found: dict[str, Any] = {"device": device_name(device), "torch_build": torch.__version__}
     if device.type != "cuda":
         return found | {"threads": torch.get_num_threads()}
@@ -46,7 +46,7 @@ def device_conditions(device: torch.device) -> dict[str, Any]:
 
 
 def _ask_driver(gpu: str) -> dict[str, str | None]:
-    """None for all where there is no nvidia-smi, as in some containers."""
+    """Ask nvidia-smi; None for all where there is no nvidia-smi, as in some containers."""
     command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader"]
     try:
         line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

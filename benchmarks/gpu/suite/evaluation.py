@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 def measure(context: Context) -> Found:
-    """The loader drained, and the evaluation, in turn; the first round is thrown away."""
+    """Time the loader drained, and the evaluation, in turn; the first round is thrown away."""
     found, size = Found(), context.size
     made = small_images if context.is_small else lambda scratch: like_imagenet(scratch, num_images=size.eval_images)
     root = context.data or made(context.scratch)

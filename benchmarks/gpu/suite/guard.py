@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare_case(before: Case, now: Case) -> list[Comparison]:
-    """Every watched figure that the earlier record of a case has. Figures that are new have nothing to lose."""
+    """Compare every watched figure that the earlier record of a case has. Figures that are new have nothing to lose."""
     return [
         _compare(name, figure, now["figures"].get(name))
         for name, figure in before["figures"].items()

@@ -39,7 +39,7 @@ class Flags:
     products: str = field(default_factory=torch.get_float32_matmul_precision)
 
     def switch(self) -> None:
-        """As they were when this was made."""
+        """Switch flags back as they were when this was made."""
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch announces the newer ones
@@ -61,7 +61,7 @@ class Contestant:
 
 
 def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
-    """Overrides of imagenet/resnet50_8k: that model on generated tensors, one microbatch a step."""
+    """List overrides of imagenet/resnet50_8k: that model on generated tensors, one microbatch a step."""
     return {
         "model.name": size.model,
         "data.loader": "synthetic",
@@ -79,14 +79,14 @@ def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
 
 
 def in_precision(precision: str) -> dict[str, Any]:
-    """With the loss scale that fp16 needs."""
+    """Add the precision, with the loss scale that fp16 needs."""
     scale = ("optimizer.loss_scale", "optimizer.loss_scale_growth_steps")
     values = (65536.0, 2000) if precision in SCALED else (None, None)
     return {"optimizer.precision": precision, **dict(zip(scale, values, strict=True))}
 
 
 def as_options(settings: Settings) -> list[str]:
-    """For the command line."""
+    """Write settings for the command line."""
     return [f"--{key}={as_yaml(value)}" for key, value in settings.items()]
 
 
@@ -94,7 +94,7 @@ class Job:
     """One rank's training, step by step, without reports, evaluations and checkpoints."""
 
     def __init__(self, settings: Settings, *, with_nccl: bool = False) -> None:
-        """with_nccl: sums go through NCCL, as on a cluster; a world of one leaves them out otherwise.
+        """Build the job. with_nccl: sums go through NCCL, as on a cluster; a world of one leaves them out otherwise.
 
         Raises: ConfigError; DataError.
         """
@@ -112,14 +112,14 @@ class Job:
         self._step = 0
 
     def run(self, steps: int) -> None:
-        """So many further steps."""
+        """Run so many further steps."""
         self.parts.model.train()
         for _ in range(steps):
             train_step(self._step, self.plan, self.parts, self._stream, self._window)
             self._step += 1
 
     def run_reading_the_loss(self, steps: int) -> None:
-        """The same, and the host waits for the loss of each step, as many training scripts do."""
+        """Run the same, and the host waits for the loss of each step, as many training scripts do."""
         for _ in range(steps):
             self.run(1)
             self._window.sums_3.tolist()
@@ -135,14 +135,14 @@ class Job:
 
 
 def contestant(settings: Settings, *, reads_loss: bool = False, with_nccl: bool = False) -> Contestant:
-    """Our step with those settings. Raises: ConfigError; DataError."""
+    """Make our step with those settings. Raises: ConfigError; DataError."""
     job = Job(settings, with_nccl=with_nccl)
     run = job.run_reading_the_loss if reads_loss else job.run
     return Contestant(run, job.plan.global_batch_size, job.close)
 
 
 def seconds_of(action: Callable[[], object], *, device: torch.device) -> float:
-    """Until the device is done with it."""
+    """Time a call until the device is done with it."""
     wait_for(device)
     start = time.perf_counter()
     action()
@@ -151,7 +151,7 @@ def seconds_of(action: Callable[[], object], *, device: torch.device) -> float:
 
 
 def turn(each: Contestant, *, steps: int, device: torch.device) -> float:
-    """Images per second of so many steps."""
+    """Measure images per second of so many steps."""
     each.flags.switch()
     return steps * each.batch / seconds_of(lambda: each.run(steps), device=device)
 
@@ -159,7 +159,7 @@ def turn(each: Contestant, *, steps: int, device: torch.device) -> float:
 def rates_in_turn(
     contestants: Mapping[str, Contestant], *, size: Size, device: torch.device
 ) -> dict[str, Sequence[float]]:
-    """Images per second of each, interleaved, so that a slow spell hits all alike; the first round is thrown away.
+    """Measure images/s of each, interleaved, so that a slow spell hits all alike; the first round is thrown away.
 
     On a GPU, which captures after some steps, a turn is long enough for a replay, at the small size too.
     """

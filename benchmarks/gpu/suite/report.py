@@ -7,7 +7,7 @@ from benchmarks.gpu.suite.targets import TARGETS
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Targets, then each case: its figures, its tables, what was left out, and under which conditions."""
+    """Write targets, then each case: its figures, its tables, what was left out, and under which conditions."""
     title = f"# {record['device']}: benchmarks/gpu"
     if record["size"] != "full":
         return "\n\n".join([title, "Small size: shows that all cases run, and no figure of it means anything.\n"])
@@ -16,7 +16,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def targets(cases: Mapping[str, Any]) -> str:
-    """All of them, and whether they are met."""
+    """Write all of them, and whether they are met."""
     rows = []
     for target in TARGETS:
         value = target.value(cases)
@@ -26,7 +26,7 @@ def targets(cases: Mapping[str, Any]) -> str:
 
 
 def case(name: str, found: Mapping[str, Any]) -> str:
-    """A case's section."""
+    """Write a case's section."""
     figures = [
         [each, number(f["median"]), f"{number(f['min'])} to {number(f['max'])}", str(f["n"]), f["unit"]]
         for each, f in found["figures"].items()
@@ -55,10 +55,10 @@ def case(name: str, found: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Write a table in Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def number(value: float | None) -> str:
-    """Four digits."""
+    """Show a number with four digits."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -43,7 +43,7 @@ class Layer:
 
 
 def layers_of(model: str, *, batch: int, image_size: int, num_classes: int) -> list[Layer]:
-    """Those in which a ResNet does its arithmetic, from a forward without memory."""
+    """List layers in which a ResNet does its arithmetic, from a forward without memory."""
     layers: list[Layer] = []
 
     def see(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -65,7 +65,7 @@ def layers_of(model: str, *, batch: int, image_size: int, num_classes: int) -> l
 
 
 def shortest_seconds(layers: list[Layer], *, flops_per_s: float, bytes_per_s: float, element_bytes: int) -> float:
-    """Each layer's passes take as long as their arithmetic or as their tensors, whichever is longer."""
+    """Add up layers whose passes take as long as their arithmetic or as their tensors, whichever is longer."""
     return sum(max(each.flops / flops_per_s, element_bytes * each.elements / bytes_per_s) for each in layers)
 
 
@@ -88,21 +88,21 @@ def measure_peaks(context: Context, found: Found, *, layers: list[Layer]) -> flo
 
 
 def product_seconds(context: Context) -> list[float]:
-    """Of two square matrices."""
+    """Time the product of two square matrices."""
     side = context.size.matmul
     a, b = (torch.randn(side, side, device=context.device, dtype=DTYPE) for _ in range(2))
     return repeated(lambda: a @ b, context)
 
 
 def copy_seconds(context: Context) -> list[float]:
-    """From one part of the device's memory to another."""
+    """Time a copy from one part of the device's memory to another."""
     source = torch.zeros(context.size.copy_bytes, dtype=torch.uint8, device=context.device)
     target = torch.empty_like(source)
     return repeated(lambda: target.copy_(source), context)
 
 
 def convolution_seconds(layer: Layer, context: Context) -> list[float]:
-    """Forward and backward of one layer in channels-last memory."""
+    """Time forward and backward of one layer in channels-last memory."""
     images_BCHW, weight, gradient = (
         torch.randn(shape, device=context.device, dtype=DTYPE).to(memory_format=torch.channels_last)
         for shape in (layer.input_shape, layer.weight_shape, layer.output_shape)
@@ -119,7 +119,7 @@ def convolution_seconds(layer: Layer, context: Context) -> list[float]:
 
 
 def repeated(action: Callable[[], object], context: Context) -> list[float]:
-    """Seconds of one call, of several repetitions; the first one is thrown away."""
+    """Measure the seconds of one call, of several repetitions; the first one is thrown away."""
     size = context.size
 
     def calls() -> None:

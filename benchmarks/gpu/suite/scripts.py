@@ -10,7 +10,7 @@ from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 
 
 def measure_inference(context: Context) -> Found:
-    """Forward alone, folded, in half precision, channels-last and compiled, beside torchvision's model."""
+    """Measure forward alone, folded, in half precision, channels-last and compiled, beside torchvision's model."""
     size, found = context.size, Found()
     options = ["--device", context.device.type, "--rounds", str(size.rounds), *_net(context)]
     if context.is_small:
@@ -31,7 +31,7 @@ def measure_inference(context: Context) -> Found:
 
 
 def measure_recompute(context: Context) -> Found:
-    """The curve of memory against time, from no block that is computed again to all."""
+    """Measure the curve of memory against time, from no block that is computed again to all."""
     size, found = context.size, Found()
     options = ["--batch", str(size.batch), "--repetitions", str(size.rounds), *_net(context)]
     if context.is_small:
@@ -57,7 +57,7 @@ def measure_recompute(context: Context) -> Found:
 
 
 def run_script(name: str, options: list[str], context: Context) -> dict[str, Any]:
-    """Its record. What it says goes to standard error, as it comes."""
+    """Run a script; return its record. What it says goes to standard error, as it comes."""
     out = context.scratch / f"{name}.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", *options, "--out", str(out)]
     subprocess.run(command, check=True, stdout=sys.stderr)

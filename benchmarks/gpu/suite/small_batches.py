@@ -11,7 +11,7 @@ MODES = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
 
 
 def measure(context: Context, *, batch: int) -> Found:
-    """One local batch in every mode, in turn. On a GPU the sums of a world of one go through NCCL all the same."""
+    """Measure a local batch in every mode, in turn. On a GPU sums of a world of one go through NCCL all the same."""
     found, contestants = Found(), {}
     with ExitStack() as stack:
         for mode, settings in MODES.items():
@@ -32,5 +32,5 @@ def measure(context: Context, *, batch: int) -> Found:
 
 
 def cases(local_batches: tuple[int, ...]) -> dict[str, partial[Found]]:
-    """One for each local batch, so that each is written when it is done."""
+    """List one case for each local batch, so that each is written when it is done."""
     return {f"small_batches/{batch}": partial(measure, batch=batch) for batch in local_batches}

@@ -14,7 +14,7 @@ ROUNDS = 3
 
 
 def measure(context: Context) -> Found:
-    """Fresh processes of `bigbatch train`. Cold: an empty cache; warm: the one that the cold start filled."""
+    """Start fresh processes of `bigbatch train`. Cold: an empty cache; warm: the one that the cold start filled."""
     found = Found()
     rounds = range(1 if context.is_small else ROUNDS)
     found.add("eager", [first_step(context, {}, name=f"eager-{number}") for number in rounds], unit="s")
@@ -32,7 +32,7 @@ def measure(context: Context) -> Found:
 
 
 def first_step(context: Context, settings: Settings, *, name: str, cache: str = "cache") -> float:
-    """Seconds from starting the process to the report of its first step."""
+    """Measure seconds from starting the process to the report of its first step."""
     size, folder = context.size, context.scratch / "starting" / name
     whole = {
         **settings_for(size, batch=size.batch, precision="bf16"),
@@ -52,7 +52,7 @@ def first_step(context: Context, settings: Settings, *, name: str, cache: str = 
 
 
 def with_cache(folder: Path) -> dict[str, str]:
-    """This process's environment, and where the compiler keeps its results."""
+    """Copy this process's environment, and where the compiler keeps its results."""
     return {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
 
 

@@ -51,7 +51,7 @@ FUSION = "no kernel of our own: what the compiler fuses of it is part of the ste
 
 
 def measure(context: Context) -> Found:
-    """All steps in turn, then the roofline of the largest one."""
+    """Measure all steps in turn, then the roofline of the largest one."""
     size, found = context.size, Found()
     with ExitStack() as stack:
         contestants = make_contestants(context, found, stack=stack)
@@ -67,7 +67,7 @@ def measure(context: Context) -> Found:
 
 
 def make_contestants(context: Context, found: Found, *, stack: ExitStack) -> dict[str, Contestant]:
-    """Those steps that this device can do; the others are left out of the later ones, too."""
+    """Make those steps that this device can do; the others are left out of the later ones, too."""
     size, made = context.size, {}
     settings = settings_for(size, batch=size.batch, precision="fp32")
     for step in STEPS:
@@ -85,7 +85,7 @@ def make_contestants(context: Context, found: Found, *, stack: ExitStack) -> dic
 
 
 def make_table(found: Found, names: list[str], *, roofline: float, flops: float) -> list[dict[str, Any]]:
-    """One row a step. roofline: images per second of the shortest step; flops: of one picture."""
+    """Make one row a step. roofline: images per second of the shortest step; flops: of one picture."""
     rows, before = [], None
     for name in names:
         rate = found.median(name)

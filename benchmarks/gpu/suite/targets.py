@@ -20,14 +20,14 @@ class Target:
     most: float | None = None
 
     def value(self, cases: Mapping[str, Any]) -> float | None:
-        """None where it was not measured."""
+        """Look up the value; None where it was not measured."""
         medians = [_median(cases, where) for where in (self.figure, self.over) if where is not None]
         if None in medians:
             return None
         return medians[0] if len(medians) == 1 else medians[0] / medians[1]
 
     def is_met(self, value: float) -> bool:
-        """Whether a value is enough."""
+        """Tell whether a value is enough."""
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
     @property

@@ -46,12 +46,12 @@ class Few:
 
 
 def peer_name(context: Context) -> str:
-    """What the figures of this peer are called: the stand-in is never called torchvision's."""
+    """Name what the figures of this peer are called: the stand-in is never called torchvision's."""
     return STAND_IN if context.vision is None else SCRIPT
 
 
 def script_epoch(vision: Path) -> Epoch:
-    """train_one_epoch of a checkout's references/classification. Raises: ConfigError."""
+    """Import train_one_epoch of a checkout's references/classification. Raises: ConfigError."""
     if not (vision / "train.py").is_file():
         raise ConfigError(
             f"--vision {vision} holds no train.py: name references/classification of torchvision's sources"
@@ -80,7 +80,7 @@ def stand_in_epoch(
     args: Namespace,
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
-    """What such a script does in an epoch: autocast, scaled update, loss and accuracies read at every step."""
+    """Do what such a script does in an epoch: autocast, scaled update, loss and accuracies read at every step."""
     model.train()
     for batch_images, batch_labels in data_loader:
         images, labels = batch_images.to(device), batch_labels.to(device)
@@ -100,7 +100,7 @@ def stand_in_epoch(
 
 
 def peer(context: Context, batches: Batches, *, num_classes: int) -> Contestant:
-    """The script's model, update and epoch, on those batches. Raises: ConfigError."""
+    """Make the script's model, update and epoch, on those batches. Raises: ConfigError."""
     import torchvision
 
     device = context.device
@@ -120,7 +120,7 @@ def peer(context: Context, batches: Batches, *, num_classes: int) -> Contestant:
 
 
 def generated_batches(context: Context) -> Batches:
-    """One batch, for ever, ready for the model on the device."""
+    """Yield one batch, for ever, ready for the model on the device."""
     size, device = context.size, context.device
     images_BCHW = torch.randn(size.batch, 3, size.image_size, size.image_size, device=device)
     images_BCHW = images_BCHW.to(memory_format=torch.channels_last)
@@ -130,7 +130,7 @@ def generated_batches(context: Context) -> Batches:
 
 
 def image_batches(context: Context, root: Path) -> Batches:
-    """Training pictures as the script's preset makes them, by torch's DataLoader with a worker per core."""
+    """Load training pictures as the script's preset makes them, by torch's DataLoader with a worker per core."""
     import torchvision
     from torchvision.transforms import v2
 
@@ -151,5 +151,5 @@ def image_batches(context: Context, root: Path) -> Batches:
 
 
 def num_workers(context: Context) -> int:
-    """Processes that read for the script."""
+    """Count processes that read for the script."""
     return 1 if context.is_small else len(os.sched_getaffinity(0))

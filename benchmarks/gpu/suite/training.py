@@ -17,7 +17,7 @@ MOST_BATCHES_AHEAD = 2
 
 
 def measure_generated(context: Context) -> Found:
-    """All resident on the device, so that nothing but the steps counts; the contestants take turns."""
+    """Measure with all resident on the device, so that nothing but the steps counts; the contestants take turns."""
     size, found, contestants = context.size, Found(), {}
     peer = torchvision_peer.peer_name(context)
     with ExitStack() as stack:
@@ -32,7 +32,7 @@ def measure_generated(context: Context) -> Found:
 
 
 def measure_images(context: Context) -> Found:
-    """The same from JPEG files: DALI beside torch's DataLoader, each alone with the cores at its turn."""
+    """Measure the same from JPEG files: DALI beside torch's DataLoader, each alone with the cores at its turn."""
     found = Found()
     root = context.data or (small_images(context.scratch) if context.is_small else None)
     if root is None:
@@ -58,18 +58,18 @@ def measure_images(context: Context) -> Found:
 
 
 def precisions(context: Context) -> tuple[str, ...]:
-    """Without fp16 on a CPU, which takes its time."""
+    """List precisions, without fp16 on a CPU, which takes its time."""
     return ("bf16",) if context.is_small else ("bf16", "fp16")
 
 
 def fastest(context: Context, *, precision: str) -> dict[str, Any]:
-    """Settings on generated tensors: compiled and captured, but for a CPU; the steps show each alone."""
+    """Choose settings on generated tensors: compiled and captured, but for a CPU; the steps show each alone."""
     settings = settings_for(context.size, batch=context.size.batch, precision=precision)
     return settings | CAPTURED if context.compiles else settings
 
 
 def ours(context: Context, root: Path, *, precision: str, num_classes: int) -> Contestant:
-    """DALI into our step."""
+    """Feed our step by DALI."""
     images = {
         "data.loader": "dali",
         "data.root": str(root),
@@ -81,20 +81,20 @@ def ours(context: Context, root: Path, *, precision: str, num_classes: int) -> C
 
 
 def theirs(context: Context, root: Path, *, num_classes: int) -> Contestant:
-    """torch's DataLoader into the script's epoch."""
+    """Feed the script's epoch by torch's DataLoader."""
     batches = torchvision_peer.image_batches(context, root)
     return torchvision_peer.peer(context, batches, num_classes=num_classes)
 
 
 def rate_alone(each: Contestant, context: Context) -> float:
-    """Images per second once all that was read ahead has been used up."""
+    """Measure images per second once all that was read ahead has been used up."""
     ahead = MOST_BATCHES_AHEAD * torchvision_peer.num_workers(context)
     turn(each, steps=ahead + context.size.steps, device=context.device)
     return turn(each, steps=3 * context.size.steps, device=context.device)
 
 
 def describe(found: Found, rates: dict[str, Any], *, peer: str) -> None:
-    """Rates of all, and ratios of ours to the peer's, round by round."""
+    """Describe rates of all, and ratios of ours to the peer's, round by round."""
     for name, values in rates.items():
         found.add(name, values, unit="images/s")
         if peer in rates and name != peer:
