@@ -59,7 +59,6 @@ setup(
         "numpy>=1.26",
         "pillow>=10",
         "PyYAML>=6",
-        "jsonargparse[signatures]>=4.40",
         "rich>=13",
         "psutil>=5.9",
         "tensorboard>=2.15",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.suite.job import AS_TORCH_STARTS
 from benchmarks.record import conditions, ratios, spread, write_record
 from bigbatch.comm.tuning.conditions import device_name
-from bigbatch.trainer.config.schema import RESNETS
+from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
 

@@ -30,7 +30,7 @@ from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.precision import require_hardware
-from bigbatch.trainer.config.schema import RESNETS
+from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.summary import device_name
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES

@@ -20,8 +20,8 @@ import torch
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.precision import SCALED
-from bigbatch.trainer.config.schema import RESNETS, Config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import RESNETS, SCALED
 from bigbatch.trainer.machine.host import keep_freed_memory
 from bigbatch.trainer.memory.largest_batch import fits_memory, largest_fitting, run_steps
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, set_tf32

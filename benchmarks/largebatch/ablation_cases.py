@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from benchmarks.largebatch.ablation_data import Images
-from bigbatch.trainer.config.file import find_config, load_config
+from bigbatch.trainer.config.file import dump_config, load_config
 
 Settings = Mapping[str, Any]
 """Dotted keys and their values."""
@@ -228,7 +228,7 @@ def write_experiment(form: Form, case: Case, *, data: Path, directory: Path, see
         "batch.microbatch_size": max(size for size in microbatches if case.batch % size == 0),
         "schedule.base_lr": base_lr,
     }
-    content = yaml.safe_load(find_config(form.config).read_text())
+    content = yaml.safe_load(dump_config(load_config(["--config", form.config])))
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         content[section][name] = value

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS

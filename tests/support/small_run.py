@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.models import build_model

@@ -10,9 +10,6 @@ SMALLEST_SCALE = 1.0
 LARGEST_SCALE = 2.0**24
 """Lifts gradients down to 2**-48 to fp16's smallest number, 2**-24."""
 
-SCALED = ("fp16", "fp16_autocast")
-"""Precisions with a loss scale."""
-
 CAPABILITY = {"tf32": (8, 0), "fp16": (5, 3), "fp16_autocast": (5, 3), "bf16": (8, 0), "bf16_autocast": (8, 0)}
 """First CUDA compute capability with arithmetic of that precision (CUDA C++ Programming Guide)."""
 TENSOR_CORES = (7, 0)
@@ -21,12 +18,7 @@ TENSOR_CORES = (7, 0)
 
 def check_precision(optimizer: OptimizerConfig) -> None:
     """Raises: ConfigError."""
-    scale, growth_steps = optimizer.loss_scale, optimizer.loss_scale_growth_steps
-    if growth_steps is not None and optimizer.precision not in SCALED:
-        raise ConfigError(
-            f"optimizer.loss_scale_growth_steps={growth_steps} has no meaning with optimizer.precision="
-            f"{optimizer.precision}: set it to null"
-        )
+    scale = optimizer.loss_scale
     if scale is not None and scale != nearest_scale(scale):
         raise ConfigError(
             f"optimizer.loss_scale={scale:g} must be a power of two from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, so "

@@ -1,39 +1,53 @@
-"""The sections of an experiment: frozen dataclasses without defaults, so that one complete YAML says everything."""
+"""The sections of an experiment. Each key is one field: its type, legal numbers and choices, default and help."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from bigbatch.trainer.config.fields import (
+    ABOVE_ZERO,
+    BELOW_2_63,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    OnlyFor,
+)
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+READERS = ("dali", "torchvision")  # loaders that read pictures while training
+SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run goes, how long it lasts, what it writes."""
 
-    directory: str
-    """Run folder for config, metrics, checkpoints, plot and summary."""
-    seed: int
+    directory: str = "runs/{name}"
+    """Run folder for config, metrics, checkpoints, plot and summary; {name} in it is the name of the config's file."""
+    seed: Annotated[int, NOT_NEGATIVE, BELOW_2_63] = 0
     """Seed of weights, sample order and every draw of the input."""
-    epochs: int
+    epochs: Annotated[int, POSITIVE] = 90
     """Passes over the training set."""
-    log_every_steps: int
+    log_every_steps: Annotated[int, POSITIVE] = 20
     """Steps between two reports (sums over ranks, one host sync)."""
-    eval_every_epochs: int
+    eval_every_epochs: Annotated[int, POSITIVE] = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
-    eval_offset_epochs: int
+    eval_offset_epochs: Annotated[int, NOT_NEGATIVE] = 0
     """Epoch of the first evaluation, below eval_every_epochs; 0 for the first after eval_every_epochs."""
-    checkpoint_every_steps: int
+    checkpoint_every_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
-    keep_checkpoints: int
+    keep_checkpoints: Annotated[int, POSITIVE] = 2
     """Newest checkpoints to keep, besides the best."""
-    resume: str
+    resume: str = "auto"
     """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
     else the path of a checkpoint to start from."""
-    target_top1: float | None
+    target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
-    stop_metric: str | None
+    stop_metric: str | None = None
     """Figure of the evaluation that must go on improving: top1, top5 or loss; null for no early stopping."""
-    stop_after_evaluations: int | None
+    stop_after_evaluations: Annotated[int | None, POSITIVE] = None
     """End the run after so many evaluations without a better stop_metric; null without one."""
-    divergence_steps: int | None
+    divergence_steps: Annotated[int | None, POSITIVE] = None
     """End the run when its training loss was no better than a guess (ln of the number of classes) for so many steps
     after the warm-up; null to go on whatever the loss is, as long as it is a number. A run with fewer steps (a recipe
     tried for an epoch) is not watched."""
@@ -43,50 +57,50 @@ class RunConfig:
 class DataConfig:
     """The pictures and what is done to them."""
 
-    loader: Literal["dali", "torchvision", "resident", "synthetic"]
+    loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
     """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
     resident: whole set decoded once on the device; synthetic: generated tensors, for measuring."""
-    root: str
+    root: str = "data/imagenet"
     """Folder with train/<class>/<picture> and val/<class>/<picture>; unused by synthetic."""
-    num_classes: int
+    num_classes: Annotated[int, POSITIVE] = 1000
     """Classes of the data set and outputs of the model."""
-    num_synthetic_samples: int | None
+    num_synthetic_samples: Annotated[int | None, POSITIVE, OnlyFor("loader", ("synthetic",))] = None
     """Size of the generated training set and of the validation set; null for every other loader."""
-    image_size: int
+    image_size: Annotated[int, POSITIVE] = 224
     """Height and width of the pictures that the model sees, in pixels; in training, as long as train_sizes is null."""
-    train_sizes: tuple[tuple[int, int], ...] | None
+    train_sizes: tuple[tuple[int, int], ...] | None = None
     """Progressive resizing: pairs of an epoch and the size of training pictures from it on; null for image_size."""
-    crop: Literal["resized", "padded"]
+    crop: Literal["resized", "padded"] = "resized"
     """Training crop. resized: random area and aspect ratio (ImageNet); padded: shift by up to 4 pixels (CIFAR)."""
-    crop_area_min: float | None
+    crop_area_min: Annotated[float | None, ABOVE_ZERO, OnlyFor("crop", ("resized",))] = 0.08
     """Smallest share of the picture's area in a resized crop, in (0, 1]; null for padded."""
-    flip: bool
+    flip: bool = True
     """Mirror half of the training pictures."""
-    eval_crop_fraction: float
+    eval_crop_fraction: Annotated[float, ABOVE_ZERO] = 0.875
     """Side of the central evaluation crop as a share of the picture's shorter side, in (0, 1]."""
-    eval_flip: bool
+    eval_flip: bool = False
     """Evaluate each picture and its mirror image, and add up the two outputs (test-time flip)."""
-    mean: tuple[float, float, float]
-    """Channel means (red, green, blue) on the scale 0 to 1."""
-    std: tuple[float, float, float]
-    """Channel standard deviations (red, green, blue) on the scale 0 to 1."""
-    max_skipped: int | None
+    mean: Annotated[tuple[float, float, float], SHARE] = (0.485, 0.456, 0.406)
+    """Channel means (red, green, blue) on the scale 0 to 1; the default is ImageNet's, as torchvision has it."""
+    std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
+    """Channel standard deviations (red, green, blue) on the scale 0 to 1; the default is ImageNet's, too."""
+    max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
     """Bad pictures for which others stand in, counted and listed in the summary; null to end at the first one."""
-    num_threads: int
+    num_threads: Annotated[int, POSITIVE] = 4
     """Decoding threads per rank."""
-    prefetch_batches: int
+    prefetch_batches: Annotated[int, POSITIVE] = 2
     """Microbatches prepared ahead of use."""
-    patience_seconds: float
+    patience_seconds: Annotated[float, POSITIVE] = 20.0
     """A picture that cannot be read is tried again for so long; then the run saves a checkpoint and ends."""
-    hardware_share: float
+    hardware_share: Annotated[float, SHARE] = 0.65
     """Share of JPEGs that a GPU's decoding engine takes, where there is one, in [0, 1]; the rest is decoded by its
     other cores. Ignored but for dali."""
-    stage: str | None
+    stage: Annotated[str | None, OnlyFor("loader", READERS, or_null=True)] = None
     """Folder of each node into which packed data are copied before the run, such as one on a local disk or in
     /dev/shm; null to read from root."""
-    bind_numa: bool
+    bind_numa: bool = True
     """Keep each rank on the cores beside its GPU, or beside its memory, where a node has several NUMA domains."""
-    probe_seconds: float
+    probe_seconds: Annotated[float, NOT_NEGATIVE] = 1.0
     """How long to measure what the input can deliver on its own, before the first step; 0 for not at all."""
 
 
@@ -94,17 +108,17 @@ class DataConfig:
 class AugmentConfig:
     """What is done to training pictures on the model's device, after crop and flip, in this order; 0 for not at all."""
 
-    color_jitter: float
+    color_jitter: Annotated[float, NOT_NEGATIVE] = 0.0
     """Brightness, contrast and saturation change by up to this share, in random order."""
-    randaugment_ops: int
+    randaugment_ops: Annotated[int, NOT_NEGATIVE] = 0
     """Random operations on each picture (RandAugment)."""
-    randaugment_magnitude: int | None
+    randaugment_magnitude: Annotated[int | None, NOT_NEGATIVE] = None
     """Their strength, 0 to 30; null without operations."""
-    cutout_size: int
+    cutout_size: Annotated[int, NOT_NEGATIVE] = 0
     """Side of a square that is wiped out, in pixels."""
-    mixup_alpha: float
+    mixup_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
     """Blend each picture and its label with another of its ghost batch; the share is of Beta(alpha, alpha)."""
-    cutmix_alpha: float
+    cutmix_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
     """Put a box of another picture of the ghost batch into each. With both, each ghost batch gets one of the two."""
 
 
@@ -112,27 +126,27 @@ class AugmentConfig:
 class ModelConfig:
     """The classifier."""
 
-    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"]
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"] = "resnet50"
     """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
-    width: int | None
+    width: Annotated[int | None, POSITIVE, OnlyFor("name", ("resnet9",))] = 64
     """Channels of resnet9's first layer; null for every other model."""
-    pool_first: bool | None
+    pool_first: Annotated[bool | None, OnlyFor("name", ("resnet9",))] = True
     """Max-pool before norm and activation, which then have a quarter of the pixels; null for models but resnet9."""
-    celu_alpha: float | None
+    celu_alpha: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",), or_null=True)] = None
     """CELU with this alpha instead of ReLU; null for ReLU, and for models but resnet9."""
-    norm_scale: float | None
+    norm_scale: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",), or_null=True)] = None
     """Batch norm's scales stay at this value; null to learn them, and for models but resnet9."""
-    logit_scale: float | None
+    logit_scale: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",))] = 0.125
     """Factor on the logits; null for models but resnet9."""
-    whitening_eps: float | None
+    whitening_eps: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",), or_null=True)] = None
     """Whiten 3x3 patches of the input, with this added to the variances, before a learned 1x1 convolution; null not
     to, and for models but resnet9."""
-    zero_gamma: bool | None
+    zero_gamma: Annotated[bool | None, OnlyFor("name", RESNETS)] = True
     """Start the last norm scale of every residual block at 0; null for models but the ResNets."""
-    blurpool: bool | None
+    blurpool: Annotated[bool | None, OnlyFor("name", RESNETS)] = False
     """Blur before every strided convolution but the first (Zhang 2019, arXiv 1904.11486); null for models but the
     ResNets."""
-    weights: str | None
+    weights: str | None = None
     """Weights to start from: a checkpoint folder, or a file with a state_dict of ours, torchvision's or timm's; null
     for random ones from run.seed. A resumed run has its own."""
 
@@ -141,14 +155,14 @@ class ModelConfig:
 class BatchConfig:
     """The batch is global: any number of ranks gives the same update."""
 
-    global_batch_size: int
+    global_batch_size: Annotated[int, POSITIVE] = 256
     """Samples per update, over all ranks and accumulation steps."""
-    microbatch_size: int
+    microbatch_size: Annotated[int, POSITIVE] = 32
     """Samples per rank per forward pass; accumulation steps follow from it."""
-    bn_span: int
+    bn_span: Annotated[int, POSITIVE] = 32
     """Samples over which batch norm takes its statistics (a ghost batch): divides microbatch_size, or is a multiple of
     it, which then counts over neighbouring ranks."""
-    virtual_ranks: int | None
+    virtual_ranks: Annotated[int | None, POSITIVE] = None
     """Ranks whose updates to replay, by accumulation, on the ranks of the job; null for those of the job."""
 
 
@@ -156,19 +170,19 @@ class BatchConfig:
 class ComputeConfig:
     """How forward and backward are computed: speed and memory, never what is learned."""
 
-    compile: Literal["default", "max-autotune"] | None
+    compile: Literal["default", "max-autotune"] | None = None
     """torch.compile of the model's forward; max-autotune also tries several kernels for each operation, which takes
     minutes longer. null for none."""
-    compile_fallback: bool
+    compile_fallback: bool = False
     """Go on without, and say so, where this machine cannot compile; else end there. false without compile."""
-    cuda_graph: bool
+    cuda_graph: bool = False
     """Capture the whole step, the sums over ranks included, and replay it by one launch: for small local batches, where
     launches take longer than the work. Needs a GPU, one microbatch a step, and NCCL where there are several ranks."""
-    channels_last: bool
+    channels_last: bool = True
     """Pictures and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
-    cudnn_benchmark: bool
+    cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms on each new shape and keep the fastest; without effect on a CPU."""
-    recomputed_blocks: int
+    recomputed_blocks: Annotated[int, NOT_NEGATIVE] = 0
     """Residual blocks, counted from the input, whose activations are not kept but computed again in backward."""
 
 
@@ -176,47 +190,47 @@ class ComputeConfig:
 class OptimizerConfig:
     """The update."""
 
-    name: str
+    name: str = "lars"
     """lars, lamb, sgd, adamw, or the dotted name of any other class, such as schedulefree.SGDScheduleFree."""
-    momentum: float | None
+    momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd"))] = 0.9
     """Share of the last update that is kept, in [0, 1); null but for lars and sgd."""
-    nesterov: bool | None
+    nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd"))] = False
     """Nesterov's momentum; null but for lars and sgd."""
-    betas: tuple[float, float] | None
+    betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw"))] = (0.9, 0.999)
     """Shares of the running means of gradients and of their squares that are kept; null but for lamb and adamw."""
-    weight_decay: float
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-4
     """Decay of weights: L2 in lars and sgd, decoupled in lamb and adamw."""
-    exclude_bias_and_norm: bool
+    exclude_bias_and_norm: bool = True
     """Bias and batch norm neither decay nor adapt (Jia et al. 2018: worth 1.3% top-1)."""
-    bias_lr_factor: float
+    bias_lr_factor: Annotated[float, POSITIVE] = 1.0
     """The learning rate of biases, batch norm's too, is the schedule's times this, and their decay is divided by it."""
-    trust_coefficient: float | None
+    trust_coefficient: Annotated[float | None, POSITIVE, OnlyFor("name", ("lars",))] = 0.001
     """LARS eta; null but for lars."""
-    eps: float | None
+    eps: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("lars", "lamb", "adamw"))] = 0.0
     """Added to a denominator: of the trust ratio in lars, of the update in lamb and adamw; null for the others."""
-    momentum_form: Literal["lr_inside", "lr_outside"] | None
+    momentum_form: Annotated[Literal["lr_inside", "lr_outside"] | None, OnlyFor("name", ("lars",))] = "lr_inside"
     """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; null but for lars."""
-    options: dict[str, Any] | None
+    options: dict[str, Any] | None = None
     """Further arguments of an optimizer that is named by its dotted name; null for the others."""
-    sharded: bool
+    sharded: bool = False
     """Each rank updates a share of the weights and keeps the optimizer's state of that share alone. Gradients then
     travel by the backend's own reduce-scatter, whatever comm.algorithm is."""
-    clip_norm: float | None
+    clip_norm: Annotated[float | None, POSITIVE] = None
     """Largest L2 norm of all gradients together; longer ones are scaled down to it. null for none."""
-    ema_decay: float | None
+    ema_decay: Annotated[float | None, BELOW_ONE] = None
     """Share of the moving average of the weights that is kept at each of its steps, in [0, 1): the average is what is
     evaluated. null for no average."""
-    ema_every_steps: int | None
+    ema_every_steps: Annotated[int | None, POSITIVE] = None
     """Steps between two steps of the average; null without one."""
-    label_smoothing: float
+    label_smoothing: Annotated[float, BELOW_ONE] = 0.0
     """Share of the target spread over all classes, in [0, 1)."""
-    precision: Literal["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "fp16"]
+    precision: Literal["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "fp16"] = "fp32"
     """bf16, fp16: of weights, activations and gradients. bf16_autocast, fp16_autocast: of activations alone. tf32: of
     the factors in convolutions and matrix products on a GPU. Master weights, update and batch norm are fp32 always."""
-    loss_scale: float | None
+    loss_scale: Annotated[float | None, POSITIVE, OnlyFor("precision", SCALED)] = 65536.0
     """The loss is multiplied by this power of two, against underflow; null but for fp16 and fp16_autocast. A scale that
     changes is this one at first, and in a resumed run the one of its checkpoint."""
-    loss_scale_growth_steps: int | None
+    loss_scale_growth_steps: Annotated[int | None, POSITIVE, OnlyFor("precision", SCALED, or_null=True)] = 2000
     """Double the loss scale after so many steps without overflow, halve it at each overflow; null for a static one."""
 
 
@@ -224,22 +238,22 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate as a pure function of the step; linear warm-up from 0."""
 
-    name: Literal["polynomial", "cosine", "step", "one_cycle"]
+    name: Literal["polynomial", "cosine", "step", "one_cycle"] = "polynomial"
     """Form of the decay after the warm-up."""
-    base_lr: float
+    base_lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate at the end of the warm-up."""
-    warmup_epochs: float
+    warmup_epochs: Annotated[float, NOT_NEGATIVE] = 5.0
     """Length of the warm-up, in epochs."""
-    decay_epochs: float | None
+    decay_epochs: Annotated[float | None, POSITIVE] = None
     """Length of the decay that follows, in epochs, after which end_lr stays; null for the rest of the run, and for
     step."""
-    end_lr: float | None
+    end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("polynomial", "cosine", "one_cycle"))] = 0.0
     """Learning rate at the last step; null for step."""
-    power: float | None
+    power: Annotated[float | None, POSITIVE, OnlyFor("name", ("polynomial",))] = 2.0
     """Exponent of the polynomial; null for every other form."""
-    milestone_epochs: tuple[float, ...] | None
+    milestone_epochs: Annotated[tuple[float, ...] | None, NOT_NEGATIVE, OnlyFor("name", ("step",))] = None
     """Epochs at which step multiplies the rate by gamma; null for every other form."""
-    gamma: float | None
+    gamma: Annotated[float | None, POSITIVE, OnlyFor("name", ("step",))] = 0.1
     """Factor at each milestone; null for every form but step."""
 
 
@@ -247,31 +261,31 @@ class ScheduleConfig:
 class CommConfig:
     """Gradients over the wire."""
 
-    backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"]
+    backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"] = "auto"
     """auto: NCCL where every rank has a GPU, else tcp."""
-    interface: str | None
+    interface: str | None = None
     """Network interface between the nodes, such as eth0; null for the one that leads to rank 0."""
-    algorithm: Literal["native", "ring", "hierarchical", "sharded", "doubling", "hybrid"]
+    algorithm: Literal["native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "hierarchical"
     """native: the backend's own; hierarchical: reduce to a leader per node, ring of leaders, broadcast;
     sharded: reduce-scatter in the node, all-reduce across, all-gather in the node; doubling: leaders sum by recursive
     doubling; hybrid: by the size of the buffer, as table says."""
-    table: str | None
+    table: str | None = None
     """File that `bigbatch comm tune` made for this cluster and model; null for none."""
-    group_size: int | None
+    group_size: Annotated[int | None, POSITIVE] = None
     """Ranks per node group; null for one group per host."""
-    wire_dtype: Literal["float16", "bfloat16"] | None
+    wire_dtype: Literal["float16", "bfloat16"] | None = None
     """Precision of fp32 gradients between ranks; null for their own."""
-    predivide: float
+    predivide: Annotated[float, POSITIVE] = 1.0
     """Gradients are divided by this before a sum in wire_dtype and multiplied after, against overflow."""
-    threshold_bytes: int | None
+    threshold_bytes: Annotated[int | None, POSITIVE] = 26_214_400
     """Gradients larger than this travel alone; null for what table says."""
-    buffer_bytes: int | None
-    """Largest fusion buffer; null for what table says."""
-    first_buffer_bytes: int | None
+    buffer_bytes: Annotated[int | None, POSITIVE] = 26_214_400
+    """Largest fusion buffer; null for what table says. The default is that of PyTorch's DistributedDataParallel."""
+    first_buffer_bytes: Annotated[int | None, POSITIVE] = None
     """Size of the first buffer; null for what table says, or the same as the others."""
-    warn_seconds: float
+    warn_seconds: Annotated[float, POSITIVE] = 20.0
     """Ranks that others have waited for so long are named."""
-    timeout_seconds: float
+    timeout_seconds: Annotated[float, POSITIVE] = 300.0
     """A peer that does not answer for this long ends the job."""
-    timeline_steps: tuple[int, int] | None
+    timeline_steps: Annotated[tuple[int, int] | None, NOT_NEGATIVE] = None
     """First and last step to record into timeline.json in the run's folder; null for none."""

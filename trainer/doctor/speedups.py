@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
-from bigbatch.trainer.config.precision import CAPABILITY, SCALED
-from bigbatch.trainer.config.schema import NO_READER, Config, lookup
+from bigbatch.trainer.config.precision import CAPABILITY
+from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.sections import READERS, SCALED
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
 
 Tried = Iterator[Candidate | Unmeasured]
@@ -53,7 +54,7 @@ def find_candidates(
 
 def _workers(config: Config, machine: Machine) -> Tried:
     threads, cores = config.data.num_threads, machine.num_cores
-    if config.data.loader in NO_READER:
+    if config.data.loader not in READERS:
         yield Unmeasured("workers", f"data.loader={config.data.loader} reads no pictures while training")
         return
     more = sorted({number for number in (2 * threads, cores) if threads < number <= cores})
@@ -64,7 +65,7 @@ def _workers(config: Config, machine: Machine) -> Tried:
 
 
 def _prefetch(config: Config, machine: Machine) -> Tried:
-    if config.data.loader not in NO_READER:
+    if config.data.loader in READERS:
         yield Candidate("prefetch", {"data.prefetch_batches": 2 * config.data.prefetch_batches})
 
 

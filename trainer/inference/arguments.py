@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bigbatch.errors import CheckpointError, ConfigError
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.precision import SCALED
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.shards import read_classes
 from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.run.folder import RunDir, load_run_config

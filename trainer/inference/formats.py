@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ExportError
-from bigbatch.trainer.config.schema import RESNETS, Config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.models.exchange import to_torchvision
 
 Classify = Callable[[Tensor], Tensor]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median_high
 from typing import Any
 
-from bigbatch.trainer.config.schema import NO_READER
+from bigbatch.trainer.config.sections import READERS
 from bigbatch.trainer.input.remedies import MEMORY, REMEDIES, InputSettings, more_threads, share_better
 
 Rates = Mapping[str, float | None]
@@ -118,7 +118,7 @@ def _on_waiting(waited: Waited, measured: MeasuredInput) -> str | None:
     rates, settings, waits = measured.rates, measured.settings, _waits(waited)
     if waited.wait_fraction <= LARGE_WAIT:
         return None
-    if settings.loader in NO_READER:
+    if settings.loader not in READERS:
         return f"{waits}: data.loader={settings.loader} makes each batch within its step ({_alone(rates, waited)})"
     stage = slowest_stage(rates, among=AHEAD)
     if min(rates[part] or 0.0 for part in ("loader", *AHEAD)) < waited.compute_images_per_second:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigbatch.errors import RunFolderError
 from bigbatch.files import write_whole
-from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.file import RUN_CONFIG, load_config
 from bigbatch.trainer.config.schema import Config
 
 
@@ -22,7 +22,7 @@ class RunDir:
     @property
     def config(self) -> Path:
         """The resolved config; `bigbatch train --config` takes it as it is."""
-        return self.path / "config.yaml"
+        return self.path / RUN_CONFIG
 
     @property
     def metrics(self) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from bigbatch.errors import CheckpointError
-from bigbatch.trainer.config.file import as_yaml, dump_config, flatten
+from bigbatch.trainer.config.file import as_yaml, dump_config, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.models.exchange import from_foreign
 from bigbatch.trainer.optim.foreign import resume_training
@@ -163,11 +163,14 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
 
 
 def changes(old: str, new: str) -> dict[str, str]:
-    """What the new config states otherwise than the old one, leaving out where and how it is resumed."""
-    before, after = (flatten(yaml.safe_load(text)) for text in (old, new))
+    """What the new config states otherwise than the old one, leaving out where and how it is resumed.
+
+    A key that the old one, of an earlier version, does not state had its default.
+    """
+    before, after = ({key: as_yaml(value) for key, value in read_dumped(text).items()} for text in (old, new))
     where_and_how = ("run.directory", "run.resume")
     return {
-        key: f"{as_yaml(value)} (was {as_yaml(before.get(key))})"
+        key: f"{value} (was {before[key]})"
         for key, value in after.items()
-        if value != before.get(key) and key not in where_and_how
+        if value != before[key] and key not in where_and_how
     }

@@ -4,24 +4,23 @@ import hashlib
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.file import read_dumped
+from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.models.exchange import from_foreign
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
 from bigbatch.trainer.step.ema import evaluated_weights
 
-DECIDING = ("name", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
+DECIDING = tuple(
+    f"model.{name}" for name in ("name", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
+)
 """Keys of the model section that decide what weights mean."""
-BEFORE = {"resnet9": {"pool_first": True, "logit_scale": 0.125}}
-"""Model -> keys that configs did not state at first, and what held then; of others null."""
 
 
 def load_weights_(model: nn.Module, path: Path, *, config: Config) -> None:
@@ -101,10 +100,8 @@ def _is_ours(state: object) -> bool:
 
 
 def _require_same_model(text: str, config: Config, *, path: Path) -> None:
-    there, here = yaml.safe_load(text)["model"], asdict(config.model)
-    there = BEFORE.get(there["name"], {}) | there
+    values = read_dumped(text)
     for key in DECIDING:
-        if (there.get(key) or None) != (here[key] or None):  # older configs lack keys
-            raise CheckpointError(
-                f"{path} is of another model: model.{key} is {there.get(key)} there and {here[key]} here"
-            )
+        there, here = values[key], lookup(config, key)
+        if (there or None) != (here or None):
+            raise CheckpointError(f"{path} is of another model: {key} is {there} there and {here} here")

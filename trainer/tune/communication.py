@@ -27,7 +27,8 @@ from bigbatch.errors import ConfigError, TunedError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import RESNETS, Config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.models.norm import flatten_running_statistics
 
 MODEL_CONFIG = "imagenet/resnet50_8k"

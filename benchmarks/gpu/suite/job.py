@@ -15,7 +15,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.file import as_yaml, load_config
-from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.step.execution import WARM_UP_STEPS

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +92,12 @@ def recipe(name: str) -> Config:
 
 
 def words_of(name: str) -> str:
-    return (PACKAGED / f"imagenet/{name}.yaml").read_text()
+    """Of its file, and of those that it extends."""
+    text, base = "", f"imagenet/{name}"
+    while base:
+        words = (PACKAGED / f"{base}.yaml").read_text()
+        text, base = text + words, yaml.safe_load(words).get("base")
+    return text
 
 
 def in_steps(name: str) -> tuple[Config, list[float]]:
@@ -288,9 +294,9 @@ OF_THE_RECIPE = {
 
 @pytest.mark.parametrize("section", ["data", "augment", "comm"])
 def test_recipes_agree_on_all_that_is_not_their_point(section: str) -> None:
-    pattern = yaml.safe_load(words_of("resnet50_8k"))[section]
+    pattern = asdict(getattr(recipe("resnet50_8k"), section))
     for name in ALL:
-        for key, value in yaml.safe_load(words_of(name))[section].items():
+        for key, value in asdict(getattr(recipe(name), section)).items():
             if name not in OF_THE_RECIPE.get(f"{section}.{key}", ()):
                 assert value == pattern[key], f"{name}: {section}.{key}"
 

@@ -14,9 +14,9 @@ import bigbatch.trainer
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config import schema as config_module
 from bigbatch.trainer.config import sections as config_sections
-from bigbatch.trainer.config.schema import Config, all_keys, lookup
+from bigbatch.trainer.config.augment import SMALLEST_IMAGE
+from bigbatch.trainer.config.schema import KEYS, Config, all_keys, lookup
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import ResNet
 from bigbatch.trainer.optim.lars import MOMENTUM_FORMS
@@ -273,14 +273,8 @@ def test_ranges_of_keys_that_base_leaves_out():
 
 
 def test_no_number_goes_unchecked():
-    """Every int or float of the config stands in one of the lists of ranges."""
-    checked = {
-        *config_module.POSITIVE,
-        *config_module.NOT_NEGATIVE,
-        *config_module.SHARE,
-        *config_module.SHARE_WITH_ONE,
-        *config_module.SHARE_BELOW_ONE,
-    }
+    """Every int or float of the config has its range beside it."""
+    checked = {name for name, key in KEYS.items() if key.ranges}
     numbers = {
         f"{section}.{key}"
         for section, fields in SECTIONS.items()
@@ -504,15 +498,15 @@ def test_the_first_evaluation_comes_within_the_interval(every, offset):
 
 def test_resnets_are_those_that_are_built_as_such():
     built = [name for name, make in MODELS.items() if getattr(make, "func", None) is ResNet]
-    assert built == list(config_module.RESNETS)
+    assert built == list(config_sections.RESNETS)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_smallest_image_is_the_smallest_that_the_model_takes(name):
     changes = {} if name == "resnet9" else dict(NOT_RESNET9)
-    if name in config_module.RESNETS:
+    if name in config_sections.RESNETS:
         changes |= {"model.zero_gamma": True, "model.blurpool": False}
-    smallest = config_module.SMALLEST_IMAGE.get(name, 1)
+    smallest = SMALLEST_IMAGE.get(name, 1)
     make_config({"model.name": name, "data.image_size": smallest, **changes})
     model = MODELS[name](num_classes=3).eval()
     with torch.no_grad():

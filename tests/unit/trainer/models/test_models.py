@@ -12,7 +12,7 @@ import torchvision
 from torch import nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.schema import SMALLEST_IMAGE
+from bigbatch.trainer.config.augment import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
 from bigbatch.trainer.models.alexnet import alexnet_bn
 from bigbatch.trainer.models.norm import GhostBatchNorm2d

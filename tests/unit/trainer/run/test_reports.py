@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from rich.console import Console
 from small_run import PLAN
@@ -380,6 +381,20 @@ def test_changes_are_shown_as_a_config_states_them() -> None:
         "data.eval_flip": "true (was false)",
         "data.train_sizes": "[[0, 32], [1, 64]] (was null)",
         "optimizer.weight_decay": "1.0e-05 (was 0.5)",
+    }
+
+
+def test_a_key_that_an_older_config_lacks_had_its_default() -> None:
+    adamw = ["--config", "quickstart", "--optimizer.name=adamw", "--optimizer.eps=1e-8"]
+    older = yaml.safe_load(dump_config(load_config(adamw)))
+    for key in ("betas", "clip_norm", "ema_decay", "momentum"):
+        del older["optimizer"][key]
+    text = yaml.safe_dump(older)
+    assert changes(text, dump_config(load_config(adamw))) == {}
+    new = load_config([*adamw, "--optimizer.clip_norm=1", "--optimizer.betas=[0.9, 0.99]"])
+    assert changes(text, dump_config(new)) == {
+        "optimizer.betas": "[0.9, 0.99] (was [0.9, 0.999])",
+        "optimizer.clip_norm": "1.0 (was null)",
     }
 
 

@@ -8,7 +8,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from bigbatch.trainer.config.precision import SCALED
+from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS

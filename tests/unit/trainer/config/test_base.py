@@ -1,0 +1,155 @@
+"""One YAML upon another, defaults below, options above: what holds, and where it comes from."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config import file as config_file
+from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs, read_stated, resolve
+from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
+
+RECIPES = sorted(path for path in PACKAGED.rglob("*.yaml") if path.parent.name not in ("ablations", "sweeps"))
+
+
+def write(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_nearest_statement_holds(tmp_path):
+    first = write(tmp_path / "a/first.yaml", "run:\n  epochs: 20\n  seed: 1\n  log_every_steps: 7\n")
+    second = write(tmp_path / "a/second.yaml", "base: first.yaml\nrun:\n  epochs: 21\n  seed: 2\n")
+    recipe = write(tmp_path / "b/recipe.yaml", "base: ../a/second.yaml\nrun:\n  epochs: 22\n")
+    resolved = resolve(["--config", recipe, "--data.root", "here"])
+    config, origins = resolved.config, resolved.origins
+    assert (config.run.epochs, origins["run.epochs"]) == (22, f"recipe {recipe}")
+    assert (config.run.seed, origins["run.seed"]) == (2, f"base {tmp_path}/b/../a/second.yaml")
+    assert config.run.log_every_steps == 7
+    assert Path(origins["run.log_every_steps"].removeprefix("base ")).resolve() == Path(first).resolve()
+    assert (config.data.root, origins["data.root"]) == ("here", "command line")
+    assert (config.run.resume, origins["run.resume"]) == ("auto", "default")
+    assert config.run.directory == "runs/recipe"
+    assert resolve(["--config", second]).origins["run.seed"] == f"recipe {second}"
+
+
+@pytest.mark.parametrize("base", ["quickstart", "bases/mlperf"])
+def test_a_packaged_yaml_may_be_extended(base, tmp_path):
+    config = load_config(["--config", write(tmp_path / "mine.yaml", f"base: {base}\nrun:\n  directory: x/{{name}}\n")])
+    packaged = load_config(["--config", base])
+    assert config.optimizer == packaged.optimizer
+    assert config.data == packaged.data
+    assert config.run.directory == "x/mine"
+
+
+def test_bases_make_no_experiment_alone():
+    assert not [name for name in packaged_configs() if name.startswith("bases/")]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_bases_in_a_circle_are_refused(length, tmp_path):
+    paths = [tmp_path / f"{number}.yaml" for number in range(length)]
+    for path, following in zip(paths, [*paths[1:], paths[0]], strict=True):
+        write(path, f"base: {following.name}\n")
+    message = refusal("--config", str(paths[0]))
+    assert message.startswith(f"{paths[-1]}: base leads back to ")
+    assert "0.yaml" in message
+
+
+@pytest.mark.parametrize("base", ["quikstart", "[1]", "{}", "5"])
+def test_a_base_that_there_is_not(base, tmp_path):
+    recipe = write(tmp_path / "recipe.yaml", f"base: {base}\n")
+    assert refusal("--config", recipe).startswith(f"{recipe}: base '")
+
+
+def test_what_a_base_states_is_checked_too(tmp_path):
+    base = write(tmp_path / "base.yaml", "run:\n  epohcs: 3\n")
+    recipe = write(tmp_path / "recipe.yaml", "base: base.yaml\n")
+    assert refusal("--config", recipe) == f"{base}: unknown key run.epohcs; the nearest legal one is run.epochs"
+
+
+def test_a_run_folder_is_a_config(tmp_path):
+    write(tmp_path / config_file.RUN_CONFIG, "run:\n  epochs: 3\nschedule:\n  warmup_epochs: 1\n")
+    assert load_config(["--config", str(tmp_path)]).run.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, {"optimizer.trust_coefficient": 0.001, "optimizer.betas": None, "optimizer.loss_scale": None}),
+        ({"optimizer.name": "sgd"}, {"optimizer.trust_coefficient": None, "optimizer.momentum": 0.9}),
+        ({"optimizer.name": "adamw"}, {"optimizer.momentum": None, "optimizer.betas": (0.9, 0.999)}),
+        ({"optimizer.name": "a.B"}, {"optimizer.momentum": None, "optimizer.eps": None}),
+        ({"optimizer.precision": "fp16"}, {"optimizer.loss_scale": 65536.0, "optimizer.loss_scale_growth_steps": 2000}),
+        ({"model.name": "resnet9"}, {"model.width": 64, "model.celu_alpha": None, "model.zero_gamma": None}),
+        ({"optimizer.name": "adamw", "optimizer.momentum": 0.5}, {"optimizer.momentum": 0.5}),
+        ({"optimizer.momentum": None}, {"optimizer.momentum": None}),
+    ],
+)
+def test_a_default_holds_where_its_key_has_a_meaning(stated, expected):
+    """What is stated stays, right or wrong: the checks refuse it."""
+    values = with_defaults(stated)
+    assert {key: values[key] for key in expected} == expected
+    assert tuple(values) == tuple(KEYS)
+
+
+def test_stated_without_a_meaning_is_refused_wherever_it_is_stated(tmp_path):
+    recipe = write(tmp_path / "recipe.yaml", "optimizer:\n  trust_coefficient: 0.001\n")
+    message = refusal("--config", recipe, "--optimizer.name", "sgd")
+    assert message.startswith("optimizer.trust_coefficient=0.001 has no meaning with optimizer.name=sgd")
+    assert load_config(["--config", recipe]).optimizer.trust_coefficient == 0.001
+
+
+def test_a_key_that_a_choice_needs_and_that_has_no_default_is_asked_for(tmp_path):
+    message = refusal("--config", write(tmp_path / "recipe.yaml", "data:\n  loader: synthetic\n"))
+    assert message.startswith("data.num_synthetic_samples is null, but data.loader=synthetic needs it")
+
+
+def test_a_number_that_looks_like_text_stays_text(tmp_path):
+    config = load_config(["--config", "quickstart", "--run.directory", "1e-4"])
+    path = write(tmp_path / "recipe.yaml", config_file.dump_config(config))
+    assert load_config(["--config", path]) == config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(PACKAGED)))
+def test_a_recipe_states_what_makes_it_that_recipe(path):
+    """Each value differs from what would hold without it, or has a comment: its source, or why."""
+    text = path.read_text()
+    content = yaml.safe_load(text)
+    base = content.pop("base", None)
+    below = read_stated(PACKAGED / f"{base}.yaml")[0] if base else {}
+    stated = read_stated(path)[0]
+    deciders = {key.decider for key in KEYS.values()}
+    held = with_defaults(below | {key: value for key, value in stated.items() if key in deciders})
+    held |= {key: value for key, value in with_defaults(below).items() if key in deciders}
+    for section, values in content.items():
+        for name in values:
+            commented = re.search(rf"^  {name}: .* # |^ +#.*\n  {name}: ", text[text.index(f"\n{section}:") :], re.M)
+            assert commented or stated[f"{section}.{name}"] != held[f"{section}.{name}"], f"{section}.{name}"
+
+
+def test_every_packaged_value_has_an_origin_that_exists():
+    for name in packaged_configs():
+        resolved = resolve(["--config", name])
+        for key, origin in resolved.origins.items():
+            kind, _, where = origin.partition(" ")
+            assert kind == "default" or (kind in ("base", "recipe") and (PACKAGED / where).is_file()), key
+            assert (
+                kind != "default"
+                or key == "run.directory"
+                or lookup(resolved.config, key)
+                in (
+                    None,
+                    KEYS[key].default,
+                )
+            )

@@ -1,0 +1,73 @@
+"""What fields state of their keys is consistent, and types are those of the fields."""
+
+from typing import Any, Literal
+
+import pytest
+
+from bigbatch.trainer.config.fields import conform, describe
+from bigbatch.trainer.config.schema import KEYS, all_keys, typed
+
+
+@pytest.mark.parametrize("name", all_keys())
+def test_every_default_is_legal(name):
+    key = KEYS[name]
+    value = typed(name, key.default)
+    assert value == key.default
+    assert type(value) is type(key.default)
+    numbers = value if isinstance(value, tuple) else (value,)
+    assert value is None or all(legal.holds(number) for legal in key.ranges for number in numbers)
+
+
+def test_what_decides_is_itself_for_every_choice():
+    for key in KEYS.values():
+        if key.only_for is not None:
+            assert KEYS[key.decider].only_for is None
+            assert type(None) in getattr(key.kind, "__args__", ())
+            for value in key.only_for.values:
+                assert typed(key.decider, value) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        (3, int, 3),
+        (3, float, 3.0),
+        (None, float | None, None),
+        ([1, 2.5], tuple[float, ...], (1.0, 2.5)),
+        ([[0, 16]], tuple[tuple[int, int], ...] | None, ((0, 16),)),
+        ("a", Literal["a", "b"] | None, "a"),
+        ({"a": 1}, dict[str, Any] | None, {"a": 1}),
+    ],
+)
+def test_values_are_held_as_their_types_say(value, kind, expected):
+    found = conform(value, kind)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (True, int),
+        (1, bool),
+        (2.0, int),
+        ("1", float),
+        (10**400, float),
+        (None, str),
+        ([1.0], tuple[float, float]),
+        ("ab", tuple[str, str]),
+        ([1, True], tuple[int, ...]),
+        ("c", Literal["a", "b"]),
+        ([], dict[str, Any]),
+    ],
+)
+def test_values_of_other_types_are_refused(value, kind):
+    with pytest.raises(TypeError):
+        conform(value, kind)
+
+
+def test_types_in_words():
+    assert describe(int | None) == "int or null"
+    assert describe(Literal["a", "b"] | None) == "one of 'a', 'b' or null"
+    assert describe(tuple[tuple[int, int], ...] | None) == "tuple[tuple[int, int], ...] or null"
+    assert describe(dict[str, Any]) == "dict[str, Any]"

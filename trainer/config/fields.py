@@ -1,0 +1,111 @@
+"""What the field of a section says of its key: type, default, legal numbers, and the choices that it is for."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers a field may hold, alone or in a tuple; null is legal where its type says so."""
+
+    legal: str
+    holds: Callable[[float], bool]
+
+
+POSITIVE = Range("positive and finite", lambda v: 0 < v < math.inf)
+NOT_NEGATIVE = Range("0 or more, and finite", lambda v: 0 <= v < math.inf)
+SHARE = Range("at least 0 and at most 1", lambda v: 0 <= v <= 1)
+ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
+BELOW_ONE = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
+BELOW_2_63 = Range("below 2**63", lambda v: v < 2**63)
+
+
+@dataclass(frozen=True)
+class OnlyFor:
+    """The key has a meaning for some values of another key of its section alone: elsewhere it is null.
+
+    For those values it must not be null, unless or_null.
+    """
+
+    decider: str
+    values: tuple[str, ...]
+    or_null: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of an experiment, as its field states it."""
+
+    section: str
+    name: str
+    kind: Any
+    """Its type."""
+    default: Any
+    ranges: tuple[Range, ...]
+    only_for: OnlyFor | None
+
+    def __str__(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def decider(self) -> str:
+        """The key that decides whether this one has a meaning; empty: it always has."""
+        return "" if self.only_for is None else f"{self.section}.{self.only_for.decider}"
+
+
+def read_keys(section: str, holder: type) -> Iterator[Key]:
+    """The keys of a section out of its dataclass, in order."""
+    hints = get_type_hints(holder, include_extras=True)
+    for field in fields(holder):
+        hint = hints[field.name]
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        yield Key(
+            section=section,
+            name=field.name,
+            kind=kind,
+            default=field.default,
+            ranges=tuple(note for note in notes if isinstance(note, Range)),
+            only_for=next((note for note in notes if isinstance(note, OnlyFor)), None),
+        )
+
+
+def conform(value: Any, kind: Any) -> Any:
+    """Give a value as a field of that type holds it: whole numbers become floats, lists tuples. Raises: TypeError."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        (only,) = (each for each in inner if each is not NoneType)
+        return conform(value, only)
+    if outer is Literal and type(value) is str and value in inner:
+        return value
+    if outer is tuple and isinstance(value, list | tuple):
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple(map(conform, value, kinds))
+    if outer is dict and isinstance(value, dict):
+        return value
+    if kind is float and type(value) is int and abs(value) < 2**1023:
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise TypeError(f"{value!r} is not {describe(kind)}")
+
+
+def takes_text(kind: Any) -> bool:
+    """Any text is legal."""
+    return kind is str or str in get_args(kind)
+
+
+def describe(kind: Any) -> str:
+    """A type in words, such as: int or null; one of 'a', 'b'; tuple[float, float]."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer in (Union, UnionType):
+        return " or ".join(describe(each) for each in inner)
+    if outer is Literal:
+        return "one of " + ", ".join(map(repr, inner))
+    return "null" if kind is NoneType else inspect.formatannotation(kind).replace("typing.", "")

@@ -1,0 +1,85 @@
+"""The command line of an experiment: --config, and one option per key."""
+
+import argparse
+import ast
+import inspect
+import json
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config import sections
+from bigbatch.trainer.config.fields import Key, describe
+from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
+
+ALIASES = {"--virtual-ranks": "batch.virtual_ranks"}
+"""Short options, and the keys that they state."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_options(argv: Sequence[str], *, prog: str, packaged: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The names that --config is given, and the words of keys that are stated. packaged: names for the help.
+
+    Raises: ConfigError; SystemExit after --help.
+    """
+    parsed, others = _make_parser(prog, packaged).parse_known_args(argv)
+    for word in others:
+        if word.startswith("--"):
+            require_known(word.partition("=")[0][2:], known=("config", "help", *KEYS), where="command line")
+    if others:
+        raise ConfigError(f"unrecognized arguments: {' '.join(others)}")
+    words = vars(parsed)
+    return words.pop("config", []), words
+
+
+def _make_parser(prog: str, packaged: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Train one experiment: a YAML file of what differs from the defaults, and any key as an override. "
+        f"Packaged experiments: {', '.join(packaged)}.",
+        epilog=f"example: {prog} --config quickstart --run.epochs 2 --optimizer.momentum 0.8. "
+        + ", ".join(f"{alias} is short for --{key}" for alias, key in ALIASES.items())
+        + ".",
+        usage=f"{prog} --config NAME_OR_FILE [--section.key VALUE ...]",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        nargs="?",
+        const="",
+        help="YAML file, name of a packaged experiment, or run folder.",
+    )
+    texts = _docstrings()
+    for section, holder in SECTIONS.items():
+        group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
+        for key in (key for key in KEYS.values() if key.section == section):
+            text = f"{texts[holder.__name__, key.name]} ({_facts(key)})"
+            group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
+    for alias, name in ALIASES.items():
+        parser.add_argument(alias, dest=name, help=argparse.SUPPRESS)
+    return parser
+
+
+def _facts(key: Key) -> str:
+    default = key.default if isinstance(key.default, str) else json.dumps(key.default)
+    if key.only_for is not None and key.default is not None:
+        default += f" with {key.decider} {' or '.join(key.only_for.values)}, else null"
+    return f"{describe(key.kind)}; default: {default}"
+
+
+def _docstrings() -> dict[tuple[str, str], str]:
+    """Class and field -> the text under it in the sources, in one line."""
+    return {
+        (holder.name, field.target.id): " ".join(text.value.value.split())
+        for holder in ast.parse(inspect.getsource(sections)).body
+        if isinstance(holder, ast.ClassDef)
+        for field, text in zip(holder.body, holder.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
