@@ -36,6 +36,7 @@ COMMANDS = {
         "bigbatch.trainer.mlperf.verify",
         "compare runs with MLPerf's rules and reference convergence; write its log",
     ),
+    "config": (GROUP, "show an experiment with all its values, what differs between two, which there are"),
     "tune": (GROUP, "find a learning rate's range; search config values on short runs"),
     "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (

@@ -1,4 +1,4 @@
-"""Commands in groups, `bigbatch GROUP COMMAND`: comm and tune. Imports nothing heavy before it knows what to do."""
+"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, tune. Nothing heavy is imported before it is needed."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,16 @@ GROUPS = {
             ),
         },
         "bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",
+    ),
+    "config": Group(
+        "config",
+        "Look at experiments.",
+        {
+            "show": ("bigbatch.trainer.config.show", "print a complete one, and where each value comes from"),
+            "diff": ("bigbatch.trainer.config.diff", "print in which keys two differ"),
+            "list": ("bigbatch.trainer.config.packaged", "print the names of those that come with bigbatch"),
+        },
+        "bigbatch config show quickstart --run.epochs 2",
     ),
     "tune": Group(
         "tune",

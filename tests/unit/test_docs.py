@@ -358,6 +358,8 @@ def test_bigbatch_commands(
             main(words)
     elif words[0] == "train":
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
+    elif words[0] == "config":
+        assert main(words) == 0
     elif words[0] == "verify":
         assert verify_parser().parse_args(words[1:]).runs
     elif words[0] in TRAINED:

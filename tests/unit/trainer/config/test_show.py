@@ -1,0 +1,77 @@
+"""`bigbatch config`: what it prints is the experiment, and where its values come from."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from bigbatch import cli
+from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
+from bigbatch.trainer.config.schema import all_keys
+
+
+def test_what_is_shown_loads(capsys, tmp_path):
+    words = ["imagenet/resnet50_8k", "--run.directory", "a # b", "--data.train_sizes=[[0, 128], [4, 160]]"]
+    assert cli.main(["config", "show", *words]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(text)
+    shown = load_config(["--config", str(tmp_path / "shown.yaml")])
+    assert shown == load_config(["--config", *words])
+    lines = {line.split(":")[0].strip(): line.rpartition(" # ")[2] for line in text.splitlines() if " # " in line}
+    assert lines["directory"] == lines["train_sizes"] == "command line"
+    assert lines["global_batch_size"] == "recipe imagenet/resnet50_8k.yaml"
+    assert lines["target_top1"] == "base bases/mlperf.yaml"
+    assert lines["num_threads"] == "base bases/imagenet.yaml"
+    assert lines["virtual_ranks"] == "default"
+    assert len(lines) == len(all_keys()) - 2  # three sections have a name
+
+
+def test_a_run_folder_is_shown(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(["--config", "quickstart", "--run.epochs=5"])))
+    assert cli.main(["config", "show", str(tmp_path)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["run"]["epochs"] == 5
+
+
+def test_what_differs(capsys):
+    assert cli.main(["config", "diff", "imagenet/nus_resnet50_4k", "imagenet/nus_resnet50_8k"]) == 0
+    table = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert table["batch.global_batch_size"] == [
+        *("4096", "(recipe", "imagenet/nus_resnet50_4k.yaml)"),
+        *("8192", "(recipe", "imagenet/nus_resnet50_8k.yaml)"),
+    ]
+    assert set(table) - {"key"} == {
+        "run.directory",
+        "run.checkpoint_every_steps",
+        "run.divergence_steps",
+        "batch.global_batch_size",
+        "schedule.base_lr",
+        "schedule.warmup_epochs",
+    }
+
+
+def test_nothing_differs(capsys):
+    assert cli.main(["config", "diff", "quickstart", "quickstart"]) == 0
+    assert capsys.readouterr().out == "quickstart and quickstart are equal\n"
+
+
+def test_all_packaged_ones_are_listed(capsys):
+    assert cli.main(["config", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == packaged_configs()
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["show", "nothing"], ["diff", "quickstart", "nothing"], ["show", "quickstart", "--run.epohcs=1"]],
+)
+def test_what_cannot_be_shown(words, capsys):
+    assert cli.main(["config", *words]) == 1
+    assert capsys.readouterr().err.startswith("bigbatch: ")
+
+
+@pytest.mark.parametrize("words", [["show", "quickstart"], ["diff", "quickstart", "cifar10"], ["list"]])
+def test_they_answer_without_torch(words):
+    script = f"import sys; from bigbatch.cli import main; main({['config', *words]}); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, timeout=60)

@@ -1,0 +1,42 @@
+"""`bigbatch config show`: a complete experiment, and where each of its values comes from."""
+
+import argparse
+from collections.abc import Sequence
+
+from bigbatch.trainer.config.file import Resolved, as_yaml, resolve
+from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup
+
+COLUMN = 50
+"""Where origins begin, unless a value is longer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print an experiment. Raises: ConfigError."""
+    arguments, overrides = _make_parser().parse_known_args(argv)
+    print("\n".join(lines(resolve([f"--config={arguments.name}", *overrides], prog="bigbatch config show"))))
+    return 0
+
+
+def lines(resolved: Resolved) -> list[str]:
+    """Write the experiment as YAML, which load_config takes back, with the origin of each value as a comment."""
+    found = []
+    for section in SECTIONS:
+        found.append(f"{section}:")
+        for name, key in KEYS.items():
+            if key.section == section:
+                stated = f"  {key.name}: {as_yaml(lookup(resolved.config, name))}"
+                found.append(f"{stated:{COLUMN}} # {resolved.origins[name]}")
+    return found
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch config show",
+        usage="bigbatch config show NAME [--section.key VALUE ...]",
+        description="Print the complete experiment as YAML, which --config takes, and where each value comes from: "
+        "default, base FILE, recipe FILE or command line.",
+        epilog="example: bigbatch config show imagenet/resnet50_8k --run.epochs 2",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="NAME", help="a packaged experiment, a YAML file or a run folder")
+    return parser
