@@ -12,7 +12,7 @@ from bigbatch.trainer.preflight import UNFIT
 
 
 def compare_nodes(job: JobSpec, *, good_hosts: Path | None, dry_run: bool, environ: Mapping[str, str]) -> int:
-    """Run the preflight that is the job's command; its exit code, UNFIT where something is wrong.
+    """Run the preflight that is the job's command; return its exit code, UNFIT where something is wrong.
 
     good_hosts is where a hostfile of the fit hosts goes; Slurm, which chooses the nodes itself, takes none.
     Raises: LaunchOptionError; SchedulerError.

@@ -21,7 +21,7 @@ Run = Callable[[argparse.Namespace, tuple[str, ...]], int]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a subcommand of `bigbatch launch`; the job's exit code, or 0 for one that was submitted."""
+    """Run a subcommand of `bigbatch launch`; return the job's exit code, or 0 for one that was submitted."""
     words = list(argv)
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)

@@ -17,7 +17,7 @@ from bigbatch.launch.sweep.show import Show, print_table
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: all runs are done; 3: some failed; 130: interrupted."""
+    """Run what is missing; return 0 where all runs are done, 3 where some failed, 130 where a person stopped it."""
     arguments, overrides = _parser().parse_known_args(argv)
     for name in ("epochs", "seeds"):
         if (value := getattr(arguments, name)) is not None and value < 1:

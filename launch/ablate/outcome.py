@@ -24,7 +24,7 @@ NOTE = (
 
 
 def collect(ablation: Ablation, points: Sequence[Point], folder: SweepFolder) -> list[StepResult]:
-    """What there is of these points, step by step. Raises: LaunchOptionError for a damaged folder."""
+    """Return what there is of these points, step by step. Raises: LaunchOptionError for a damaged folder."""
     found = []
     for name, changes in ablation.steps.items():
         runs: list[RunResult] = []
@@ -39,7 +39,7 @@ def collect(ablation: Ablation, points: Sequence[Point], folder: SweepFolder) ->
 
 
 def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResult | str:
-    """Of one point; or why it has no figures."""
+    """Return the figures of one point, or why it has none."""
     if not folder.state(point.number).exists():
         return MISSING
     state = read_state(folder, point.number)
@@ -56,17 +56,17 @@ def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResu
 
 
 def conditions_of(points: Sequence[Point], folder: SweepFolder) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     return common_conditions([summary for point in points if (summary := read_summary(folder, point.number))])
 
 
 def table_of(ablation: Ablation, steps: Sequence[StepResult]) -> Table:
-    """The table of times and accuracies."""
+    """Return the table of times and accuracies."""
     return make_table(f"Ablation: {ablation.name}", steps, target=ablation.target_top1)
 
 
 def write(ablation: Ablation, steps: Sequence[StepResult], conditions: dict[str, Any], *, folder: Path) -> None:
-    """ablation.md, ablation.json and ablation.png. Raises: RunFolderError."""
+    """Write ablation.md, ablation.json and ablation.png. Raises: RunFolderError."""
     lines = [
         markdown(table_of(ablation, steps)),
         NOTE,
@@ -82,7 +82,7 @@ def write(ablation: Ablation, steps: Sequence[StepResult], conditions: dict[str,
 
 
 def _draw(steps: Sequence[StepResult], *, title: str, path: Path) -> None:
-    """Seconds and accuracy of each step, one below the other as in the table."""
+    """Draw seconds and accuracy of each step, one below the other as in the table."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.6 + 0.36 * max(1, len(steps))), layout="constrained")

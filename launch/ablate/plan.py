@@ -21,7 +21,7 @@ OURS = ("run.directory", "run.eval_every_epochs", "run.eval_offset_epochs", "run
 
 @dataclass(frozen=True)
 class Ablation:
-    """An ablation's file, as it is; each field is a key of it."""
+    """This is an ablation's file; each field is a key of it."""
 
     name: str
     """Of its folder, runs/ablations/NAME."""
@@ -39,7 +39,7 @@ class Ablation:
     """A run that takes longer is ended and has failed."""
 
     def __post_init__(self) -> None:
-        """Raises: LaunchOptionError."""
+        """Check what can be checked without the experiment. Raises: LaunchOptionError."""
         if not self.steps:
             raise LaunchOptionError("steps: there is none")
         if self.ranks < 1:
@@ -56,11 +56,11 @@ class Ablation:
 
     @property
     def folder(self) -> Path:
-        """Where its runs lie, unless --folder names another place."""
+        """Return where its runs lie, unless --folder names another place."""
         return Path("runs/ablations") / self.name
 
     def as_sweep(self) -> Sweep:
-        """How and where its points run, for those who run points. Raises: LaunchOptionError."""
+        """Say how and where its points run, for those who run points. Raises: LaunchOptionError."""
         return Sweep(
             name=self.name,
             config=self.config,
@@ -75,7 +75,7 @@ class Ablation:
         )
 
     def cumulative(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each step with all that it changes, those before it included."""
+        """Yield each step with all that it changes, those before it included."""
         changes = dict(self.options)
         for name, own in self.steps.items():
             changes |= own
@@ -83,12 +83,12 @@ class Ablation:
 
 
 def packaged_ablations() -> list[str]:
-    """Names of the ablations that come with bigbatch."""
+    """Return the names of the ablations that come with bigbatch."""
     return sorted(path.stem for path in (PACKAGED / "ablations").glob("*.yaml"))
 
 
 def find_ablation(name: str) -> Ablation:
-    """A file, or the packaged ablation of that name. Raises: LaunchOptionError."""
+    """Read a file, or the packaged ablation of that name. Raises: LaunchOptionError."""
     path, known = Path(name), packaged_ablations()
     if not path.is_file():
         if name not in known:
@@ -103,7 +103,7 @@ def find_ablation(name: str) -> Ablation:
 def make_points(
     ablation: Ablation, *, folder: Path, epochs: int | None, seeds: int, overrides: Sequence[str]
 ) -> list[Point]:
-    """All steps with the first seed, then with the next; overrides win over steps. More seeds keep the first points.
+    """Make all steps with the first seed, then with the next: more seeds keep the first points; overrides win over all.
 
     epochs: of every step, whose schedule shrinks or grows with it; None for those of each. Raises: ConfigError.
     """
@@ -133,7 +133,7 @@ def _with_seed(config: Config, seed: int) -> Config:
 
 
 def choose(points: Sequence[Point], only: str | None) -> list[Point]:
-    """'a,b' -> the points of those steps. Raises: LaunchOptionError."""
+    """Choose by 'a,b' the points of those steps. Raises: LaunchOptionError."""
     if only is None:
         return list(points)
     names, known = only.split(","), [point.values[STEP] for point in points]

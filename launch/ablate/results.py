@@ -10,7 +10,7 @@ from bigbatch.launch.report.tables import Table, percent
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run. Seconds are of training steps: no start, no evaluation, no checkpoint."""
+    """This is what one run came to. Seconds are of training steps: no start, no evaluation, no checkpoint."""
 
     seed: int
     epochs: float
@@ -23,7 +23,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step: its runs that are done, and why others are not."""
+    """A step has runs that are done, and reasons why others are not."""
 
     name: str
     changes: dict[str, Any]
@@ -34,7 +34,7 @@ class StepResult:
 def run_result(
     records: Iterable[dict[str, Any]], *, seed: int, global_batch_size: int, target: float | None
 ) -> RunResult:
-    """Out of a run's records. Raises: ValueError where it has no evaluation."""
+    """Read it out of a run's records. Raises: ValueError where it has no evaluation."""
     seconds, step, last, reached = 0.0, 0, None, None
     for record in records:
         if record["kind"] == "train":
@@ -50,7 +50,7 @@ def run_result(
 
 
 def make_table(title: str, steps: Sequence[StepResult], *, target: float | None) -> Table:
-    """A row for each step."""
+    """Make a table with a row for each step."""
     head: tuple[str, ...] = ("step", "runs", "epochs", "training, median s", "lowest to highest s")
     head += ("top-1, mean", "standard deviation, points")
     if target is not None:
@@ -77,7 +77,7 @@ def _row(step: StepResult, *, target: float | None) -> tuple[str, ...]:
 
 
 def _to_target(runs: Sequence[RunResult]) -> str:
-    """The median of those that reached it."""
+    """Return the median of those that reached it."""
     reached = [run.reached_seconds for run in runs if run.reached_seconds is not None]
     if not reached:
         return "not reached"

@@ -16,7 +16,7 @@ KEEPER = 1
 
 
 def split_words(argv: Sequence[str]) -> tuple[int, str]:
-    """The node's number and the command line. Raises: SystemExit for what is no host of a cluster."""
+    """Return the node's number and the command line. Raises: SystemExit for what is no host of a cluster."""
     words = list(argv)
     while words and words[0].startswith("-"):
         del words[0]

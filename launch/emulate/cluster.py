@@ -95,12 +95,12 @@ def _require_tools(environ: Mapping[str, str]) -> str:
 
 
 def system_path(environ: Mapping[str, str]) -> str:
-    """PATH, and where system tools lie."""
+    """Return PATH, and where system tools lie."""
     return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
 
 
 def find(name: str, *, root: Path) -> EmulatedCluster:
-    """The running cluster of that name. Raises: EmulationError when there is none."""
+    """Return the running cluster of that name. Raises: EmulationError when there is none."""
     cluster = load(root / name)
     if cluster is None or not is_alive(cluster):
         raise EmulationError(
@@ -110,12 +110,12 @@ def find(name: str, *, root: Path) -> EmulatedCluster:
 
 
 def names(root: Path) -> list[str]:
-    """All clusters that were started and not removed, running or not."""
+    """Return the names of all clusters that were started and not removed, running or not."""
     return sorted(folder.name for folder in root.iterdir())
 
 
 def down(name: str, *, root: Path) -> bool:
-    """Remove a cluster and all that runs in it; False where there was none.
+    """Remove a cluster and all that runs in it; return False where there was none.
 
     Raises: EmulationError when the kernel does not end it within END_SECONDS.
     """
@@ -147,7 +147,7 @@ def end(cluster: EmulatedCluster) -> None:
 
 
 def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
-    """Bytes on each link so far; None where the cluster is gone."""
+    """Count the bytes on each link so far; None where the cluster is gone."""
     with suppress(OSError, KeyError):  # it may end meanwhile, its ports before its keeper
         if is_alive(cluster):
             return read_counters(cluster.keeper, num_nodes=cluster.plan.num_nodes)
@@ -156,7 +156,7 @@ def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
 
 @contextmanager
 def reaching(cluster: EmulatedCluster) -> Iterator[None]:
-    """Raises: EmulationError for whatever the system refuses inside, as it does once the cluster is taken down."""
+    """Raise EmulationError for whatever the system refuses inside, as it does once the cluster is taken down."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -207,7 +207,7 @@ def _run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, 
 
 @contextmanager
 def only_job(cluster: EmulatedCluster, *, root: Path) -> Iterator[None]:
-    """One job at a time: two would share the links, and neither figure would mean anything.
+    """Let one job run at a time: two would share the links, and neither figure would mean anything.
 
     Raises: EmulationError when another job runs, or the cluster is gone.
     """

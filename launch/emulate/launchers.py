@@ -21,7 +21,7 @@ AGENT = "bigbatch.launch.emulate.agent"
 
 @dataclass(frozen=True)
 class Start:
-    """One process that we start in a node, with variables on top of the environment."""
+    """This is one process that we start in a node, with variables on top of the environment."""
 
     node: int
     argv: tuple[str, ...]
@@ -30,20 +30,20 @@ class Start:
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks run: a bigbatch command, or a Python script or `-m module` with its arguments."""
+    """All ranks run this: a bigbatch command, or a Python script or `-m module` with its arguments."""
 
     command: tuple[str, ...]
     is_python: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What comes behind the interpreter."""
+        """Return what comes behind the interpreter."""
         return self.command if self.is_python else ("-m", "bigbatch", *self.command)
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the starts of a job depend on beside the job and the plan."""
+    """The starts of a job depend on this, beside the job and the plan."""
 
     order: str = "block"
     """In which ranks are placed on nodes: one of ORDERS."""
@@ -60,7 +60,7 @@ class Site:
 
 
 def without_master(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job: the master of another one, around this, is none of its nodes."""
+    """Return the environment of a job: the master of another one, around this, is none of its nodes."""
     return {name: value for name, value in environ.items() if not name.startswith("MASTER_")}
 
 
@@ -127,7 +127,7 @@ def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
 
 @dataclass(frozen=True)
 class NodeLauncher:
-    """A launcher that can start a job in nodes that are there."""
+    """This launcher can start a job in nodes that are there."""
 
     starts: Callable[[Job, ClusterPlan, Site], tuple[Start, ...]]
     """Returns the processes to start; pure. Raises: LaunchOptionError for what it cannot do."""

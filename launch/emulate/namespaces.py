@@ -21,7 +21,7 @@ FIRST_FD = 100
 
 
 def node_fd(node: int, kind: str) -> int:
-    """The file descriptor under which the keeper holds a node's namespace."""
+    """Return the file descriptor under which the keeper holds a node's namespace."""
     return FIRST_FD + node * len(KINDS) + KINDS.index(kind)
 
 
@@ -31,7 +31,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, *, kind: str | None = None, flags: int = 0) -> None:
-    """mount(2). Raises: OSError."""
+    """Call mount(2). Raises: OSError."""
     _call("mount", _bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), None)
 
 

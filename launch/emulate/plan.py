@@ -14,7 +14,7 @@ MIN_RATE, MAX_RATE = 1_000_000, 100_000_000_000
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What `up` builds. rate is in bits per second, each way; None: as fast as this machine."""
+    """`up` builds this. rate is in bits per second, each way; None: as fast as this machine."""
 
     name: str
     ranks_per_node: tuple[int, ...]
@@ -26,12 +26,12 @@ class ClusterPlan:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return len(self.ranks_per_node)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that a job has."""
+        """Return the number of ranks that a job has."""
         return sum(self.ranks_per_node)
 
 
@@ -41,14 +41,14 @@ def make_plan(*, name: str, nodes: int | None, ranks_per_node: str, link: str, d
 
 
 def parse_name(text: str) -> str:
-    """The name itself, which will be that of a folder. Raises: LaunchOptionError."""
+    """Return the name itself, which will be that of a folder. Raises: LaunchOptionError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,19}", text):
         raise LaunchOptionError(f"--name {text!r}: use up to 20 lower-case letters, digits and dashes, such as box")
     return text
 
 
 def parse_ranks(text: str, *, nodes: int | None) -> tuple[int, ...]:
-    """'2' for 4 nodes -> (2, 2, 2, 2); '3,2,2,1' -> (3, 2, 2, 1), for which nodes may be None.
+    """Read '2' for 4 nodes -> (2, 2, 2, 2); '3,2,2,1' -> (3, 2, 2, 1), for which nodes may be None.
 
     Raises: LaunchOptionError.
     """
@@ -68,7 +68,7 @@ def parse_ranks(text: str, *, nodes: int | None) -> tuple[int, ...]:
 
 
 def parse_rate(text: str) -> int | None:
-    """'200mbit' -> 200000000 bits per second; 'none' -> None. Raises: LaunchOptionError."""
+    """Read '200mbit' -> 200000000 bits per second; 'none' -> None. Raises: LaunchOptionError."""
     if text == "none":
         return None
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(kbit|mbit|gbit)", text, re.ASCII)
@@ -79,7 +79,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def parse_delay(text: str) -> int:
-    """'500us' -> 500, '2ms' -> 2000, '0' -> 0. Raises: LaunchOptionError."""
+    """Read '500us' -> 500, '2ms' -> 2000, '0' -> 0. Raises: LaunchOptionError."""
     match = re.fullmatch(r"(\d{1,7})(us|ms)|0", text, re.ASCII)
     delay_us = int(match[1] or 0) * (1000 if match[2] == "ms" else 1) if match else MAX_DELAY_US + 1
     if delay_us > MAX_DELAY_US:
@@ -88,7 +88,7 @@ def parse_delay(text: str) -> int:
 
 
 def parse_node(text: str, *, num_nodes: int) -> int:
-    """'n2' -> 2. Raises: LaunchOptionError for a node that there is not."""
+    """Read 'n2' -> 2. Raises: LaunchOptionError for a node that there is not."""
     names = [host(node) for node in range(num_nodes)]
     if text not in names:
         raise LaunchOptionError(f"--node {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
@@ -96,22 +96,22 @@ def parse_node(text: str, *, num_nodes: int) -> int:
 
 
 def host(node: int) -> str:
-    """Host name of a node."""
+    """Return the host name of a node."""
     return f"n{node}"
 
 
 def address(node: int) -> str:
-    """IPv4 address of a node. The network is the cluster's own: several clusters may use the same addresses."""
+    """Return a node's IPv4 address. The network is the cluster's own: several clusters may use the same addresses."""
     return f"10.77.0.{node + 1}"
 
 
 def mac(node: int) -> str:
-    """Ethernet address of a node; locally administered, so that a switch need not learn it."""
+    """Return the Ethernet address of a node; it is locally administered, so that a switch need not learn it."""
     return f"02:62:62:00:00:{node + 1:02x}"
 
 
 def hosts_file(plan: ClusterPlan) -> str:
-    """/etc/hosts of every node.
+    """Write /etc/hosts of every node.
 
     A server socket for IPv4 and IPv6 sees its peers under mapped addresses, which torch looks up.
     """
@@ -122,7 +122,7 @@ def hosts_file(plan: ClusterPlan) -> str:
 
 
 def format_rate(rate: int | None) -> str:
-    """200000000 -> '200mbit', as parse_rate reads it."""
+    """Write 200000000 -> '200mbit', as parse_rate reads it."""
     if rate is None:
         return "none"
     unit = "gbit" if rate >= UNITS["gbit"] else "mbit"
@@ -131,13 +131,13 @@ def format_rate(rate: int | None) -> str:
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Where a rank runs."""
+    """A rank runs there."""
 
     node: int
     local_rank: int
 
 
 def place_ranks(ranks_per_node: tuple[int, ...], *, order: str) -> tuple[RankSlot, ...]:
-    """The place of each rank. block fills one node after the other; cyclic deals ranks out to nodes in turn."""
+    """Return the place of each rank. block fills one node after the other; cyclic deals ranks out to nodes in turn."""
     slots = [RankSlot(node, local) for node, count in enumerate(ranks_per_node) for local in range(count)]
     return tuple(slots if order == "block" else sorted(slots, key=lambda slot: (slot.local_rank, slot.node)))

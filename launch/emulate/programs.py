@@ -16,22 +16,22 @@ BRIDGE = "sw0"
 
 
 def port(node: int) -> str:
-    """The switch's end of a node's link."""
+    """Return the name of the switch's end of a node's link."""
     return f"p{node}"
 
 
 def burst_bytes(rate: int) -> int:
-    """What a link that has rested lets through at once; the price of timers, so no larger than they need."""
+    """Return what a link that has rested lets through at once; the price of timers, so no larger than they need."""
     return max(MIN_BURST_BYTES, round(rate * BURST_SECONDS / 8))
 
 
 def gso_bytes(rate: int | None) -> int:
-    """Largest packet that TCP hands to the link: half a burst, as larger ones stall a small bucket."""
+    """Return the largest packet that TCP hands to the link: half a burst, as larger ones stall a small bucket."""
     return MAX_GSO_BYTES if rate is None else min(MAX_GSO_BYTES, burst_bytes(rate) // 2)
 
 
 def node_commands(node: int) -> list[list[str]]:
-    """In the node's namespace: loopback, and eth0, whose other end goes to the switch: process 1's namespace."""
+    """Set up loopback and eth0 in the node's namespace; eth0's other end goes to the switch: process 1's namespace."""
     link = ["ip", "link", "set", "dev"]
     peer = ["peer", "name", port(node), "netns", "1"]
     return [
@@ -44,7 +44,7 @@ def node_commands(node: int) -> list[list[str]]:
 
 
 def bridge_commands() -> list[list[str]]:
-    """In the switch's namespace, before there are ports."""
+    """Make the bridge in the switch's namespace, before there are ports."""
     link = ["ip", "link", "set", "dev", BRIDGE]
     return [
         ["ip", "link", "add", "name", BRIDGE, "type", "bridge", "mcast_snooping", "0"],
@@ -54,7 +54,7 @@ def bridge_commands() -> list[list[str]]:
 
 
 def port_commands(node: int, *, bridged: bool) -> list[list[str]]:
-    """In the switch's namespace. Without a bridge a program carries the packets from port to port."""
+    """Set up a port in the switch's namespace. Without a bridge a program carries the packets from port to port."""
     link = ["ip", "link", "set", "dev", port(node)]
     return [
         [*link, "addrgenmode", "none"],
@@ -73,7 +73,7 @@ def shape_commands(device: str, rate: int | None) -> list[list[str]]:
 
 
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
-    """All of them with the place where they run, in order: a host name or 'switch'."""
+    """Return all of them with the place where they run, in order: a host name or 'switch'."""
     bridged = plan.delay_us == 0
     commands = [("switch", argv) for argv in (bridge_commands() if bridged else [])]
     for node in range(plan.num_nodes):

@@ -31,7 +31,7 @@ def run_job(
     asks_to_stop: signal.Signals,
     counters: Path | None,
 ) -> int:
-    """Start the processes in their nodes and wait; the job's exit code.
+    """Start the processes in their nodes and wait; return the job's exit code.
 
     Bytes of each link go to standard error, and to the file counters. What outlives the job is killed, and the job
     itself where this process is killed. Raises: EmulationError when another job runs, the cluster is removed under

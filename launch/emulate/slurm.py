@@ -23,17 +23,17 @@ GRACE_SECONDS = 60
 
 
 def slurm_folder(cluster_folder: Path) -> Path:
-    """Where Slurm keeps its configuration, logs and state."""
+    """Return where Slurm keeps its configuration, logs and state."""
     return cluster_folder / "slurm"
 
 
 def conf_path(cluster_folder: Path) -> Path:
-    """What SLURM_CONF names."""
+    """Return what SLURM_CONF names."""
     return slurm_folder(cluster_folder) / "slurm.conf"
 
 
 def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
-    """slurm.conf of a cluster whose Slurm lives in folder.
+    """Write slurm.conf of a cluster whose Slurm lives in folder.
 
     A node has a CPU for each of its ranks, whatever the machine has, and memory is never what a job waits for. Nodes
     share the machine's control groups and its /tmp, so no plugin may use the former, and each has a part of the latter.
@@ -83,7 +83,7 @@ def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
 
 
 def slurm_commands(plan: ClusterPlan, *, folder: Path) -> list[tuple[int, list[str]]]:
-    """What starts Slurm, in order, each with its node: every one becomes a daemon.
+    """Return what starts Slurm, in order, each with its node: every one becomes a daemon.
 
     All nodes share one munged: its socket is a file. It is told by --force that nobody else may reach our folder.
     """
@@ -96,13 +96,13 @@ def slurm_commands(plan: ClusterPlan, *, folder: Path) -> list[tuple[int, list[s
 
 
 def describe_start(plan: ClusterPlan, *, folder: Path) -> str:
-    """The configuration and the commands, each with its host, as lines."""
+    """Show the configuration and the commands, each with its host, as lines."""
     commands = [f"{host(node)}: {shlex.join(argv)}" for node, argv in slurm_commands(plan, folder=folder)]
     return "\n".join([f"{folder}/slurm.conf:", slurm_conf(plan, folder=folder), *commands])
 
 
 def log_path(argv: list[str], *, folder: Path) -> Path:
-    """Where a program of slurm_commands writes what it has to say."""
+    """Return where a program of slurm_commands writes what it has to say."""
     return folder / (f"slurmd.{argv[2]}.log" if argv[0] == "slurmd" else f"{argv[0]}.log")
 
 
@@ -110,11 +110,11 @@ SINFO = ("sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--forma
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Node -> state, out of what SINFO says: 'n0 idle', 'n1 down*'."""
+    """Read node -> state out of what SINFO says: 'n0 idle', 'n1 down*'."""
     return {host: state for host, _, state in (line.partition(" ") for line in text.splitlines())}
 
 
 def slurm_environ(environ: Mapping[str, str], *, cluster_folder: Path) -> dict[str, str]:
-    """Variables by which Slurm's commands find this Slurm; those of a job around us, of another Slurm, are left out."""
+    """Return variables by which Slurm's commands find this Slurm, without those of a job of another one around us."""
     own = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     return own | {"SLURM_CONF": str(conf_path(cluster_folder))}

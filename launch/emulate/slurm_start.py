@@ -115,14 +115,14 @@ def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[
 
 
 def _last_words(log: Path) -> str:
-    """What it died of, else its last line, with the log's name."""
+    """Return what it died of, else its last line, with the log's name."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     fatal = [line for line in lines if "fatal: " in line]
     return f"{log}: {(fatal or lines or ['empty'])[-1]}"
 
 
 def ask_states(cluster: EmulatedCluster, *, environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Slurm's nodes and their states; None where it does not answer in ANSWER_SECONDS."""
+    """Return Slurm's nodes and their states; None where it does not answer in ANSWER_SECONDS."""
     enter = partial(namespaces.enter_node, cluster.keeper, 0)
     try:
         done = subprocess.run(
@@ -134,7 +134,7 @@ def ask_states(cluster: EmulatedCluster, *, environ: Mapping[str, str]) -> dict[
 
 
 def describe_nodes(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str, str]) -> str:
-    """One line for `status`."""
+    """Return one line for `status`."""
     folder = root / cluster.plan.name
     states = ask_states(cluster, environ=slurm_environ(environ, cluster_folder=folder))
     if not states:
@@ -143,7 +143,7 @@ def describe_nodes(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str
 
 
 def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Path, environ: Mapping[str, str]) -> int:
-    """Run a command of the user in the first node, in the foreground; its exit code, 128 + signal where one ended it.
+    """Run a user's command in the first node, in the foreground; return its exit code, 128 + signal where one ended it.
 
     Ctrl-C reaches it from the terminal, as it does us. Raises: EmulationError for a program that is not installed.
     """

@@ -15,7 +15,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan
 
 @dataclass(frozen=True)
 class EmulatedCluster:
-    """A cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
+    """This cluster was built. keeper is the process that holds it; when that ends, all of it ends."""
 
     plan: ClusterPlan
     keeper: int
@@ -26,7 +26,7 @@ class EmulatedCluster:
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """The folder of this user's clusters; made if needed.
+    """Return the folder of this user's clusters, which is made if needed.
 
     Raises: EmulationError where it belongs to someone else or is open to others, who could then name processes to end.
     """
@@ -58,7 +58,7 @@ def save(folder: Path, cluster: EmulatedCluster) -> None:
 
 
 def load(folder: Path) -> EmulatedCluster | None:
-    """What was written down; None where nothing readable was."""
+    """Return what was written down; None where nothing readable was."""
     try:
         facts = json.loads((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
@@ -70,7 +70,7 @@ def load(folder: Path) -> EmulatedCluster | None:
 
 
 def start_ticks(pid: int | str) -> int | None:
-    """When a process started, in clock ticks since boot; None when it is gone or only waits to be buried."""
+    """Return when a process started, in clock ticks since boot; None when it is gone or only waits to be buried."""
     # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -80,7 +80,7 @@ def start_ticks(pid: int | str) -> int | None:
 
 
 def boot_id() -> str:
-    """Another one after each start of the kernel; empty where there is no /proc."""
+    """Return the kernel's word for this boot, another one after each; empty where there is no /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -88,5 +88,5 @@ def boot_id() -> str:
 
 
 def is_alive(cluster: EmulatedCluster) -> bool:
-    """The keeper runs."""
+    """Say whether the keeper runs."""
     return cluster.boot_id == boot_id() and start_ticks(cluster.keeper) == cluster.start_ticks

@@ -42,7 +42,7 @@ from bigbatch.launch.jobs.options import add_options
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
-    """Run a subcommand; the exit code, of `run` that of the job."""
+    """Run a subcommand; return the exit code, of `run` that of the job."""
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
@@ -202,7 +202,7 @@ def _run_on(
 
 @contextmanager
 def _lifeline() -> Iterator[int]:
-    """What the keeper of a cluster for one job listens at: its other end closes with this process, also by kill -9."""
+    """Yield what the keeper of a cluster for one job listens at: it closes with this process, also by kill -9."""
     reader, writer = os.pipe()
     try:
         yield reader
@@ -213,7 +213,7 @@ def _lifeline() -> Iterator[int]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """kill and a closed terminal unwind as Ctrl-C does, so that a cluster just for one job does not outlive it."""
+    """Let kill and a closed terminal unwind as Ctrl-C does, so that a cluster just for one job does not outlive it."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _heed(signal.SIG_IGN)

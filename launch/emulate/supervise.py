@@ -22,7 +22,7 @@ def run_together(
     enter: Callable[[int], None],
     asks_to_stop: signal.Signals,
 ) -> int:
-    """Start all and wait; 0 where all ended well, else the code of the first that failed, 128 + signal.
+    """Start all and wait; return 0 where all ended well, else the code of the first that failed, 128 + signal.
 
     enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only
     this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. Before all are there, the
@@ -62,7 +62,7 @@ def _start(start: Start, *, environ: Mapping[str, str], enter: Callable[[int], N
 
 
 def _wait(running: dict[int, subprocess.Popen[bytes]]) -> int:
-    """Until all have ended; they leave running one by one, those that were told to end, too."""
+    """Wait until all have ended; they leave running one by one, those that were told to end, too."""
     failed: int | None = None
     while running:
         ended = select.select(list(running), (), (), GRACE_SECONDS if failed is not None else None)[0]

@@ -31,7 +31,7 @@ LATEST_NS = 1_000_000
 
 
 def open_port(device: str) -> socket.socket:
-    """All packets that come in at a device of this network namespace, and a way out of it. Raises: OSError."""
+    """Open a way for all packets in and out at a device of this network namespace. Raises: OSError."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
@@ -46,7 +46,7 @@ def open_port(device: str) -> socket.socket:
 
 
 def destinations(packet: bytes, *, source: int, addresses: Sequence[bytes]) -> Sequence[int]:
-    """The ports that a packet goes to: the one of its address, or all others for a broadcast."""
+    """Return the ports that a packet goes to: the one of its address, or all others for a broadcast."""
     target = packet[VNET_HEADER_BYTES : VNET_HEADER_BYTES + 6]
     if target[0] & 1:
         return [port for port in range(len(addresses)) if port != source]
@@ -54,7 +54,7 @@ def destinations(packet: bytes, *, source: int, addresses: Sequence[bytes]) -> S
 
 
 def age_ns(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
-    """How long ago the kernel got a packet, by its time stamp: the delay counts from there, however late we wake."""
+    """Say how long ago the kernel got a packet, by its time stamp: the delay counts from there, however late we are."""
     for _, kind, stamp in ancillary:
         if kind == SO_TIMESTAMPNS:
             seconds, nanoseconds = TIME.unpack(stamp)

@@ -13,23 +13,23 @@ from bigbatch.trainer.run.folder import writing
 
 
 def preflight_command(command: Sequence[str], *options: str) -> tuple[str, ...]:
-    """What checks the hosts for `train ...`: its experiment is looked at, too; other commands have none."""
+    """Return what checks the hosts for `train ...`: its experiment is looked at, too; other commands have none."""
     return ("preflight", *options, *(command[1:] if command[:1] == ("train",) else ()))
 
 
 def choose_launcher(job: JobSpec) -> str:
-    """slurm where anything is asked of a scheduler, else mpirun."""
+    """Return slurm where anything is asked of a scheduler, else mpirun."""
     asked = [field for field in fields(JobSpec) if field.name in (*SCHEDULED, "num_nodes")]
     return "slurm" if any(getattr(job, field.name) != field.default for field in asked) else "mpirun"
 
 
 def read_bad_nodes(path: Path) -> list[str]:
-    """As a preflight wrote them; none where it did not come so far."""
+    """Read them as a preflight wrote them; none where it did not come so far."""
     return path.read_text().split() if path.exists() else []
 
 
 def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
-    """The job on its other hosts. Raises: LaunchOptionError where these have too few slots, or cannot be told."""
+    """Return the job on its other hosts. Raises: LaunchOptionError where they have too few slots, or cannot be told."""
     hosts = fit_hosts(job.hosts, bad=bad)
     slots = sum(count for _, count in hosts)
     if not hosts or slots < job.num_ranks:
@@ -41,20 +41,20 @@ def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
 
 
 def write_hostfile(path: Path, hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> None:
-    """Of the fit hosts. Raises: RunFolderError; LaunchOptionError where they cannot be told."""
+    """Write a hostfile of the fit hosts. Raises: RunFolderError; LaunchOptionError where they cannot be told."""
     lines = [f"{host} slots={slots}\n" for host, slots in fit_hosts(hosts, bad=bad)]
     with writing(path):
         path.write_text("".join(lines))
 
 
 def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Those that are none of the bad nodes. Raises: LaunchOptionError for a bad node that cannot be told among them."""
+    """Return those that are no bad nodes. Raises: LaunchOptionError where a bad node cannot be told among them."""
     unfit = {_find_host(name, [host for host, _ in hosts]) for name in bad if hosts}
     return tuple((host, slots) for host, slots in hosts if host not in unfit)
 
 
 def _find_host(name: str, hosts: Sequence[str]) -> str:
-    """The stated host that a node is, whose ranks call it by that name."""
+    """Return the stated host that a node is, whose ranks call it by that name."""
     ways: tuple[Callable[[str, str], bool], ...] = (operator.eq, _same_label, _same_address)
     for is_same in ways:
         found = {host for host in hosts if is_same(host, name)}
@@ -67,7 +67,7 @@ def _find_host(name: str, hosts: Sequence[str]) -> str:
 
 
 def _same_label(a: str, b: str) -> bool:
-    """n1 is n1.cluster; the dots of an address mean something else."""
+    """Say whether n1 is n1.cluster; the dots of an address mean something else."""
     return not (_is_address(a) or _is_address(b)) and a.partition(".")[0] == b.partition(".")[0]
 
 
@@ -84,7 +84,7 @@ def _same_address(a: str, b: str) -> bool:
 
 
 def _addresses(host: str) -> set[str]:
-    """As this host resolves it, without loopback, which is another host everywhere; none for an unknown name."""
+    """Resolve it as this host does, without loopback, which is another host everywhere; none for an unknown name."""
     try:
         found = {str(where[0]) for *_, where in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):  # UnicodeError: too long for a name

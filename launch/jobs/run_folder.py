@@ -13,7 +13,7 @@ SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 
 
 def find_run_folder(job: JobSpec) -> str | None:
-    """Of `train`, by its config; None for other commands, and for a container, whose bigbatch may be another one.
+    """Find that of `train`, by its config; None for other commands, and for a container with a bigbatch of its own.
 
     In an array it may hold {index}; its first job's experiment is the one that is checked.
     Raises: ConfigError for a wrong experiment, and for one that could not go on after it was requeued.
@@ -40,7 +40,7 @@ def find_run_folder(job: JobSpec) -> str | None:
 
 
 def last_report(folder: Path) -> str | None:
-    """The newest report of a run in one line, or None without one."""
+    """Return the newest report of a run in one line, or None without one."""
     reports = [record for record in read_records(RunDir(folder).metrics) if record["kind"] in ("train", "eval")]
     if not reports:
         return None

@@ -19,7 +19,7 @@ INDEX = "{index}"
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A command for all ranks. None leaves a choice to the cluster, or to the launcher's own default.
+    """A job is a command for all ranks. None leaves a choice to the cluster, or to the launcher's own default.
 
     hosts maps each host to its number of ranks; empty: the launcher, or the scheduler, says where.
     Raises: LaunchOptionError for a value that a launcher's own syntax could take for something else.
@@ -75,17 +75,17 @@ class JobSpec:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of num_nodes."""
+        """Return the ranks of each of num_nodes."""
         return self.num_ranks // (self.num_nodes or 1)
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """What every rank gets, whatever else its launcher passes on; of two of one name the last counts."""
+        """Return what every rank gets, whatever else its launcher passes on; of two of one name the last counts."""
         return (*interface_variables(self.interface), *self.environment)
 
     @property
     def grace_seconds(self) -> int:
-        """As stop_seconds says, or this project's default."""
+        """Return what stop_seconds says, or this project's default."""
         return 120 if self.stop_seconds is None else self.stop_seconds
 
 
@@ -109,13 +109,13 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
-    """What tells bigbatch, gloo and NCCL which network interface to use."""
+    """Return what tells bigbatch, gloo and NCCL which network interface to use."""
     names = (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return () if name is None else tuple((variable, name) for variable in names)
 
 
 def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
-    """'n0:8,n1:8' -> (('n0', 8), ('n1', 8)); ':1' may be left out.
+    """Read 'n0:8,n1:8' -> (('n0', 8), ('n1', 8)); ':1' may be left out.
 
     Raises: LaunchOptionError for anything else, so that no host name can be taken for an option.
     """
@@ -129,7 +129,7 @@ def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_master(text: str) -> tuple[str, int]:
-    """'n0:29500' -> ('n0', 29500). Raises: LaunchOptionError."""
+    """Read 'n0:29500' -> ('n0', 29500). Raises: LaunchOptionError."""
     match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5})", text, re.ASCII)
     if not match or not 0 < int(match[2]) < 65536:
         raise LaunchOptionError(f"--master {text!r} is not of the form HOST:PORT, such as n0:29500")
@@ -137,7 +137,7 @@ def parse_master(text: str) -> tuple[str, int]:
 
 
 def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
-    """Lines 'n0 slots=8' (Open MPI, as Kubernetes' operator writes them), 'n0:8' or 'n0'. Raises: LaunchOptionError."""
+    """Read lines 'n0 slots=8' (Open MPI, Kubernetes' operator), 'n0:8' or 'n0'. Raises: LaunchOptionError."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -192,7 +192,7 @@ def make_job(
 
 
 def check_time(job: JobSpec, *, stop_seconds: int) -> None:
-    """The ranks must have started, and trained a little, when they are asked to stop. Raises: LaunchOptionError."""
+    """Raise LaunchOptionError where ranks would be asked to stop before they have started, and trained a little."""
     if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + SIGNAL_EARLY_SECONDS:
         raise LaunchOptionError(
             f"--time of {job.minutes} min leaves no time to train: the ranks are asked to stop {stop_seconds} s before "

@@ -45,12 +45,12 @@ OPTIONS = {
 
 
 def option(field: str) -> str:
-    """The command line's name of a field of JobSpec."""
+    """Return the command line's name of a field of JobSpec."""
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
 def check_words(field: str, value: Any) -> None:
-    """One field of a JobSpec. Raises: LaunchOptionError naming the option, the value and a legal one."""
+    """Check one field of a JobSpec. Raises: LaunchOptionError naming the option, the value and a legal one."""
     if value is None:
         return
     if field in PATTERNS:
@@ -112,7 +112,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """NAME=VALUE words. Raises: LaunchOptionError for one without =."""
+    """Read NAME=VALUE words. Raises: LaunchOptionError for one without =."""
     for word in words:
         if "=" not in word:
             raise LaunchOptionError(f"--env {word!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
@@ -140,7 +140,7 @@ def parse_minutes(text: str) -> int:
 
 
 def format_minutes(minutes: int) -> str:
-    """D-HH:MM:SS as Slurm reads it, without days where there are none."""
+    """Write D-HH:MM:SS as Slurm reads it, without days where there are none."""
     days, rest = divmod(minutes, 1440)
     clock = f"{rest // 60:02}:{rest % 60:02}:00"
     return f"{days}-{clock}" if days else clock

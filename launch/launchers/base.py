@@ -14,7 +14,7 @@ from bigbatch.launch.jobs.spec import JobSpec
 
 
 class Start(Protocol):
-    """Starts a job here, or hands it to a queue."""
+    """A launcher starts a job here, or hands it to a queue."""
 
     def __call__(self, job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
         """Return the job's exit code, or 0 for one that waits in a queue.
@@ -26,7 +26,7 @@ class Start(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """What can be done with jobs that wait or run elsewhere. Each raises SchedulerError in the scheduler's words."""
+    """Jobs that wait or run elsewhere can be asked this. Each raises SchedulerError in the scheduler's words."""
 
     status: Callable[[Sequence[str]], None]
     """Prints the state of these jobs; of all of this user where none is named."""
@@ -36,7 +36,7 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One way to start a job."""
+    """A launcher is one way to start a job."""
 
     name: str
     help: str

@@ -40,12 +40,12 @@ HEADER = """\
 
 
 def manifest(job: JobSpec) -> str:
-    """YAML of the job; pure. Raises: LaunchOptionError for what an MPIJob cannot say."""
+    """Return YAML of the job; pure. Raises: LaunchOptionError for what an MPIJob cannot say."""
     return HEADER.format(name=_name(job)) + yaml.safe_dump(mpijob(job), sort_keys=False, allow_unicode=True)
 
 
 def mpijob(job: JobSpec) -> dict[str, Any]:
-    """The same as plain objects. Raises: LaunchOptionError."""
+    """Return the same as plain objects. Raises: LaunchOptionError."""
     refuse(job, launcher="k8s", refused=REFUSED)
     if job.image is None:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
@@ -91,7 +91,7 @@ def _name(job: JobSpec) -> str:
 
 
 def _launcher(job: JobSpec) -> dict[str, Any]:
-    """bigbatch launch mpirun: it turns the SIGTERM that ends a pod into a request to save a checkpoint."""
+    """Run bigbatch launch mpirun: it turns the SIGTERM that ends a pod into a request to save a checkpoint."""
     words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
     for name, value in job.variables:  # ssh hands none of a container's own variables to the ranks
         words += [f"--env={name}={value}"]
@@ -104,7 +104,7 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
 
 
 def _worker(job: JobSpec) -> dict[str, Any]:
-    """One per node, which waits for mpirun's ssh."""
+    """Let one per node wait for mpirun's ssh."""
     gpus = job.ranks_per_node if job.gpus_per_node is None else job.gpus_per_node
     limits: dict[str, Any] = {"nvidia.com/gpu": gpus} if gpus else {}
     if job.cpus_per_rank is not None:
@@ -129,7 +129,7 @@ def _worker(job: JobSpec) -> dict[str, Any]:
 
 
 def _pod(job: JobSpec) -> dict[str, Any]:
-    """What launcher and workers share: root, for sshd, and nodes to avoid."""
+    """Return what launcher and workers share: root, for sshd, and nodes to avoid."""
     pod: dict[str, Any] = {"securityContext": {"runAsUser": 0}}
     if job.exclude is not None:
         avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": expand_hostlist(job.exclude)}
@@ -139,7 +139,7 @@ def _pod(job: JobSpec) -> dict[str, Any]:
 
 
 def _volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """/dev/shm in memory, since a container's own has 64 MB; a folder of the node, or a claim by its name."""
+    """Put /dev/shm in memory, since a container's own has 64 MB; a folder of the node, or a claim by its name."""
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(job.mounts):
@@ -152,7 +152,7 @@ def _volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _literal(word: str) -> str:
-    """Kubernetes replaces $(NAME) in commands; $$ stands for $."""
+    """Write $$ for $, as Kubernetes replaces $(NAME) in commands; $$ stands for $."""
     return word.replace("$", "$$")
 
 

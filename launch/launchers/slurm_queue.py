@@ -30,7 +30,7 @@ LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGUR
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """What Slurm knows about a job."""
+    """Slurm knows this about a job."""
 
     facts: Mapping[str, str]
     """Of `scontrol show job`, by its names."""
@@ -38,7 +38,7 @@ class QueuedJob:
 
     @property
     def number(self) -> str:
-        """As a user names it: 12, or 12_3 in an array, or 12_[4-7] for those of an array that have not started."""
+        """Name it as a user does: 12, or 12_3 in an array, or 12_[4-7] for those of an array that have not started."""
         task = self.facts.get("ArrayTaskId", "").partition("%")[0]
         if task in ("", NO_TASK):
             return self.facts["JobId"]
@@ -46,22 +46,22 @@ class QueuedJob:
 
     @property
     def state(self) -> str:
-        """Such as PENDING, RUNNING, REQUEUED, COMPLETED."""
+        """Return one such as PENDING, RUNNING, REQUEUED, COMPLETED."""
         return self.facts["JobState"]
 
     @property
     def has_ended(self) -> bool:
-        """It neither waits nor runs, nor will."""
+        """Say whether it neither waits nor runs, nor will."""
         return self.state not in LIVING
 
     @property
     def is_ours(self) -> bool:
-        """Its script heeds our requests."""
+        """Say whether its script heeds our requests."""
         return any(line.startswith(MARK) for line in self.script.splitlines())
 
     @property
     def run_folder(self) -> Path | None:
-        """Where its run keeps its files, if its script says so."""
+        """Return where its run keeps its files, if its script says so."""
         for line in self.script.splitlines():
             if line.startswith(MARK):
                 folder = json.loads(line.removeprefix(MARK))
@@ -73,7 +73,7 @@ class QueuedJob:
 def submit(
     script: str, *, wait: bool = False, environ: Mapping[str, str] | None
 ) -> tuple[str, subprocess.Popen[bytes]]:
-    """Hand a script to sbatch; the job's number, and sbatch, which with wait ends with the job and its exit code.
+    """Hand a script to sbatch; return the job's number, and sbatch, which with wait ends as the job does.
 
     environ is what sbatch, and so the job, gets; None: what this process has.
     Raises: SchedulerError where Slurm refuses it.
@@ -99,7 +99,7 @@ def submit(
 
 
 def jobs_of_user() -> list[str]:
-    """Numbers of all jobs that wait or run. Raises: SchedulerError."""
+    """Return the numbers of all jobs that wait or run. Raises: SchedulerError."""
     return run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
 
 
@@ -130,7 +130,7 @@ def _script_of(number: str) -> str:
 
 
 def parse_facts(line: str) -> dict[str, str]:
-    """'JobId=7 JobName=a b Reason=None' -> a dict; values may hold blanks, and folders at the end a name and =."""
+    """Read 'JobId=7 JobName=a b Reason=None' -> a dict; values may hold blanks, and folders at the end a name and =."""
     words = re.split(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=", line.strip())
     facts: dict[str, str] = {}
     for name, value in zip(words[1::2], words[2::2], strict=True):
@@ -139,7 +139,7 @@ def parse_facts(line: str) -> dict[str, str]:
 
 
 def describe(job: QueuedJob) -> str:
-    """A few lines for a user."""
+    """Return a few lines for a user."""
     facts = {name: value for name, value in job.facts.items() if value not in NONE}
     lines = [f"job {job.number} ({facts.get('JobName', '')}): {job.state}"]
     if reason := facts.get("Reason"):
@@ -156,7 +156,7 @@ def describe(job: QueuedJob) -> str:
 
 
 def cancel(job: QueuedJob, *, now: bool) -> str:
-    """Ask the ranks to save a checkpoint and stop; with now, and before its start, end the job; what was done.
+    """Ask the ranks to save a checkpoint and stop; with now, and before its start, end the job; say what was done.
 
     Raises: SchedulerError for a job that has ended or cannot be asked.
     """
@@ -175,7 +175,7 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
 
 
 def run_slurm(argv: Sequence[str]) -> str:
-    """What one of Slurm's programs prints. Raises: SchedulerError with its own words."""
+    """Return what one of Slurm's programs prints. Raises: SchedulerError with its own words."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
@@ -196,7 +196,7 @@ def _not_installed(program: str) -> SchedulerError:
 
 
 def _exit_code(text: str) -> str | None:
-    """'3:0' -> '3'; '0:9' -> 'signal 9'."""
+    """Read '3:0' -> '3'; '0:9' -> 'signal 9'."""
     code, _, signal = text.partition(":")
     if code == "130":
         return "130 (stopped by request; a checkpoint is saved)"

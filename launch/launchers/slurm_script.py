@@ -67,7 +67,7 @@ exit "$code"
 
 
 def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folder: str | None = None) -> str:
-    """The text that sbatch takes. program starts bigbatch on a node; folder is that of the run, if there is one.
+    """Return the text that sbatch takes. program starts bigbatch on a node; folder is that of the run, if any.
 
     Raises: LaunchOptionError for what Slurm cannot do, and for an array whose jobs would share their files.
     """
@@ -85,13 +85,13 @@ def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folde
 
 
 def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
-    """Where the job's output goes; beside it a folder of the same name without .log holds one file per rank."""
+    """Return where the job's output goes; beside it a folder of the same name without .log holds one file per rank."""
     number = "%A_%a" if job.array is not None and job_id == "%j" else job_id
     return f"{job.logs or 'logs'}/{job.name or 'bigbatch'}-{number}.log"
 
 
 def directives(job: JobSpec) -> list[str]:
-    """What is asked of Slurm, one option each."""
+    """Return what is asked of Slurm, one option each."""
     time = None if job.minutes is None else format_minutes(job.minutes)
     asked = {
         "job-name": job.name or "bigbatch",
@@ -166,7 +166,7 @@ def _srun_options(job: JobSpec) -> list[str]:
 
 
 def _start(job: JobSpec, *, program: Sequence[str]) -> str:
-    """srun in the background, so that this shell can heed signals meanwhile."""
+    """Start srun in the background, so that this shell can heed signals meanwhile."""
     options = _srun_options(job)
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
@@ -180,7 +180,7 @@ def _start(job: JobSpec, *, program: Sequence[str]) -> str:
 
 
 def _container(job: JobSpec) -> list[str]:
-    """What runs the image: options of srun (pyxis), or a program before the command. The work folder stays."""
+    """Return what runs the image: options of srun (pyxis), or a program before the command. The work folder stays."""
     if job.image is None:
         return []
     kind = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis")
@@ -195,7 +195,7 @@ def _container(job: JobSpec) -> list[str]:
 
 
 def _words(command: Sequence[str], job: JobSpec) -> str:
-    """Quoted for bash; {index} becomes the number of the job in its array."""
+    """Quote the words for bash; {index} becomes the number of the job in its array."""
     if job.array is None:
         return shlex.join(command)
     number = '"$SLURM_ARRAY_TASK_ID"'

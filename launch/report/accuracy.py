@@ -9,7 +9,7 @@ from bigbatch.trainer.run.cost import spent_by
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation, and what the run had cost by then. Times between two starts of a run do not count."""
+    """An evaluation knows what the run had cost by then. Times between two starts of a run do not count."""
 
     step: int
     epoch: float
@@ -22,7 +22,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ToAccuracy:
-    """Of one run."""
+    """One run came to this."""
 
     target: float
     reached: Evaluated | None
@@ -32,12 +32,12 @@ class ToAccuracy:
 
     @property
     def shown(self) -> Evaluated | None:
-        """Where the target was reached, else the best."""
+        """Return where the target was reached, else the best."""
         return self.reached or self.best
 
 
 def to_accuracy(records: Sequence[dict[str, Any]], *, target: float | None) -> ToAccuracy:
-    """Out of a run's records; without a target, to its best top-1."""
+    """Read it out of a run's records; without a target, to its best top-1."""
     evaluations = []
     is_gpu = False
     for record, spent in spent_by(records):

@@ -24,7 +24,7 @@ WARM_UP_REPORTS = 1
 
 @dataclass(frozen=True)
 class SweepResults:
-    """A sweep's folder."""
+    """A sweep's folder holds this."""
 
     name: str
     folder: Path
@@ -37,7 +37,7 @@ class SweepResults:
 
 @dataclass(frozen=True)
 class RunResults:
-    """A run's folder."""
+    """A run's folder holds this."""
 
     folder: Path
     config: dict[str, Any]
@@ -46,7 +46,7 @@ class RunResults:
 
 
 def read_folder(path: Path) -> SweepResults | RunResults:
-    """A sweep, or a run. Raises: RunFolderError for anything else."""
+    """Read a sweep, or a run. Raises: RunFolderError for anything else."""
     if (path / "sweep.yaml").is_file():
         return read_sweep_results(SweepFolder(path))
     run = RunDir(path)
@@ -57,7 +57,7 @@ def read_folder(path: Path) -> SweepResults | RunResults:
 
 
 def read_sweep_results(folder: SweepFolder) -> SweepResults:
-    """Repeats of a point are taken together; a point whose files are damaged has no figures. Raises: RunFolderError."""
+    """Take repeats of a point together; a point whose files are damaged has no figures. Raises: RunFolderError."""
     sweep = read_yaml(folder.sweep)
     groups: dict[str, list[_PointRun]] = {}
     fewest: dict[Variant, int] = {}
@@ -103,13 +103,13 @@ class _PointRun:
 
 
 def _planned_nodes(state: dict[str, Any], sweep: dict[str, Any]) -> int:
-    """Of a run that did not note its own, of an older bigbatch. Raises: LaunchOptionError."""
+    """Count those of a run of an older bigbatch, which did not note its own. Raises: LaunchOptionError."""
     size = {"ranks": state["ranks"], "ranks_per_node": state["ranks_per_node"]}
     return count_nodes(str(state.get("where")), sweep.get("launch") or {}, **size)
 
 
 def _variant(values: dict[str, Any]) -> Variant:
-    """All but the number of ranks."""
+    """Return all but the number of ranks."""
     return tuple((key, _hashable(value)) for key, value in values.items() if key != "ranks")
 
 
@@ -130,7 +130,7 @@ def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> Measured:
 
 
 def _joules_per_image(repeats: Sequence[_PointRun]) -> float | None:
-    """Over all reports that count."""
+    """Return the mean over all reports that count."""
     joules = [record.get("energy_joules") for each in repeats for record in each.records]
     images = sum(record["steps"] * each.global_batch_size for each in repeats for record in each.records)
     told = [each for each in joules if each is not None]
@@ -138,7 +138,7 @@ def _joules_per_image(repeats: Sequence[_PointRun]) -> float | None:
 
 
 def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the figures depend on; where points differ, all values, as they then say little about each other."""
+    """Return what the figures depend on; where points differ, all values, as they then say little about each other."""
     found = {}
     for key in CONDITIONS:
         values = list(dict.fromkeys(str(summary[key]) for summary in summaries if key in summary))
@@ -150,7 +150,7 @@ def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(conditions: dict[str, Any]) -> list[str]:
-    """Sentences on conditions under which figures do not compare."""
+    """Return sentences on conditions under which figures do not compare."""
     return [
         f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
         for key in SAME
@@ -159,14 +159,14 @@ def differences(conditions: dict[str, Any]) -> list[str]:
 
 
 def read_run_results(run: RunDir) -> RunResults:
-    """Of `bigbatch train`. Raises: RunFolderError for a damaged folder."""
+    """Read what `bigbatch train` left. Raises: RunFolderError for a damaged folder."""
     config = read_yaml(run.config)
     summary = read_json(run.summary) if run.summary.is_file() else {}
     return RunResults(run.path, config, tuple(whole_records(run)), common_conditions([summary]))
 
 
 def whole_records(run: RunDir) -> list[dict[str, Any]]:
-    """Those of metrics.jsonl that are records. Raises: RunFolderError."""
+    """Return the lines of metrics.jsonl that are records. Raises: RunFolderError."""
     try:
         found = [record for record in read_records(run.metrics) if isinstance(record, dict) and "kind" in record]
     except (OSError, UnicodeDecodeError) as error:
@@ -175,7 +175,7 @@ def whole_records(run: RunDir) -> list[dict[str, Any]]:
 
 
 def train_records(run: RunDir) -> list[dict[str, Any]]:
-    """Reports of the newest start, but for its first; each with the number of its steps."""
+    """Return the reports of the newest start, but for its first; each with the number of its steps."""
     records: list[dict[str, Any]] = []
     for record in whole_records(run):
         if record["kind"] == "start":

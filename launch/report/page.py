@@ -35,7 +35,7 @@ def make_page(
     conditions: Mapping[str, Any],
     note: str = EXPLAINED,
 ) -> str:
-    """pictures: name -> SVG of ours; all other text is escaped."""
+    """Write the page; pictures: name -> SVG of ours; all other text is escaped."""
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',

@@ -18,7 +18,7 @@ PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), str
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Efficiency over ranks, a line for each variant; name: of the sweep, where there are several."""
+    """Draw efficiency over ranks, a line for each variant; name: of the sweep, where there are several."""
     figure, axes = _figure()
     for index, points in enumerate(by_variant(found).values()):
         axes.plot(
@@ -41,7 +41,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 
 
 def draw_split(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Where the efficiency goes, a bar for each point that has a smaller one beside it."""
+    """Draw where the efficiency goes, a bar for each point that has a smaller one beside it."""
     points = [each for each in found if each.point != each.base]
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
@@ -64,7 +64,7 @@ def draw_split(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
 
 
 def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
-    """Top-1 over hours."""
+    """Draw top-1 over hours."""
     figure, axes = _figure()
     for index, (label, run) in enumerate(runs):
         axes.plot(
@@ -80,7 +80,7 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
 
 
 def label_of(each: Efficiency) -> str:
-    """The values of a variant, for matplotlib."""
+    """Write the values of a variant for matplotlib."""
     return plain_text(variant_name(each))
 
 
@@ -89,23 +89,23 @@ def _title(title: str, name: str | None) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Without matplotlib's mathematics between dollar signs."""
+    """Return text without matplotlib's mathematics between dollar signs."""
     return text.replace("$", r"\$")
 
 
 def legend_of(part: str, points: Sequence[Efficiency]) -> str:
-    """What a part is called; computing, by both names where both occur."""
+    """Return what a part is called; computing, by both names where both occur."""
     return " or ".join(sorted({each.name_of(part) for each in points}))
 
 
 def save(figure: "Figure", folder: Path, name: str) -> None:
-    """PNG and SVG."""
+    """Save PNG and SVG."""
     figure.savefig(folder / f"{name}.png", dpi=120)
     (folder / f"{name}.svg").write_text(as_svg(figure))
 
 
 def as_svg(figure: "Figure") -> str:
-    """The element alone, without what precedes it in a file."""
+    """Return the element alone, without what precedes it in a file."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()

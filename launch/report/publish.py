@@ -12,7 +12,7 @@ from bigbatch.launch.report.report import ScalingReport
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print and write the report; 0."""
+    """Print and write the report; return 0."""
     arguments = _parser().parse_args(argv)
     if arguments.target is not None and not 0 < arguments.target <= 1:
         raise LaunchOptionError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
-    """By the stated target, or the run's own. Raises: RunFolderError for a damaged folder."""
+    """Measure by the stated target, or the run's own. Raises: RunFolderError for a damaged folder."""
     try:
         own = (run.config.get("run") or {}).get("target_top1")
         return to_accuracy(run.records, target=stated if stated is not None else own)

@@ -32,7 +32,7 @@ from bigbatch.trainer.run.folder import RunDir, writing
 
 @dataclasses.dataclass(frozen=True)
 class ScalingReport:
-    """Of some sweeps and some runs."""
+    """This is the report of some sweeps and some runs."""
 
     sweeps: list[SweepResults]
     runs: list[tuple[RunResults, ToAccuracy]]
@@ -41,16 +41,16 @@ class ScalingReport:
 
     @property
     def efficiencies(self) -> list[tuple[SweepResults, list[Efficiency]]]:
-        """Of each sweep that has figures."""
+        """Return those of each sweep that has figures."""
         return [(sweep, compare(sweep.measured)) for sweep in self.sweeps if sweep.measured]
 
     def name_of(self, sweep: SweepResults) -> str | None:
-        """Its folder, where there are several sweeps: they may be called the same."""
+        """Return its folder, where there are several sweeps: they may be called the same."""
         return str(sweep.folder) if len(self.sweeps) > 1 else None
 
     @property
     def findings(self) -> list[str]:
-        """Sentences."""
+        """Return sentences."""
         lines = [f"{sweep.folder}: no point of it has figures yet." for sweep in self.sweeps if not sweep.measured]
         lines += [line for sweep, found in self.efficiencies for line in findings(found, name=self.name_of(sweep))]
         for sweep in self.sweeps:
@@ -68,7 +68,7 @@ class ScalingReport:
 
     @property
     def tables(self) -> list[Table]:
-        """Those that have rows."""
+        """Return those that have rows."""
         found = []
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
@@ -80,14 +80,14 @@ class ScalingReport:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What the figures depend on; of several folders, each under its name."""
+        """Return what the figures depend on; of several folders, each under its name."""
         each = [(str(results.folder), results.conditions) for results in self.sweeps]
         each += [(str(results.folder), results.conditions) for results, _ in self.runs]
         found = {f"{name}: {key}" if len(each) > 1 else key: value for name, own in each for key, value in own.items()}
         return found if self.price is None else found | {"price of a rank (a GPU) for an hour": self.price}
 
     def print(self) -> None:
-        """On the terminal."""
+        """Print it on the terminal."""
         console = stdout_console()
         for line in self.findings:
             console.print(Text(line))
@@ -95,7 +95,7 @@ class ScalingReport:
             show_table(table, console)
 
     def write(self, folder: Path) -> None:
-        """All files. Raises: RunFolderError."""
+        """Write all files. Raises: RunFolderError."""
         figures = {}
         for index, (sweep, found) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
@@ -130,7 +130,7 @@ class ScalingReport:
         out.write_text(folder / "report.json", json.dumps(self._facts(), indent=1) + "\n")
 
     def _facts(self) -> dict[str, Any]:
-        """Numbers, by folder."""
+        """Return numbers by folder."""
         return {
             "sweeps": {str(sweep.folder): [self._row(each) for each in found] for sweep, found in self.efficiencies},
             "unmeasured": [[str(sweep.folder), *each] for sweep in self.sweeps for each in sweep.unmeasured],

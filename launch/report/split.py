@@ -17,7 +17,7 @@ PARTS = ("computing", "communication", "input", "stragglers")
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, and of its parts; medians over reports."""
+    """A step takes so many seconds, and so its parts; medians over reports."""
 
     seconds: float
     parts: dict[str, float]
@@ -26,7 +26,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """All repeats of one point of a sweep."""
+    """All repeats of one point of a sweep measured this."""
 
     variant: Variant
     ranks: int
@@ -42,23 +42,23 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Images per second."""
+        """Return images per second."""
         return self.global_batch_size / self.step.seconds
 
     @property
     def million_images_rank_hours(self) -> float:
-        """Hours of a rank, over all ranks, that 10^6 images take."""
+        """Return the hours of a rank, over all ranks, that 10^6 images take."""
         return 1e6 * self.ranks / self.rate / 3600
 
     @property
     def local_batch(self) -> float:
-        """Pictures of a rank in a step."""
+        """Return the pictures of a rank in a step."""
         return self.global_batch_size / self.ranks
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """A point beside the one of its variant with the fewest ranks."""
+    """This is a point beside the one of its variant with the fewest ranks."""
 
     point: Measured
     base: Measured
@@ -68,23 +68,23 @@ class Efficiency:
 
     @property
     def lacks_base(self) -> bool:
-        """The point that should be the base has no figures; the next one is."""
+        """Say whether the point that should be the base has no figures; the next one is it then."""
         return self.base.ranks > self.base.fewest_ranks
 
     @property
     def speedup(self) -> float:
-        """How many times the images per second."""
+        """Return how many times the images per second."""
         return self.point.rate / self.base.rate
 
     def name_of(self, part: str) -> str:
-        """What a part's loss comes from."""
+        """Return what a part's loss comes from."""
         if part == "computing":
             return "smaller local batch" if self.point.local_batch < self.base.local_batch else "slower computing"
         return {"communication": "exposed communication", "input": "input", "stragglers": "stragglers"}[part]
 
 
 def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) -> Step:
-    """Of a run's train records."""
+    """Take the median of a run's train records."""
     seconds = median(global_batch_size / record["images_per_second"] for record in records)
     shares = {
         "communication": median(record["wire_wait_fraction"] for record in records),
@@ -96,7 +96,7 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
 
 
 def compare(points: Sequence[Measured]) -> list[Efficiency]:
-    """Each point beside the base of its variant, itself included; in order of variant and ranks."""
+    """Set each point beside the base of its variant, itself included; in order of variant and ranks."""
     variants: dict[Variant, list[Measured]] = {}
     for point in points:
         variants.setdefault(point.variant, []).append(point)
@@ -108,14 +108,14 @@ def compare(points: Sequence[Measured]) -> list[Efficiency]:
 
 
 def efficiency_of(point: Measured, base: Measured) -> Efficiency:
-    """Over the base's images per second and rank."""
+    """Divide by the base's images per second and rank."""
     scale = point.local_batch / base.local_batch
     losses = {part: (point.step.parts[part] - scale * base.step.parts[part]) / point.step.seconds for part in PARTS}
     return Efficiency(point, base, scale * base.step.seconds / point.step.seconds, losses)
 
 
 def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
-    """Label -> its points."""
+    """Group points by the label of their variant."""
     groups: dict[str, list[Efficiency]] = {}
     for each in found:
         groups.setdefault(variant_name(each), []).append(each)
@@ -123,5 +123,5 @@ def by_variant(found: Sequence[Efficiency]) -> dict[str, list[Efficiency]]:
 
 
 def variant_name(each: Efficiency) -> str:
-    """The values of a variant."""
+    """Return the values of a variant."""
     return ", ".join(f"{value}" for _, value in each.point.variant) or "all"

@@ -21,7 +21,7 @@ WORTH_NAMING = 0.005
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title."""
+    """A table is rows of text under a title."""
 
     title: str
     head: tuple[str, ...]
@@ -29,7 +29,7 @@ class Table:
 
 
 def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
-    """The main thing about each variant, in plain words; name: of the sweep, where there are several."""
+    """Say the main thing about each variant in plain words; name: of the sweep, where there are several."""
     lines = []
     for label, points in by_variant(found).items():
         last = points[-1]
@@ -57,7 +57,7 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
 
 
 def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool, price: float | None) -> Table:
-    """A row for each point; price: of an hour of a rank."""
+    """Make a row for each point; price: of an hour of a rank."""
     is_told = any(each.point.joules_per_image is not None for each in found)
     keys = [key for key, _ in found[0].point.variant]
     head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency", "beside")
@@ -85,7 +85,7 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
 
 
 def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
-    """Where the rest goes; shares of the step, which add up to 100% minus efficiency."""
+    """Show where the rest goes; shares of the step, which add up to 100% minus efficiency."""
     points = [each for each in found if each.point != each.base]
     keys = [key for key, _ in found[0].point.variant]
     head = (*keys, "ranks", "step", "efficiency", "local batch or computing", *PARTS[1:])
@@ -107,13 +107,13 @@ def _title(title: str, name: str | None) -> str:
 
 
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:
-    """Points without figures."""
+    """List points without figures."""
     rows = [(str(sweep.folder), *each) for sweep in results for each in sweep.unmeasured]
     return Table("Not measured", ("sweep", "point", "why"), tuple(rows))
 
 
 def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:
-    """Time and cost of each run; price: of an hour of a rank."""
+    """Show time and cost of each run; price: of an hour of a rank."""
     head = ("run", "top-1", "target", "epoch", "hours", "cost", "energy")
     return Table("Time to accuracy", head, tuple(_accuracy_row(folder, run, price=price) for folder, run in runs))
 
@@ -134,7 +134,7 @@ def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tupl
 
 
 def conditions_table(conditions: Mapping[str, Any]) -> Table:
-    """What the figures depend on."""
+    """Show what the figures depend on."""
     return Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in conditions.items()))
 
 
@@ -143,28 +143,28 @@ def _energy(joules: float | None, *, images: float = 1.0) -> str:
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
-    """28.0 GPU-hours, and what they cost where an hour has a price."""
+    """Write 28.0 GPU-hours, and what they cost where an hour has a price."""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"
 
 
 def percent(share: float) -> str:
-    """0.923 -> '92.3%'."""
+    """Write 0.923 -> '92.3%'."""
     return f"{round(100 * share, 1) + 0.0:.1f}%"  # no -0.0
 
 
 def count(number: int, thing: str) -> str:
-    """2, 'rank' -> '2 ranks'."""
+    """Write 2, 'rank' -> '2 ranks'."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def stdout_console() -> Console:
-    """As wide as the terminal; where there is none, wide enough not to break rows."""
+    """Make one as wide as the terminal; where there is none, wide enough not to break rows."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def show_table(table: Table, console: Console) -> None:
-    """On a terminal, without taking its text for markup."""
+    """Print it on a terminal, without taking its text for markup."""
     shown = Shown(title=Text(table.title))
     for name in table.head:
         shown.add_column(Text(name))
@@ -174,12 +174,12 @@ def show_table(table: Table, console: Console) -> None:
 
 
 def markdown(table: Table) -> str:
-    """As Markdown, with a heading."""
+    """Write it as Markdown, with a heading."""
     lines = [table.head, ("---",) * len(table.head), *table.rows]
     rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)
     return "\n".join([f"## {table.title}", "", *rows])
 
 
 def plain_cell(text: str) -> str:
-    """Of a Markdown table: in one line, and no markup of its own."""
+    """Write a cell of a Markdown table: in one line, and no markup of its own."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

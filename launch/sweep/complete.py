@@ -32,7 +32,7 @@ from bigbatch.trainer.config.file import PACKAGED
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: all points are done; 3: some failed; 130: interrupted."""
+    """Run what is missing; return 0 where all points are done, 3 where some failed, 130 where a person stopped it."""
     arguments = _parser().parse_args(argv)
     sweep = _read(arguments)
     folder = SweepFolder(Path(arguments.folder or sweep.folder))
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def packaged_sweeps() -> list[str]:
-    """Names of the sweeps that come with bigbatch."""
+    """Return the names of the sweeps that come with bigbatch."""
     return sorted(path.stem for path in (PACKAGED / "sweeps").glob("*.yaml"))
 
 
@@ -93,7 +93,7 @@ def _read(arguments: argparse.Namespace) -> Sweep:
 
 
 def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
-    """'0,3-5' -> those points. Raises: LaunchOptionError."""
+    """Choose by '0,3-5' those points. Raises: LaunchOptionError."""
     if text is None:
         return list(points)
     numbers = set()
@@ -121,7 +121,7 @@ def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) 
 
 
 def _submit(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> list[Point]:
-    """Those that Slurm took; says why of the others."""
+    """Return those that Slurm took; say why of the others."""
     submit_points(sweep, points, folder)
     for point in points:
         if state_of(folder, point.number) == FAILED:

@@ -22,42 +22,42 @@ MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """Paths in it."""
+    """A sweep's folder has these paths."""
 
     path: Path
 
     @property
     def sweep(self) -> Path:
-        """The sweep as it was read."""
+        """Return where the sweep is as it was read."""
         return self.path / "sweep.yaml"
 
     def point(self, number: int | str) -> Path:
-        """Folder of a point; of all points of an array, where the number is INDEX."""
+        """Return the folder of a point; of all points of an array, where the number is INDEX."""
         return self.path / "points" / str(number)
 
     def config(self, number: int | str) -> Path:
-        """Its complete experiment."""
+        """Return where its complete experiment is."""
         return self.point(number) / "config.yaml"
 
     def state(self, number: int) -> Path:
-        """What became of it."""
+        """Return where it stands what became of it."""
         return self.point(number) / "point.json"
 
     def log(self, number: int) -> Path:
-        """What its job printed."""
+        """Return where it is what its job printed."""
         return self.point(number) / "log.txt"
 
     @property
     def logs(self) -> Path:
-        """Of jobs in Slurm."""
+        """Return the folder for those of jobs in Slurm."""
         return self.path / "logs"
 
     def run(self, number: int) -> RunDir:
-        """Its run folder."""
+        """Return its run folder."""
         return RunDir(self.point(number) / "run")
 
     def numbers(self) -> list[int]:
-        """Of all points that there are."""
+        """Return those of all points that there are."""
         folders = (self.path / "points").glob("*/point.json")
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
@@ -101,7 +101,7 @@ def _first_state(sweep: Sweep, point: Point) -> dict[str, Any]:
 
 
 def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> None:
-    """Raises: LaunchOptionError where the folder holds another sweep, or points of another experiment."""
+    """Raise LaunchOptionError where the folder holds another sweep, or points of another experiment."""
     if not folder.sweep.exists():
         return
     try:
@@ -139,7 +139,7 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
 
 
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
-    """Of one point. Raises: LaunchOptionError where the file is damaged."""
+    """Read that of one point. Raises: LaunchOptionError where the file is damaged."""
     try:
         return dict(json.loads(folder.state(number).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -147,30 +147,30 @@ def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
 
 
 def state_of(folder: SweepFolder, number: int) -> str:
-    """One of MISSING and so on; that of a point which no sweep has begun, too. Raises: LaunchOptionError."""
+    """Return one of MISSING and so on, also for a point which no sweep has begun. Raises: LaunchOptionError."""
     return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
 
 
 def to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
-    """Those that no run was made of yet; failed ones too, where they are to be run again."""
+    """Return those that no run was made of yet; failed ones too, where they are to be run again."""
     again = (MISSING, FAILED) if retry_failed else (MISSING,)
     return [point for point in points if state_of(folder, point.number) in again]
 
 
 def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
-    """In one step. Raises: RunFolderError."""
+    """Write it in one step. Raises: RunFolderError."""
     RunDir(folder.point(number)).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
 
 
 def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, Any]:
-    """Read, change, write; the new state."""
+    """Read, change and write a state; return the new one."""
     state = read_state(folder, number) | changes
     write_state(folder, number, state)
     return state
 
 
 def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
-    """Of a point's finished run."""
+    """Read that of a point's finished run; None without one."""
     try:
         return dict(json.loads(folder.run(number).summary.read_text()))
     except (OSError, ValueError, TypeError):
@@ -179,7 +179,7 @@ def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
 
 @contextmanager
 def alone_in(folder: SweepFolder) -> Iterator[None]:
-    """No other sweep works in the folder meanwhile, where its file system can lock.
+    """Keep other sweeps out of the folder meanwhile, where its file system can lock.
 
     Raises: LaunchOptionError; RunFolderError.
     """

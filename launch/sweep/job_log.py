@@ -17,7 +17,7 @@ DATED = re.compile(
 
 
 def find_reason(log: Path, *, exit_code: int | None) -> str:
-    """Out of what a job printed, and its exit code (None where a scheduler keeps it)."""
+    """Find it in what a job printed, and its exit code (None where a scheduler keeps it)."""
     lines = _lines(log)
     for line in lines:
         if OUT_OF_MEMORY.search(line):
@@ -34,13 +34,13 @@ def find_reason(log: Path, *, exit_code: int | None) -> str:
 
 
 def has_failed(log: Path) -> bool:
-    """The last line of a job's script says so."""
+    """Say whether the last line of a job's script says so."""
     ends = [line for line in _lines(log) if DATED.match(line) and "ended with exit code" in line]
     return bool(ends) and not ends[-1].endswith(" 0")
 
 
 def find_times(log: Path) -> tuple[float | None, float | None]:
-    """When a job of Slurm began last, in seconds since 1970, and for how many it ran; None where its log lacks it."""
+    """Say when a Slurm job began last, in seconds since 1970, and for how many it ran; None where its log is silent."""
     began = ended = None
     for match in filter(None, map(DATED.match, _lines(log))):
         at = datetime.fromisoformat(match[1] or match[3]).timestamp()

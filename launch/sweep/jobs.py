@@ -56,12 +56,12 @@ def train_words(folder: SweepFolder, number: int | str) -> tuple[str, ...]:
 
 
 def stated_words(options: Mapping[str, object]) -> list[str]:
-    """{'stop_seconds': 0} -> --stop-seconds 0."""
+    """Write {'stop_seconds': 0} -> --stop-seconds 0."""
     return [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 def launch_words(options: Mapping[str, Any]) -> list[str]:
-    """{'gpus_per_node': 8, 'env': [a, b]} -> --gpus-per-node=8 --env=a --env=b; true is an option without a value."""
+    """Write {'gpus_per_node': 8, 'env': [a, b]} -> --gpus-per-node=8 --env=a --env=b; true has no value."""
     words = []
     for name, value in options.items():
         option = "--" + name.replace("_", "-")

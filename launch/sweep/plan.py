@@ -24,7 +24,7 @@ OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "log
 
 
 class _Loader(StrictLoader):
-    """Takes 0:20:00 for text, as YAML 1.2 does, and not for 1,200; and 1e-3 for a number."""
+    """This loader takes 0:20:00 for text, as YAML 1.2 does, and not for 1,200; and 1e-3 for a number."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -41,7 +41,7 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's file, as it is; each field is a key of it."""
+    """This is a sweep's file; each field is a key of it."""
 
     name: str
     """Of its folder, runs/sweeps/NAME."""
@@ -65,7 +65,7 @@ class Sweep:
     """A point that takes longer is ended and has failed; under Slurm the job's limit, where launch states no time."""
 
     def __post_init__(self) -> None:
-        """Raises: LaunchOptionError."""
+        """Check what can be checked without the experiment. Raises: LaunchOptionError."""
         if not re.fullmatch(NAME, self.name, re.ASCII):
             raise LaunchOptionError(f"name {self.name!r} must be letters, digits and . _ + @ -, such as scaling")
         if self.where not in PLACES:
@@ -93,12 +93,12 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """Where its points lie, unless --folder names another place."""
+        """Return where its points lie, unless --folder names another place."""
         return Path("runs/sweeps") / self.name
 
 
 def launch_options(where: str) -> tuple[str, ...]:
-    """What `launch` may state."""
+    """Return what `launch` may state."""
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
     refused = {option(field) for field in LAUNCHERS[where].refused}
@@ -106,7 +106,7 @@ def launch_options(where: str) -> tuple[str, ...]:
 
 
 def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
-    """A complete YAML file; where replaces its own. Raises: LaunchOptionError, one line that names the file."""
+    """Read a complete YAML file; where replaces its own. Raises: LaunchOptionError, one line that names the file."""
     return read_stated(path, Sweep, replaced={"where": where} if where else {}, example="sweeps/scaling.yaml")
 
 
@@ -135,7 +135,7 @@ def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], exa
 
 
 def dump_sweep(sweep: Sweep) -> str:
-    """As YAML, which read_sweep takes back."""
+    """Write it as YAML, which read_sweep takes back."""
     return yaml.safe_dump(dataclasses.asdict(sweep), sort_keys=False)
 
 

@@ -19,7 +19,7 @@ SPECIAL = ("ranks", "scaling")
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep."""
+    """A point is one run of a sweep."""
 
     number: int
     values: dict[str, Any]
@@ -31,17 +31,17 @@ class Point:
     config: Config
 
     def describe(self) -> str:
-        """Its values in one line."""
+        """Write its values in one line."""
         return describe_values(self.values) + (f", repeat {self.repeat}" if self.repeat else "")
 
 
 def describe_values(values: dict[str, Any]) -> str:
-    """In one line, as an experiment states them."""
+    """Write them in one line, as an experiment states them."""
     return ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
 
 
 def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
-    """All points, in the order of the grid, repeats last; their run folders lie in folder.
+    """Make all points, in the order of the grid, repeats last; their run folders lie in folder.
 
     In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one
     of its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
@@ -109,7 +109,7 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
 
 
 def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_node: int) -> int:
-    """On which so many ranks run: mpirun fills one host of its list after the other. Raises: LaunchOptionError."""
+    """Count nodes on which so many ranks run: mpirun fills one host after the other. Raises: LaunchOptionError."""
     if where not in ("local", "mpirun"):
         return ranks // ranks_per_node
     hosts = parse_hosts(str(launch["hosts"])) if "hosts" in launch else ()
@@ -119,7 +119,7 @@ def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_nod
 
 
 def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
-    """Batch, microbatch and batch-norm span of this many ranks. Raises: LaunchOptionError."""
+    """Return batch, microbatch and batch-norm span of this many ranks. Raises: LaunchOptionError."""
     if total % ranks:
         raise LaunchOptionError(f"a batch of {total} is no whole number of pictures for each of {ranks} ranks")
     microbatch = largest_divisor(total // ranks, microbatch_size)

@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 600.0
 
 
 def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
-    """One array for each number of ranks; points of one that Slurm refuses have failed, with its words.
+    """Submit one array for each number of ranks; points of one that Slurm refuses have failed, with its words.
 
     Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
     Raises: SchedulerError where Slurm does not answer at all; those submitted stay so.
@@ -69,7 +69,7 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
 
 
 def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SchedulerError) -> None:
-    """Failed, unless sbatch lost no more than the answer. Raises: error where squeue knows nothing, too: next time."""
+    """Note a failure, unless sbatch lost no more than the answer. Raises: error where squeue knows nothing either."""
     try:
         find_submitted(points, folder)
     except SchedulerError:
@@ -95,7 +95,7 @@ def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
 
 
 def _job_named(name: str, folder: SweepFolder) -> str | None:
-    """Number of the array of this name, by Slurm's word or its logs: Slurm forgets a job minutes after its end."""
+    """Find the array of this name by Slurm's word or its logs: Slurm forgets a job minutes after its end."""
     known = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%F", f"--name={name}"]).split()
     logs = [path.stem.removeprefix(f"{name}-").partition("_")[0] for path in folder.logs.glob(f"{name}-*_*.log")]
     return next(iter([*known, *logs]), None)
@@ -108,7 +108,7 @@ def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> Non
 def wait_for_points(
     points: Sequence[Point], folder: SweepFolder, *, waits: bool, on_end: Callable[[Point, dict[str, Any]], None]
 ) -> None:
-    """Until none of them is in the queue, and what each left has reached this host.
+    """Wait until none of them is in the queue, and what each left has reached this host.
 
     Without waits, only for those that have left the queue. Raises: SchedulerError where Slurm answers waits no more.
     """
@@ -145,7 +145,7 @@ def wait_for_points(
 
 
 def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
-    """The new state of a point that has left the queue."""
+    """Write and return the new state of a point that has left the queue."""
     log = _log(folder, number)
     outcome = judge(folder, number, exit_code=None, log=log)
     code = 0 if outcome["state"] == DONE else None
@@ -158,7 +158,7 @@ def _log(folder: SweepFolder, number: int) -> Path:
 
 
 def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
-    """(job, task) of all of these that wait or run. Raises: SchedulerError."""
+    """Return (job, task) of all of these that wait or run. Raises: SchedulerError."""
     found = set()
     # of one job it would be an error that Slurm has forgotten it, minutes after its end
     for word in run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split():

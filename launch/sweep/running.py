@@ -32,13 +32,13 @@ class Interrupted(Exception):
 def run_points(
     sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, on_end: Callable[[Point, dict[str, Any]], None]
 ) -> None:
-    """Run them, whatever becomes of each. on_end gets each with its new state. Raises: Interrupted; RunFolderError."""
+    """Run all, whatever becomes of each. on_end gets each with its new state. Raises: Interrupted; RunFolderError."""
     for point in points:
         on_end(point, run_point(sweep, point, folder))
 
 
 def run_point(sweep: Sweep, point: Point, folder: SweepFolder) -> dict[str, Any]:
-    """Run one from its beginning; its new state. Raises: Interrupted; RunFolderError."""
+    """Run one from its beginning; return its new state. Raises: Interrupted; RunFolderError."""
     number, argv = point.number, point_command(sweep, point, folder)
     start_over(folder, number)
     change_state(folder, number, state=MISSING, reason=None, exit_code=None, started=time.time(), command=argv)
@@ -54,7 +54,7 @@ def run_point(sweep: Sweep, point: Point, folder: SweepFolder) -> dict[str, Any]
 
 
 def start_over(folder: SweepFolder, number: int) -> None:
-    """What an earlier try left would count as measured. Raises: RunFolderError."""
+    """Remove what an earlier try left, which would count as measured. Raises: RunFolderError."""
     path = folder.run(number).path
     with writing(path):
         if path.exists():
@@ -62,14 +62,14 @@ def start_over(folder: SweepFolder, number: int) -> None:
 
 
 def judge(folder: SweepFolder, number: int, *, exit_code: int | None, log: Path | None = None) -> dict[str, Any]:
-    """State and reason of a point whose job has ended."""
+    """Return state and reason of a point whose job has ended."""
     if read_summary(folder, number) is not None and exit_code in (0, None):
         return {"state": DONE, "reason": None}
     return {"state": FAILED, "reason": find_reason(log or folder.log(number), exit_code=exit_code)}
 
 
 def _run(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, str]:
-    """Exit code, and what ended it: itself, time, or a person, whose second Ctrl-C is firmer than the first."""
+    """Return exit code, and what ended it: itself, time, or a person, whose second Ctrl-C is firmer than the first."""
     with writing(log):
         file = log.open("wb")
     with file:

@@ -16,7 +16,7 @@ from bigbatch.launch.sweep.points import Point
 
 
 class Show:
-    """Progress over points: a bar in a terminal, a line a point elsewhere."""
+    """Show progress over points: a bar in a terminal, a line a point elsewhere."""
 
     def __init__(self, folder: SweepFolder, *, num_points: int, is_terminal: bool) -> None:
         self._folder = folder
@@ -33,7 +33,7 @@ class Show:
             self._bar.start()
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
-        """A point has ended."""
+        """Take note that a point has ended."""
         self._ended += 1
         minutes = (time.monotonic() - self._start) / 60
         left = minutes / self._ended * (self._num_points - self._ended)
@@ -54,7 +54,7 @@ class Show:
 
 
 def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
-    """Of one point, in some words."""
+    """Say in some words what came out of one point."""
     if state["state"] != DONE:
         return f"{state['state']}: {state['reason']}" if state["reason"] else str(state["state"])
     summary = read_summary(folder, state["number"]) or {}
@@ -63,7 +63,7 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
 
 
 def print_table(folder: SweepFolder, points: Sequence[Point]) -> None:
-    """All points, and what came out."""
+    """Print all points, and what came out."""
     keys = list(points[0].values)
     table = Table("point", *map(escape, keys), "nodes", "global batch", "microbatch", "outcome")
     for point in points:
