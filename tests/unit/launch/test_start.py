@@ -35,7 +35,7 @@ def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
     ]
 
 
-def test_variables_of_the_transports_reach_other_hosts() -> None:
+def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
     variables = ("PATH", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "HOME", "MASTER_ADDR")
     argv = mpirun_argv(JobSpec(TRAIN, 2, hosts=(("n0", 1), ("n1", 1))), variables=variables)
     first = argv.index("-x")
@@ -56,40 +56,40 @@ def test_torchrun_takes_no_hosts() -> None:
         torchrun_argv(JobSpec(TRAIN, 4, hosts=(("n0", 4),)))
 
 
-def test_hosts() -> None:
+def test_launch_hosts() -> None:
     assert parse_hosts("n0:8,node-1.cluster:4,n2") == (("n0", 8), ("node-1.cluster", 4), ("n2", 1))
 
 
 @pytest.mark.parametrize("text", ["", "n0:", "n0:0", "n0:x", "-x:1", "n0 n1", "n0;rm:1", "n0:1,", "$(id):1", "n\n:1"])
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_launch_host_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchOptionError, match="HOST:RANKS"):
         parse_hosts(text)
 
 
-def test_ranks_default_to_the_slots_of_the_hosts() -> None:
+def test_launch_ranks_default_to_the_slots_of_the_hosts() -> None:
     hosts = (("n0", 8), ("n1", 4))
     assert make_job(TRAIN, num_ranks=None, hosts=hosts, num_cores=2).num_ranks == 12
     assert make_job(TRAIN, num_ranks=None, hosts=(), num_cores=2).num_ranks == 1
 
 
-def test_more_ranks_than_cores_share_them() -> None:
+def test_launch_ranks_beyond_the_cores_share_them() -> None:
     assert make_job(TRAIN, num_ranks=3, hosts=(), num_cores=2).oversubscribe
     assert not make_job(TRAIN, num_ranks=2, hosts=(), num_cores=2).oversubscribe
     assert not make_job(TRAIN, num_ranks=8, hosts=(("n0", 8),), num_cores=2).oversubscribe, "hosts state their slots"
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(0, ()), (-1, ()), (9, (("n0", 8),))])
-def test_impossible_ranks_are_refused(ranks: int, hosts: tuple[tuple[str, int], ...]) -> None:
+def test_launch_ranks_that_cannot_be_are_refused(ranks: int, hosts: tuple[tuple[str, int], ...]) -> None:
     with pytest.raises(LaunchOptionError, match="--ranks"):
         make_job(TRAIN, num_ranks=ranks, hosts=hosts, num_cores=2)
 
 
-def test_nothing_to_start_is_refused() -> None:
+def test_launch_of_nothing_is_refused() -> None:
     with pytest.raises(LaunchOptionError, match="nothing to start"):
         make_job((), num_ranks=1, hosts=(), num_cores=2)
 
 
-def test_dry_run_prints_a_line_that_a_shell_takes_apart_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_dry_run_prints_a_line_that_a_shell_takes_apart_again(capsys: pytest.CaptureFixture[str]) -> None:
     folder = 'runs/it\'s; $(touch x) "here"'
     assert main(["torchrun", "--ranks", "2", "--dry-run", "--", *TRAIN, "--run.directory", folder]) == 0
     printed = capsys.readouterr().out
@@ -101,13 +101,13 @@ def in_foreground(argv: list[str]) -> int:
     return run_in_foreground(argv, environ=os.environ, asks_to_stop=signal.SIGUSR1).code
 
 
-def test_exit_codes_pass_through() -> None:
+def test_foreground_exit_codes_pass_through() -> None:
     assert in_foreground([sys.executable, "-c", "raise SystemExit(3)"]) == 3
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert in_foreground([sys.executable, "-c", killed]) == 128 + signal.SIGKILL
 
 
-def test_missing_launcher_names_the_extra() -> None:
+def test_foreground_launcher_that_is_missing_names_the_extra() -> None:
     with pytest.raises(LaunchOptionError, match=r"pip install 'bigbatch\[mpi\]'"):
         in_foreground(["no-such-mpirun"])
 
@@ -138,7 +138,9 @@ while True:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("disposition", "num_interrupts"), [(signal.SIG_DFL, 1), (signal.SIG_IGN, 2)])
-def test_a_closed_terminal_counts_as_a_ctrl_c_except_under_nohup(disposition: int, num_interrupts: int) -> None:
+def test_foreground_takes_a_closed_terminal_for_a_ctrl_c_except_under_nohup(
+    disposition: int, num_interrupts: int
+) -> None:
     """What asks must not end the launcher, and the second that asks ends the job."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD],
@@ -156,7 +158,7 @@ def test_a_closed_terminal_counts_as_a_ctrl_c_except_under_nohup(disposition: in
     assert process.stdout.read() == "SIGUSR1\nSIGTERM\nasked\n"
 
 
-def test_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:
+def test_foreground_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:
     """The whole process group gets SIGINT, as from a terminal; the child must hear SIGUSR1, then SIGTERM."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -44,7 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return write(tmp_path / "ablation.yaml")
 
 
-def test_each_step_keeps_the_changes_of_those_before_it(file: str) -> None:
+def test_ablation_step_keeps_the_changes_of_those_before_it(file: str) -> None:
     points = make_points(find_ablation(file), folder=Path("out"), epochs=None, seeds=2, overrides=["--model.width=4"])
     found = [
         (point.number, point.values["step"], c.run.seed, c.run.epochs, c.optimizer.label_smoothing, c.run.directory)
@@ -63,7 +63,7 @@ def test_each_step_keeps_the_changes_of_those_before_it(file: str) -> None:
     assert {point.config.run.eval_every_epochs for point in points} == {1}, "a target is looked for"
 
 
-def test_epochs_are_those_of_all_steps_and_without_a_target_the_last_one_is_evaluated(file: str) -> None:
+def test_ablation_epochs_are_those_of_all_steps_and_without_a_target_the_last_one_is_evaluated(file: str) -> None:
     ablation = find_ablation(write(Path(file), target_top1=None))
     points = make_points(ablation, folder=Path("out"), epochs=3, seeds=1, overrides=[])
     assert [(p.config.run.epochs, p.config.run.eval_every_epochs) for p in points] == [(3, 3)] * 3
@@ -72,13 +72,13 @@ def test_epochs_are_those_of_all_steps_and_without_a_target_the_last_one_is_eval
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", packaged_ablations())
-def test_packaged_ablations_make_points(name: str) -> None:
+def test_ablation_that_is_packaged_makes_points(name: str) -> None:
     assert find_ablation(name).name == name
     assert points_of(name)
 
 
 @pytest.mark.long
-def test_the_bag_ends_as_the_config_of_ten_epochs() -> None:
+def test_ablation_of_the_bag_ends_as_the_config_of_ten_epochs() -> None:
     """The last step and cifar10_10epochs are the same experiment, but for where and how often it writes."""
     *_, last = points_of("bag_of_tricks")
     stated = load_config(["--config", "cifar10_10epochs"])
@@ -112,19 +112,21 @@ def refusal(name: str) -> str:
         ({"name": "a b"}, "name 'a b' must be letters"),
     ],
 )
-def test_what_a_file_may_not_say(changes: dict[str, Any], complaint: str, file: str) -> None:
+def test_ablation_file_is_refused_with_a_key_that_it_may_not_state(
+    changes: dict[str, Any], complaint: str, file: str
+) -> None:
     message = refusal(write(Path(file), **changes))
     assert message.startswith(f"{file}: ")
     assert complaint in message
 
 
-def test_a_step_that_cannot_be_trained_is_named(file: str) -> None:
+def test_ablation_step_that_cannot_be_trained_is_named(file: str) -> None:
     steps = {"fine": {}, "odd": {"batch.global_batch_size": 500}}
     assert refusal(write(Path(file), steps=steps)).startswith("step odd: batch.global_batch_size=500 is not a multiple")
 
 
 @pytest.mark.slow
-def test_names_that_are_none(file: str) -> None:
+def test_ablation_and_step_names_that_are_none(file: str) -> None:
     assert refusal("bag_of_trick") == (
         "bag_of_trick: there is no such file or packaged ablation; the nearest packaged one is bag_of_tricks"
     )
@@ -134,12 +136,12 @@ def test_names_that_are_none(file: str) -> None:
         choose(points, "smoth")
 
 
-def test_counts_start_at_one(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablation_counts_start_at_one(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", file, "--seeds", "0"]) == 1
     assert capsys.readouterr().err == "bigbatch: --seeds 0 must be a number from 1 on\n"
 
 
-def test_a_dry_run_tells_the_steps_and_writes_nothing(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablation_dry_run_tells_the_steps_and_writes_nothing(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", file, "--folder", "out", "--dry-run", "--model.width=4"]) == 0
     out = capsys.readouterr().out
     assert "small: 3 steps from quickstart, each on top of those before it" in out
@@ -151,7 +153,7 @@ def test_a_dry_run_tells_the_steps_and_writes_nothing(file: str, capsys: pytest.
 # what came out
 
 
-def test_seconds_are_of_training_until_the_evaluation() -> None:
+def test_ablation_seconds_are_of_training_until_the_evaluation() -> None:
     """100 pictures a step: 10 steps at 500/s are 2 s, 5 at 250/s are 2 s, and 15 at 1,000/s are 1.5 s."""
     records = [
         {"kind": "start"},
@@ -171,7 +173,7 @@ def test_seconds_are_of_training_until_the_evaluation() -> None:
         run_result(records[:2], **stated, target=None)
 
 
-def test_table_by_hand() -> None:
+def test_ablation_table_by_hand() -> None:
     runs = tuple(RunResult(i, 10.0, s, t, r) for i, (s, t, r) in enumerate([(30.0, 0.9, 20.0), (10.0, 0.94, None)]))
     three = (*runs, RunResult(2, 10.0, 20.0, 0.92, 18.0))
     steps = [
@@ -189,7 +191,7 @@ def test_table_by_hand() -> None:
 
 
 @pytest.mark.long
-def test_a_folder_is_of_one_ablation_and_takes_more_seeds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablation_folder_is_of_one_ablation_and_takes_more_seeds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs are made up: two are done, one failed; the files say so."""
     ablation, folder = find_ablation(file), SweepFolder(Path("out"))
     points = make_points(ablation, folder=folder.path, epochs=None, seeds=1, overrides=[])

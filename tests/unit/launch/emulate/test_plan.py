@@ -37,7 +37,7 @@ CYCLIC = Site(order="cyclic", master_port=20_000)
 # --- plan ---
 
 
-def test_ranks_per_node() -> None:
+def test_emulated_ranks_per_node() -> None:
     assert parse_ranks("2", nodes=4) == (2, 2, 2, 2)
     assert parse_ranks("3,2,2,1", nodes=None) == parse_ranks("3,2,2,1", nodes=4) == (3, 2, 2, 1)
 
@@ -56,7 +56,7 @@ def test_ranks_per_node() -> None:
         ("2", 101, "not between 1 and 100"),
     ],
 )
-def test_impossible_nodes_are_refused(text: str, nodes: int | None, complaint: str) -> None:
+def test_emulated_nodes_that_cannot_be_are_refused(text: str, nodes: int | None, complaint: str) -> None:
     with pytest.raises(LaunchOptionError, match=complaint):
         parse_ranks(text, nodes=nodes)
 
@@ -64,40 +64,40 @@ def test_impossible_nodes_are_refused(text: str, nodes: int | None, complaint: s
 @pytest.mark.parametrize(
     ("text", "rate"), [("200mbit", 200_000_000), ("2.5gbit", 2_500_000_000), ("5000kbit", 5_000_000), ("none", None)]
 )
-def test_rates(text: str, rate: int | None) -> None:
+def test_emulated_link_rates(text: str, rate: int | None) -> None:
     assert parse_rate(text) == rate
     assert parse_rate(format_rate(rate)) == rate
 
 
 @pytest.mark.parametrize("text", ["200", "200mb", "0mbit", "1kbit", "200gbit", "-1mbit", "1e3mbit", "mbit", "200mbit "])
-def test_what_is_no_rate_is_refused(text: str) -> None:
+def test_emulated_link_rate_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchOptionError, match="--link"):
         parse_rate(text)
 
 
-def test_delays() -> None:
+def test_emulated_link_delays() -> None:
     assert [parse_delay(text) for text in ("0", "500us", "2ms", "1000ms")] == [0, 500, 2000, 1_000_000]
 
 
 @pytest.mark.parametrize("text", ["500", "1s", "-1us", "1001ms", "", "0.5ms"])
-def test_what_is_no_delay_is_refused(text: str) -> None:
+def test_emulated_link_delay_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchOptionError, match="--delay"):
         parse_delay(text)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "-x", "Box", "x" * 21, "a b"])
-def test_a_name_is_no_path(name: str) -> None:
+def test_emulated_cluster_name_is_no_path(name: str) -> None:
     with pytest.raises(LaunchOptionError, match="--name"):
         make_plan(name=name, nodes=2, ranks_per_node="1", link="none", delay="0")
 
 
-def test_hosts() -> None:
+def test_emulated_hosts_file() -> None:
     text = hosts_file(ClusterPlan("box", (1, 1), None))
     assert "10.77.0.1 n0\n10.77.0.2 n1\n" in text
     assert text.startswith("127.0.0.1 localhost\n")
 
 
-def test_placement() -> None:
+def test_emulated_rank_placement() -> None:
     def nodes(order: str) -> list[tuple[int, int]]:
         return [(place.node, place.local_rank) for place in place_ranks((3, 2, 2, 1), order=order)]
 
@@ -108,7 +108,7 @@ def test_placement() -> None:
 # --- commands ---
 
 
-def test_all_commands_for_two_nodes() -> None:
+def test_emulated_network_commands_for_two_nodes() -> None:
     commands = [f"{place}: {' '.join(argv)}" for place, argv in build_commands(ClusterPlan("box", (1, 1), 10**9))]
     bucket = "tbf rate 1000000000bit burst 125000b latency 20ms"
     first_node = [
@@ -137,25 +137,25 @@ def test_all_commands_for_two_nodes() -> None:
     ]
 
 
-def test_a_delay_takes_the_place_of_the_bridge() -> None:
+def test_emulated_delay_takes_the_place_of_the_bridge() -> None:
     commands = build_commands(ClusterPlan("box", (1, 1), None, delay_us=500))
     assert not [argv for _, argv in commands if "bridge" in argv or "master" in argv]
 
 
-def test_no_rate_means_no_bucket() -> None:
+def test_emulated_link_without_a_rate_has_no_bucket() -> None:
     assert shape_commands("eth0", None) == [
         ["ip", "link", "set", "dev", "eth0", "gso_max_size", "65536"],
         ["tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue"],
     ]
 
 
-def test_a_bucket_holds_two_large_packets_and_one_millisecond() -> None:
+def test_emulated_link_bucket_holds_two_large_packets_and_one_millisecond() -> None:
     for rate in (1_000_000, 200_000_000, 10**9, 10**10, 10**11):
         assert burst_bytes(rate) >= max(2 * gso_bytes(rate), rate / 8 * 1e-3)
     assert burst_bytes(200_000_000) == 25_000, "2.5% of a message of 1 MB"
 
 
-def test_no_two_nodes_share_a_descriptor_or_an_address() -> None:
+def test_emulated_nodes_share_no_descriptor_or_address() -> None:
     fds = [node_fd(node, kind) for node in range(100) for kind in ("net", "uts", "mnt")]
     assert len(set(fds)) == 300
     assert max(fds) < 1024
@@ -163,7 +163,7 @@ def test_no_two_nodes_share_a_descriptor_or_an_address() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
-def test_a_process_beside_us_is_no_keeper() -> None:
+def test_keeper_is_no_process_beside_us() -> None:
     """Its number was reused: a kill that is meant for all of the cluster would reach all of this machine."""
     with pytest.raises(OSError, match=r"keeper|setns") as caught:
         enter_cluster(os.getpid())
@@ -173,7 +173,7 @@ def test_a_process_beside_us_is_no_keeper() -> None:
 # --- launchers ---
 
 
-def test_mpirun_from_the_first_node() -> None:
+def test_mpirun_starts_from_the_first_emulated_node() -> None:
     site = Site(
         order="cyclic",
         mpirun="/opt/mpirun",
@@ -200,7 +200,7 @@ def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monk
         mpirun_starts(JOB, UNEVEN, SITE)
 
 
-def test_one_torchrun_per_node_each_with_its_own_number_of_ranks() -> None:
+def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> None:
     starts = torchrun_starts(Job(("script.py", "a b"), is_python=True), UNEVEN, SITE)
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
@@ -230,12 +230,12 @@ def test_plain_ranks_get_torchruns_variables() -> None:
     }
 
 
-def test_the_agent_takes_its_words_as_ssh_does() -> None:
+def test_agent_takes_its_words_as_ssh_does() -> None:
     assert agent.split_words(["-x", "-q", "n12", "prted", "--flag", "'a b'"]) == (12, "prted --flag 'a b'")
 
 
 @pytest.mark.parametrize("argv", [[], ["-x"], ["n0"], ["localhost", "ls"], ["n1;ls", "ls"], ["n1\n", "ls"]])
-def test_the_agent_knows_no_other_hosts(argv: list[str]) -> None:
+def test_agent_knows_no_other_hosts(argv: list[str]) -> None:
     with pytest.raises(SystemExit, match="usage"):
         agent.split_words(argv)
 
@@ -250,7 +250,7 @@ DEV = """Inter-|   Receive                                                |  Tra
 """  # noqa: E501
 
 
-def test_what_the_switch_receives_the_node_has_sent() -> None:
+def test_counters_say_that_the_node_has_sent_what_the_switch_receives() -> None:
     counted = parse_counters(DEV, num_nodes=2)
     assert counted == (LinkBytes("n0", 1000, 3000), LinkBytes("n1", 3000, 1000))
     assert difference(counted, (LinkBytes("n0", 1, 2), LinkBytes("n1", 3, 4)))[1] == LinkBytes("n1", 2997, 996)
@@ -270,19 +270,19 @@ def test_counters_for_people_and_programs() -> None:
 @pytest.mark.parametrize(
     ("target", "ports"), [("02:62:62:00:00:03", [2]), ("ff:ff:ff:ff:ff:ff", [0, 2]), ("33:33:00:00:00:01", [0, 2])]
 )
-def test_packets_go_where_they_are_addressed(target: str, ports: list[int]) -> None:
+def test_switch_sends_packets_where_they_are_addressed(target: str, ports: list[int]) -> None:
     addresses = [bytes.fromhex(mac(node).replace(":", "")) for node in range(3)]
     packet = bytes(VNET_HEADER_BYTES) + bytes.fromhex(target.replace(":", "")) + bytes(60)
     assert list(destinations(packet, source=1, addresses=addresses)) == ports
 
 
-def test_packets_to_oneself_or_to_strangers_go_nowhere() -> None:
+def test_switch_sends_packets_to_oneself_or_to_strangers_nowhere() -> None:
     addresses = [bytes.fromhex(mac(node).replace(":", "")) for node in range(3)]
     for address in (addresses[1], bytes.fromhex("020000000009")):
         assert not destinations(bytes(VNET_HEADER_BYTES) + address + bytes(60), source=1, addresses=addresses)
 
 
-def test_the_age_of_a_packet_is_bounded_should_somebody_set_the_clock() -> None:
+def test_switch_bounds_the_age_of_a_packet_should_somebody_set_the_clock() -> None:
     def stamp(seconds_ago: float) -> list[tuple[int, int, bytes]]:
         return [(1, 35, TIME.pack(*divmod(time.time_ns() - round(seconds_ago * 1e9), 10**9)))]
 

@@ -68,11 +68,11 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_the_configuration_line_by_line() -> None:
+def test_slurm_configuration_line_by_line() -> None:
     assert slurm_conf(UNEVEN, folder=FOLDER).splitlines() == CONF.splitlines()
 
 
-def test_a_dry_run_prints_configuration_and_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_slurm_dry_run_prints_configuration_and_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert emulate("up", "--ranks-per-node", "3,1", "--slurm", "--dry-run") == 0
     said = capsys.readouterr().out.replace(f"{tmp_path}/bigbatch-emulate/box", "/run/box").splitlines()
     assert said[0].startswith("switch: ip link add")
@@ -83,17 +83,17 @@ def test_a_dry_run_prints_configuration_and_commands(capsys: pytest.CaptureFixtu
     assert "slurm" not in capsys.readouterr().out
 
 
-def test_every_program_has_a_log() -> None:
+def test_slurm_programs_have_a_log_each() -> None:
     logs = [log_path(argv, folder=FOLDER).name for _, argv in slurm_commands(UNEVEN, folder=FOLDER)]
     assert logs == ["munged.log", "slurmctld.log", "slurmd.n0.log", "slurmd.n1.log"]
 
 
-def test_states_as_sinfo_prints_them() -> None:
+def test_slurm_states_as_sinfo_prints_them() -> None:
     assert parse_states("n0 idle\nn1 down*\n") == {"n0": "idle", "n1": "down*"}
     assert parse_states("") == {}
 
 
-def test_a_job_around_us_is_none_of_this_slurm() -> None:
+def test_slurm_environ_leaves_out_a_job_around_us() -> None:
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm/slurm.conf", "SBATCH_ACCOUNT": "physics"}
     assert slurm_environ(environ, cluster_folder=Path("/run/box")) == {
         "PATH": "/bin",
@@ -102,7 +102,7 @@ def test_a_job_around_us_is_none_of_this_slurm() -> None:
     }
 
 
-def test_a_cluster_remembers_its_slurm(tmp_path: Path) -> None:
+def test_slurm_is_remembered_by_its_cluster(tmp_path: Path) -> None:
     save(tmp_path, EmulatedCluster(UNEVEN, 4711, 99, "1-2-3"))
     found = load(tmp_path)
     assert found is not None
@@ -117,7 +117,9 @@ def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_start, "_may_set_groups", lambda: True)
 
 
-def test_missing_programs_name_their_packages(as_root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slurm_programs_that_are_missing_name_their_packages(
+    as_root: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("bigbatch.launch.emulate.cluster.SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "sinfo").touch(mode=0o755)
@@ -130,7 +132,7 @@ def test_missing_programs_name_their_packages(as_root: None, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("folder", ["/run/a b", "/run/a#b", "/run/a\nb", "/run/%n", "/" + "x" * 80])
-def test_a_folder_that_slurm_would_not_understand_is_refused(
+def test_slurm_folder_that_it_would_not_understand_is_refused(
     folder: str, as_root: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_start, "PROGRAMS", ())
@@ -145,7 +147,7 @@ def test_slurm_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
         slurm_start.require_slurm(Path("/run/box"), environ=os.environ)
 
 
-def test_exec_needs_a_command_and_a_cluster() -> None:
+def test_emulate_exec_needs_a_command_and_a_cluster() -> None:
     with pytest.raises(LaunchOptionError, match="nothing to run: put a command behind --, such as -- sbatch"):
         emulate("exec")
     with pytest.raises(EmulationError, match="no cluster box is up"):
@@ -160,7 +162,7 @@ def test_exec_needs_a_command_and_a_cluster() -> None:
         (True, ("run", "--", "train"), LaunchOptionError, "Slurm starts the jobs of box: .* exec --name box -- sbatch"),
     ],
 )
-def test_jobs_are_started_by_slurm_or_by_run(
+def test_slurm_starts_the_jobs_of_its_cluster_and_run_those_of_others(
     has_slurm: bool, words: tuple[str, ...], error: type[Exception], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ClusterPlan("box", (1, 1), None, slurm=has_slurm)
@@ -171,7 +173,7 @@ def test_jobs_are_started_by_slurm_or_by_run(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
-def test_a_slurm_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
     root = state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
     print(slurm_start.describe_nodes(found, root=root, environ=os.environ))
@@ -187,7 +189,7 @@ def test_a_slurm_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.Cap
         ({"n0": "idle"}, "^n1: unknown after 0 s"),
     ],
 )
-def test_a_node_that_is_not_idle_in_time_is_named_with_its_log(
+def test_slurm_node_that_is_not_idle_in_time_is_named_with_its_log(
     states: dict[str, str] | None, complaint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(slurm_start, "START_SECONDS", 0)
@@ -206,7 +208,7 @@ def test_a_node_that_is_not_idle_in_time_is_named_with_its_log(
         (None, "empty"),
     ],
 )
-def test_a_log_says_what_a_daemon_died_of(text: str | None, words: str, tmp_path: Path) -> None:
+def test_slurm_log_says_what_a_daemon_died_of(text: str | None, words: str, tmp_path: Path) -> None:
     log = tmp_path / "slurmd.n1.log"
     if text is not None:
         log.write_text(text)

@@ -24,21 +24,23 @@ UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
 # --- state ---
 
 
-def test_state_goes_to_the_users_own_runtime_folder(tmp_path: Path) -> None:
+def test_emulate_state_goes_to_the_users_own_runtime_folder(tmp_path: Path) -> None:
     root = state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert root == tmp_path / "bigbatch-emulate"
     assert root.stat().st_mode & 0o777 == 0o700
     assert state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) == root, "found again"
 
 
-def test_without_one_it_goes_to_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulate_state_without_one_goes_to_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "missing")}):
         assert state_root(environ) == tmp_path / f"bigbatch-emulate-{os.geteuid()}"
 
 
 @pytest.mark.parametrize("trap", ["open", "link"])
-def test_a_folder_that_others_can_reach_is_not_trusted(trap: str, tmp_path: Path) -> None:
+def test_emulate_state_folder_that_others_can_reach_is_not_trusted(trap: str, tmp_path: Path) -> None:
     if trap == "open":
         (tmp_path / "bigbatch-emulate").mkdir(mode=0o755)
     else:
@@ -48,27 +50,27 @@ def test_a_folder_that_others_can_reach_is_not_trusted(trap: str, tmp_path: Path
         state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_emulate_state_names_a_file_in_the_place_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "bigbatch-emulate").touch()
     with pytest.raises(EmulationError, match=f"{tmp_path}/bigbatch-emulate cannot be made a folder"):
         state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
-def test_clusters_are_written_and_read(tmp_path: Path) -> None:
+def test_emulate_state_is_written_and_read(tmp_path: Path) -> None:
     written = EmulatedCluster(UNEVEN, 4711, 99, "1-2-3")
     save(tmp_path, written)
     assert load(tmp_path) == written
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": {}}', '{"plan": {"ranks_per_node": [1]}, "keeper": 1}'])
-def test_what_is_no_cluster_is_none(text: str, tmp_path: Path) -> None:
+def test_emulate_state_that_is_no_cluster_is_none(text: str, tmp_path: Path) -> None:
     assert load(tmp_path) is None
     (tmp_path / "cluster.json").write_text(text)
     assert load(tmp_path) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_another_process_with_the_same_number_is_not_the_keeper() -> None:
+def test_keeper_is_no_other_process_with_the_same_number() -> None:
     now = start_ticks(os.getpid())
     assert now is not None
     assert is_alive(EmulatedCluster(UNEVEN, os.getpid(), now, boot_id()))
@@ -92,14 +94,14 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_up_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulate_up_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert emulate("up", "--nodes", "2", "--link", "200mbit", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "n1: ip address add 10.77.0.2/24 dev eth0" in lines
     assert "switch: tc qdisc replace dev p1 root tbf rate 200000000bit burst 25000b latency 20ms" in lines
 
 
-def test_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulate_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--launcher", "plain", "--place", "cyclic", "--python", "--dry-run")
     assert emulate("run", "--ranks-per-node", "1,2", *options, "--", "script.py", "$(touch x)") == 0
     first, _, last = capsys.readouterr().out.splitlines()
@@ -108,7 +110,7 @@ def test_run_shows_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert last.endswith(f"RANK=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 {sys.executable} script.py '$(touch x)'")
 
 
-def test_the_master_of_another_job_is_not_passed_on(
+def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.99")
@@ -127,36 +129,38 @@ def test_the_master_of_another_job_is_not_passed_on(
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_both_launchers_take_a_bigbatch_command(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulate_run_takes_a_bigbatch_command_with_both_launchers(
+    launcher: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert emulate("run", "--nodes", "2", "--launcher", launcher, "--dry-run", "--", "train") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (1 if launcher == "mpirun" else 2)
     assert all(line.endswith("-m bigbatch train") for line in lines)
 
 
-def test_nothing_to_run_is_refused() -> None:
+def test_emulate_run_refuses_nothing_to_run() -> None:
     with pytest.raises(LaunchOptionError, match="nothing to run"):
         emulate("run", "--nodes", "2", "--")
 
 
-def test_a_link_needs_nodes() -> None:
+def test_emulate_run_takes_a_link_with_nodes_alone() -> None:
     with pytest.raises(LaunchOptionError, match="bigbatch launch emulate shape"):
         emulate("run", "--link", "1gbit", "--", "train")
 
 
 @pytest.mark.parametrize("words", [("run", "--", "train"), ("shape", "--link", "1gbit")])
-def test_no_cluster_says_how_to_get_one(words: tuple[str, ...]) -> None:
+def test_emulate_says_how_to_get_a_cluster_where_there_is_none(words: tuple[str, ...]) -> None:
     with pytest.raises(EmulationError, match="bigbatch launch emulate up --nodes"):
         emulate(*words)
 
 
-def test_down_and_status_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulate_down_and_status_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert [emulate("down"), emulate("down", "--all"), emulate("status")] == [0, 0, 0]
     assert capsys.readouterr().out == "box: there is none\n"
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "..", "a/b", ""])
-def test_a_name_that_is_a_path_removes_nothing(name: str, tmp_path: Path) -> None:
+def test_emulate_down_of_a_path_removes_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for words in (("down",), ("shape", "--link", "none"), ("run", "--", "train")):
         split = words.index("--") if "--" in words else len(words)
@@ -165,7 +169,7 @@ def test_a_name_that_is_a_path_removes_nothing(name: str, tmp_path: Path) -> Non
     assert (tmp_path / "elsewhere").exists()
 
 
-def test_what_a_crash_left_is_shown_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulate_shows_and_removes_what_a_crash_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box"
     folder.mkdir()
     save(
@@ -190,7 +194,9 @@ def vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedCluster
     return found
 
 
-def test_a_cluster_that_vanishes_costs_one_line(vanished: EmulatedCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulate_says_in_one_line_that_a_cluster_vanished(
+    vanished: EmulatedCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert emulate("status") == 0
     assert capsys.readouterr().out.startswith("box: ended; to remove what is left")
     with pytest.raises(EmulationError, match="box was taken down under the job"):
@@ -201,7 +207,7 @@ def test_a_cluster_that_vanishes_costs_one_line(vanished: EmulatedCluster, capsy
         cluster.join(vanished)
 
 
-def test_a_keeper_that_vanishes_while_we_follow_it_is_seen(
+def test_keeper_that_vanishes_while_we_follow_it_is_seen(
     vanished: EmulatedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then its number meant a process of another container."""
@@ -211,7 +217,9 @@ def test_a_keeper_that_vanishes_while_we_follow_it_is_seen(
         cluster.join(replace(vanished, start_ticks=0))
 
 
-def test_a_folder_that_vanishes_before_the_job_costs_one_line(vanished: EmulatedCluster, tmp_path: Path) -> None:
+def test_emulate_says_in_one_line_that_a_folder_vanished_before_the_job(
+    vanished: EmulatedCluster, tmp_path: Path
+) -> None:
     with (
         pytest.raises(EmulationError, match=r"box: .*No such file.*; was it taken down"),
         cluster.only_job(vanished, root=tmp_path / "elsewhere"),
@@ -220,13 +228,13 @@ def test_a_folder_that_vanishes_before_the_job_costs_one_line(vanished: Emulated
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
-def test_a_start_that_was_cut_short_is_named(tmp_path: Path) -> None:
+def test_emulate_up_names_a_start_that_was_cut_short(tmp_path: Path) -> None:
     (state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box").mkdir()
     with pytest.raises(EmulationError, match="cut short: bigbatch launch emulate down --name box"):
         emulate("up", "--nodes", "2")
 
 
-def test_a_missing_tool_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_emulate_up_names_the_package_of_a_missing_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(cluster, "SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -234,7 +242,7 @@ def test_a_missing_tool_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_p
         emulate("up", "--nodes", "2")
 
 
-def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulate_refuses_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(EmulationError, match="needs Linux, and this is darwin"):
         emulate("up", "--nodes", "2")
@@ -251,12 +259,12 @@ def together(*scripts: str) -> int:
 
 
 @linux
-def test_all_good_is_zero() -> None:
+def test_run_together_ends_with_zero_where_all_is_good() -> None:
     assert together("pass", "import time; time.sleep(0.1)") == 0
 
 
 @linux
-def test_the_first_that_fails_ends_the_others_and_names_the_code() -> None:
+def test_run_together_ends_all_after_the_first_that_fails_with_its_code() -> None:
     start = time.monotonic()
     assert together("import time; time.sleep(60)", "import time; time.sleep(0.1); raise SystemExit(3)") == 3
     assert time.monotonic() - start < 5
@@ -265,7 +273,7 @@ def test_the_first_that_fails_ends_the_others_and_names_the_code() -> None:
 
 @pytest.mark.slow
 @linux
-def test_who_does_not_heed_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_together_kills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     start = time.monotonic()
@@ -274,21 +282,21 @@ def test_who_does_not_heed_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
-def test_variables_come_on_top_of_the_environment() -> None:
+def test_run_together_puts_variables_on_top_of_the_environment() -> None:
     check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
     start = Start(0, (sys.executable, "-c", check), (("RANK", "4"),))
     assert supervise.run_together([start], environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM) == 0
 
 
 @linux
-def test_a_missing_launcher_ends_what_was_started() -> None:
+def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:
     starts = [Start(0, ("sleep", "60")), Start(0, ("no-such-mpirun",))]
     with pytest.raises(LaunchOptionError, match="no-such-mpirun is not installed"):
         supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
 
 
 @linux
-def test_who_cannot_enter_ends_what_was_started() -> None:
+def test_run_together_ends_what_was_started_where_one_cannot_enter() -> None:
     def enter(node: int) -> None:
         if node == 1:
             raise FileNotFoundError
@@ -299,7 +307,7 @@ def test_who_cannot_enter_ends_what_was_started() -> None:
 
 
 @linux
-def test_ctrl_c_before_all_are_there_ends_those_that_are(tmp_path: Path) -> None:
+def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
     """Whoever is being started in this moment could not have been asked."""
 
     def enter(node: int) -> None:
@@ -333,7 +341,7 @@ while True:
 
 
 @linux
-def test_ctrl_c_asks_then_insists_then_kills() -> None:
+def test_run_together_asks_then_insists_then_kills_by_ctrl_c() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -60,13 +60,13 @@ WRITERS = {name: partial(launcher.dry_run, environ={}) for name, launcher in LAU
 BASES = {"k8s": JobSpec(TRAIN, 8, image="bb"), "slurm": JobSpec(TRAIN, 8, image="bb.sqsh")}
 
 
-def test_every_field_has_a_sample() -> None:
+def test_job_field_has_a_sample() -> None:
     assert {field.name for field in fields(JobSpec)} - set(SAMPLES) == {"command", "num_ranks", "oversubscribe"}
 
 
 @pytest.mark.parametrize("launcher", WRITERS)
 @pytest.mark.parametrize("field", list(SAMPLES))
-def test_an_option_is_honoured_or_refused_by_name(launcher: str, field: str) -> None:
+def test_job_option_is_honoured_or_refused_by_name(launcher: str, field: str) -> None:
     base = BASES.get(launcher, JobSpec(TRAIN, 8))
     write = WRITERS[launcher]
     if launcher == "torchrun" and field in ("num_nodes", "node_rank", "master"):
@@ -85,22 +85,22 @@ def test_an_option_is_honoured_or_refused_by_name(launcher: str, field: str) -> 
     ("text", "minutes"),
     [("90", 90), ("2:00:00", 120), ("1-12:30:00", 2190), ("1:30", 2), ("0:00:01", 1), ("2-0", 2880), ("1-2:30", 1590)],
 )
-def test_times_are_read_as_slurm_reads_them(text: str, minutes: int) -> None:
+def test_job_times_are_read_as_slurm_reads_them(text: str, minutes: int) -> None:
     assert parse_minutes(text) == minutes
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1h", "1:2:3:4", "1-", "0:00:00", "٣", "1:00:00\n", "1;rm"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_job_time_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchOptionError, match="--time"):
         parse_minutes(text)
 
 
 @pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 2190, 99999])
-def test_times_are_written_as_they_are_read(minutes: int) -> None:
+def test_job_times_are_written_as_they_are_read(minutes: int) -> None:
     assert parse_minutes(format_minutes(minutes)) == minutes
 
 
-def test_nodes_times_ranks_per_node_are_the_ranks() -> None:
+def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
     def ranks(**stated: Any) -> int:
         return make_job(TRAIN, num_ranks=stated.pop("num_ranks", None), hosts=(), num_cores=2, **stated).num_ranks
 
@@ -122,19 +122,19 @@ def test_nodes_times_ranks_per_node_are_the_ranks() -> None:
         ({"num_nodes": 2, "hosts": (("n0", 1),)}, "--hosts states nodes and ranks by itself"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], message: str) -> None:
+def test_job_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchOptionError, match=message):
         make_job(TRAIN, **{"num_ranks": None, "hosts": (), "num_cores": 2, **stated})
 
 
-def test_hostfiles(tmp_path: Path) -> None:
+def test_hostfile_forms(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_text("# workers\nw-0.job.ns.svc slots=8\nw-1.job.ns.svc  slots = 4  # small\n\nn2:2\nn3\n")
     assert read_hostfile(path) == (("w-0.job.ns.svc", 8), ("w-1.job.ns.svc", 4), ("n2", 2), ("n3", 1))
 
 
 @pytest.mark.parametrize("text", ["", "# none\n", "n0 slots=0\n", "-x slots=1\n", "n0 max_slots=3\n", "n0;rm\n"])
-def test_what_is_no_hostfile_is_refused(tmp_path: Path, text: str) -> None:
+def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "hostfile").write_text(text)
     with pytest.raises(LaunchOptionError, match="--host"):
         read_hostfile(tmp_path / "hostfile")
@@ -144,7 +144,7 @@ def test_what_is_no_hostfile_is_refused(tmp_path: Path, text: str) -> None:
         read_hostfile(tmp_path / "a\nb")
 
 
-def test_an_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["mpirun", "--ranks", "2", "--interface", "ib7"]
     with pytest.raises(
         LaunchOptionError, match=r"^--interface 'ib7': \S+ has no such network interface; it has .*\blo\b"
@@ -154,7 +154,7 @@ def test_an_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureF
     assert "ib7" in capfd.readouterr().out
 
 
-def test_no_host_is_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_that_are_empty_are_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     """As where the shell's variable for it is empty."""
     with pytest.raises(LaunchOptionError, match="--hosts '': '' is not of the form HOST:RANKS"):
         main(["mpirun", "--hosts", "", "--dry-run", *("--", *TRAIN)])
@@ -162,7 +162,7 @@ def test_no_host_is_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["n0", "n0:", "n0:0", "n0:65536", "-n:1", "n 0:1", ":1", "n0:1\n"])
-def test_what_is_no_master_is_refused(text: str) -> None:
+def test_master_that_is_none_is_refused(text: str) -> None:
     assert parse_master("n0.x:29500") == ("n0.x", 29500)
     with pytest.raises(LaunchOptionError, match="--master"):
         parse_master(text)
@@ -208,12 +208,12 @@ def test_local_starts_a_rank_per_gpu(
     assert f"--standalone --nproc-per-node={count or 1} " in capsys.readouterr().out
 
 
-def test_without_a_driver_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_counts_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert count_gpus() == 0
 
 
-def test_variables_reach_the_ranks_of_local(capfd: pytest.CaptureFixture[str]) -> None:
+def test_local_ranks_get_the_variables(capfd: pytest.CaptureFixture[str]) -> None:
     """torchrun starts `bigbatch --version`-like commands too; their environment is what counts."""
     main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", "train"])
     words = capfd.readouterr().out.split()
@@ -241,7 +241,7 @@ def mpijob() -> dict[str, Any]:
     return loaded
 
 
-def test_an_mpijob_has_what_the_operator_requires(mpijob: dict[str, Any]) -> None:
+def test_kubernetes_mpijob_has_what_the_operator_requires(mpijob: dict[str, Any]) -> None:
     assert (mpijob["apiVersion"], mpijob["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     spec = mpijob["spec"]
     assert spec["slotsPerWorker"] == 8
@@ -266,7 +266,7 @@ def test_kubernetes_replaces_nothing_in_the_command(mpijob: dict[str, Any]) -> N
 
 
 @pytest.mark.long
-def test_a_worker_that_is_deleted_waits_for_its_ranks() -> None:
+def test_kubernetes_worker_that_is_deleted_waits_for_its_ranks() -> None:
     """The hook must see a rank, and must not see itself."""
     subprocess.run([*k8s.UNTIL_RANKS_END[:2], without_others(k8s.UNTIL_RANKS_END[2], "$$")], check=True, timeout=20)
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)", "bigbatch"])
@@ -284,7 +284,7 @@ def without_others(hook: str, pid: str) -> str:
     return hook.replace("[0-9]*", pid)
 
 
-def test_bad_nodes_are_avoided(mpijob: dict[str, Any]) -> None:
+def test_kubernetes_avoids_bad_nodes(mpijob: dict[str, Any]) -> None:
     for name in ("Launcher", "Worker"):
         affinity = mpijob["spec"]["mpiReplicaSpecs"][name]["template"]["spec"]["affinity"]["nodeAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]

@@ -88,11 +88,11 @@ FILES = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_it_is_the_golden_file(path: Path) -> None:
+def test_golden_file_is_what_the_launcher_writes(path: Path) -> None:
     assert FILES[path]().splitlines() == path.read_text().splitlines()
 
 
-def test_every_golden_file_has_a_case() -> None:
+def test_golden_files_all_have_a_case() -> None:
     assert set(GOLDEN.iterdir()) == {path for path in FILES if path.parent == GOLDEN}
 
 

@@ -47,7 +47,7 @@ def calls(stubs: Stubs, program: str, word: str) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
 @pytest.mark.parametrize(("choice", "fit"), [("exclude", 4), ("exclude", 0), ("stop", 4), ("warn", 4)])
-def test_a_job_that_is_cancelled_while_it_looks_ends(
+def test_slurm_checks_end_a_job_that_is_cancelled_while_it_looks(
     stubs: Stubs, choice: str, fit: int, number: signal.Signals
 ) -> None:
     code, output = look(stubs, choice, number, fit=fit, bad="n1\\n")
@@ -57,13 +57,13 @@ def test_a_job_that_is_cancelled_while_it_looks_ends(
     assert calls(stubs, "scontrol", "requeuehold") == 0
 
 
-def test_the_time_limit_does_not_keep_a_job_from_changing_its_nodes(stubs: Stubs) -> None:
+def test_slurm_checks_change_the_nodes_of_a_job_near_its_time_limit(stubs: Stubs) -> None:
     assert look(stubs, "exclude", signal.SIGUSR1, fit=4, bad="n1\\n")[0] == 4
     assert calls(stubs, "scontrol", "ExcNodeList=n1") == 1
 
 
 @pytest.mark.parametrize("restarts", [0, 9])
-def test_exclusions_are_counted_and_other_restarts_are_not(stubs: Stubs, restarts: int) -> None:
+def test_slurm_checks_count_exclusions_and_no_other_restarts(stubs: Stubs, restarts: int) -> None:
     for done in range(1, MOST_EXCLUSIONS + 1):
         code, output = look(stubs, "exclude", fit=4, bad=f"n{done}\\nm{done}\\n", restarts=restarts)
         assert code == 4

@@ -77,7 +77,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_submitted_is_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_submits_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slurm", "--dry-run", *TRAIN]) == 0
     printed = capsys.readouterr().out
     cluster.answers("sbatch", "77;cluster\n")
@@ -95,13 +95,13 @@ def test_what_is_submitted_is_what_dry_run_prints(cluster: Cluster, capsys: pyte
     assert cluster.calls("sbatch") == ["--parsable"], "a script that is kept is not submitted"
 
 
-def test_who_waits_gets_the_exit_code_of_the_job(cluster: Cluster) -> None:
+def test_slurm_wait_ends_with_the_exit_code_of_the_job(cluster: Cluster) -> None:
     cluster.answers("sbatch", "77\n", code=3)
     assert main(["slurm", "--wait", *TRAIN]) == 3
     assert cluster.calls("sbatch") == ["--parsable --wait"]
 
 
-def test_words_of_slurm_are_passed_on_in_one_line(cluster: Cluster) -> None:
+def test_slurm_words_are_passed_on_in_one_line(cluster: Cluster) -> None:
     cluster.answers("sbatch", "", code=1, errors="sbatch: error: invalid partition\nsbatch: error: Batch job failed\n")
     with pytest.raises(SchedulerError, match="refused the job: sbatch: error: invalid partition; sbatch: error: Batch"):
         main(["slurm", "--partition", "nope", *TRAIN])
@@ -109,12 +109,12 @@ def test_words_of_slurm_are_passed_on_in_one_line(cluster: Cluster) -> None:
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("words", [["slurm", *TRAIN], ["status"], ["status", "7"], ["cancel", "7"]])
-def test_without_slurm_it_says_where_to_go(words: list[str]) -> None:
+def test_slurm_that_is_not_installed_is_told_with_where_to_go(words: list[str]) -> None:
     with pytest.raises(SchedulerError, match="is not installed here: do this on a login node"):
         main(words)
 
 
-def test_status_says_what_a_user_asks_first(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_status_says_what_a_user_asks_first(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     run = cluster.folder / "r/3"
     run.mkdir(parents=True)
     records = [{"kind": "start", "step": 0}, {"kind": "train", "step": 40, "epoch": 1.5, "loss": 2.25, "lr": 1}]
@@ -130,7 +130,7 @@ def test_status_says_what_a_user_asks_first(cluster: Cluster, capsys: pytest.Cap
     ]
 
 
-def test_status_without_a_number_is_of_all_jobs(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_status_without_a_number_is_of_all_jobs(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     assert capsys.readouterr().out == "no job of yours waits or runs\n"
     cluster.answers("squeue", "12\n13\n")
@@ -147,7 +147,7 @@ def test_status_without_a_number_is_of_all_jobs(cluster: Cluster, capsys: pytest
         ("COMPLETED", "0:0", "0"),
     ],
 )
-def test_how_a_job_ended(
+def test_slurm_status_says_how_a_job_ended(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], state: str, code: str, told: str
 ) -> None:
     cluster.has_job(state, code=code)
@@ -155,14 +155,14 @@ def test_how_a_job_ended(
     assert f"  exit code   {told}" in capsys.readouterr().out.splitlines()
 
 
-def test_cancel_asks_a_running_job_to_save_and_stop(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_cancel_asks_a_running_job_to_save_and_stop(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cancel", "7_3"]) == 0
     assert cluster.calls("scancel") == ["--batch --signal=USR2 7_3"]
     assert "was asked to save a checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("state", "words"), [("RUNNING", ["--now"]), ("PENDING", []), ("SUSPENDED", [])])
-def test_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
+def test_slurm_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
     cluster: Cluster, state: str, words: list[str]
 ) -> None:
     cluster.has_job(state)
@@ -170,14 +170,14 @@ def test_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
     assert cluster.calls("scancel") == ["7_3"]
 
 
-def test_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
+def test_slurm_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
     cluster.has_job(line="echo 1")
     with pytest.raises(SchedulerError, match="add --now"):
         main(["cancel", "12"])
     assert cluster.calls("scancel") == []
 
 
-def test_a_job_that_has_ended_is_not_cancelled(cluster: Cluster) -> None:
+def test_slurm_cancel_refuses_a_job_that_has_ended(cluster: Cluster) -> None:
     cluster.has_job("COMPLETED")
     with pytest.raises(SchedulerError, match="has ended already: COMPLETED"):
         main(["cancel", "12"])
@@ -185,12 +185,12 @@ def test_a_job_that_has_ended_is_not_cancelled(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("number", ["", "x", "-1", "7_", "1; rm", "7\n", "$(id)"])
 @pytest.mark.usefixtures("cluster")
-def test_what_is_no_number_of_a_job_is_refused(number: str) -> None:
+def test_slurm_job_number_that_is_none_is_refused(number: str) -> None:
     with pytest.raises(LaunchOptionError, match="is no job of Slurm's"):
         find_jobs(number)
 
 
-def test_a_job_that_slurm_has_forgotten(cluster: Cluster) -> None:
+def test_slurm_job_that_it_has_forgotten(cluster: Cluster) -> None:
     (cluster.folder / "scontrol").write_text(
         "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n"
     )
@@ -209,7 +209,7 @@ def array(cluster: Cluster) -> Cluster:
 
 
 @pytest.mark.usefixtures("array")
-def test_status_of_an_array_is_of_all_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_status_of_an_array_is_of_all_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["status", "7"])
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("job")] == [
@@ -221,19 +221,19 @@ def test_status_of_an_array_is_of_all_its_jobs(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("words", "calls"), [([], ["--batch --signal=USR2 7_1"]), (["--now"], ["7_1"])])
-def test_cancel_of_an_array_is_of_all_its_jobs(array: Cluster, words: list[str], calls: list[str]) -> None:
+def test_slurm_cancel_of_an_array_is_of_all_its_jobs(array: Cluster, words: list[str], calls: list[str]) -> None:
     main(["cancel", "7", *words])
     assert array.calls("scancel") == [*calls, "7_[2-5]"]
 
 
-def test_what_is_left_of_a_cancelled_array_has_its_number(cluster: Cluster) -> None:
+def test_slurm_array_that_was_cancelled_has_its_number(cluster: Cluster) -> None:
     shown = SHOWN.replace("JobId=12 ArrayJobId=7 ArrayTaskId=3", "JobId=7 ArrayJobId=7 ArrayTaskId=4294967294")
     (cluster.folder / "shown").write_text(shown.format(state="CANCELLED", code="0:0", folder="/a"))
     assert find_jobs("7")[0].number == "7"
 
 
 @pytest.mark.parametrize("action", ["status", "cancel"])
-def test_a_job_that_is_gone_does_not_hold_up_the_others(
+def test_slurm_job_that_is_gone_does_not_hold_up_the_others(
     action: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = '#!/bin/sh\n[ "$1$4" = show9 ] && { echo unknown >&2; exit 1; }\n'
@@ -245,18 +245,18 @@ def test_a_job_that_is_gone_does_not_hold_up_the_others(
     assert "job 7_3" in capsys.readouterr().out
 
 
-def test_a_folder_that_looks_like_a_fact_is_none(cluster: Cluster) -> None:
+def test_slurm_facts_are_not_taken_from_a_folder_that_looks_like_one(cluster: Cluster) -> None:
     (cluster.folder / "shown").write_text(SHOWN.format(state="RUNNING", code="0:0", folder="/a JobState=FAILED"))
     assert find_jobs("12")[0].state == "RUNNING"
 
 
-def test_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
+def test_slurm_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
     (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
     with pytest.raises(SchedulerError, match="sbatch refused the job: no configuration"):
         main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])
 
 
-def test_values_with_blanks_and_equals_signs_are_read_whole() -> None:
+def test_slurm_facts_with_blanks_and_equals_signs_are_read_whole() -> None:
     facts = parse_facts(SHOWN.format(state="RUNNING", code="0:0", folder="/a b"))
     assert facts["JobName"] == "a b"
     assert facts["WorkDir"] == "/a b"
@@ -264,7 +264,7 @@ def test_values_with_blanks_and_equals_signs_are_read_whole() -> None:
     assert facts["Power"] == ""
 
 
-def test_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubernetes_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--image", "bb", *TRAIN]
     main(["k8s", "--dry-run", *words])
     printed = capsys.readouterr().out
@@ -278,6 +278,6 @@ def test_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("bare")
-def test_without_kubectl_it_says_so() -> None:
+def test_kubernetes_without_kubectl_says_so() -> None:
     with pytest.raises(SchedulerError, match="kubectl is not installed here"):
         main(["k8s", "--image", "bb", *TRAIN])

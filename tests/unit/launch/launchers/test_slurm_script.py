@@ -44,14 +44,14 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def test_the_ranks_get_the_words_of_the_command_whatever_they_hold(stubs: Stubs) -> None:
+def test_slurm_script_gives_ranks_the_words_of_the_command_whatever_they_hold(stubs: Stubs) -> None:
     code, _ = stubs.run(sbatch_script(JobSpec((*TRAIN, *NASTY), 2)))
     assert code == 0
     assert stubs.argv()[-len(NASTY) :] == NASTY
     assert not (stubs.folder / "x").exists()
 
 
-def test_the_ranks_get_the_values_of_variables_whatever_they_hold(stubs: Stubs) -> None:
+def test_slurm_script_gives_ranks_the_values_of_variables_whatever_they_hold(stubs: Stubs) -> None:
     pairs = tuple((f"V{number}", value) for number, value in enumerate(NASTY))
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=pairs, interface="ib0")))
     given = stubs.variables()
@@ -63,7 +63,7 @@ def test_the_ranks_get_the_values_of_variables_whatever_they_hold(stubs: Stubs) 
 @pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]))))
-def test_no_word_reaches_the_shell(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_slurm_script_lets_no_word_reach_the_shell(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     stubs = Stubs(tmp_path_factory.mktemp("stubs"))
     job = JobSpec((*TRAIN, "{index}", *words), 2, array="0-7", environment=(("WORDS", " ".join(words)),))
     stubs.run(sbatch_script(job))
@@ -71,7 +71,7 @@ def test_no_word_reaches_the_shell(words: list[str], tmp_path_factory: pytest.Te
     assert stubs.variables()["WORDS"] == " ".join(words)
 
 
-def test_mounts_and_images_are_single_words(stubs: Stubs) -> None:
+def test_slurm_script_mounts_and_images_are_single_words(stubs: Stubs) -> None:
     mounts = ("/a;$(touch${IFS}x):/b", "/c'd:/e:ro")
     for image, expected in (
         ("a;$(touch${IFS}x).sqsh", ["--container-image=a;$(touch${IFS}x).sqsh"]),
@@ -83,7 +83,7 @@ def test_mounts_and_images_are_single_words(stubs: Stubs) -> None:
     assert not (stubs.folder / "x").exists()
 
 
-def test_pyxis_mounts_the_work_folder_and_what_is_asked(stubs: Stubs) -> None:
+def test_slurm_script_mounts_the_work_folder_and_what_is_asked_by_pyxis(stubs: Stubs) -> None:
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, image="bb.sqsh", mounts=("/a:/b",))))
     assert f"--container-mounts={stubs.folder}:{stubs.folder},/a:/b" in stubs.argv()
     assert f"--container-workdir={stubs.folder}" in stubs.argv()
@@ -91,7 +91,7 @@ def test_pyxis_mounts_the_work_folder_and_what_is_asked(stubs: Stubs) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(field=st.sampled_from(sorted(PATTERNS)), data=st.data())
-def test_what_slurm_reads_as_a_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
+def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])
     value = data.draw(st.lists(pieces, min_size=1, max_size=4).map("".join))
     try:
@@ -106,14 +106,14 @@ def test_what_slurm_reads_as_a_directive_is_one_plain_word_or_refused(field: str
 
 @pytest.mark.parametrize("value", NASTY)
 @pytest.mark.parametrize("field", [field for field in PATTERNS if field != "image"])
-def test_a_value_that_slurm_could_misread_is_refused_in_one_line(field: str, value: str) -> None:
+def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: str, value: str) -> None:
     with pytest.raises(LaunchOptionError, match=f"--{field} ") as caught:
         JobSpec(TRAIN, 2, **{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("exclude", ["n1;x", "n[3-1]", "n[1-2", "", "n1 n2", "$(id)", "-n1", "n1\nn2"])
-def test_what_is_no_list_of_nodes_is_refused(exclude: str) -> None:
+def test_slurm_script_node_list_that_is_none_is_refused(exclude: str) -> None:
     with pytest.raises(LaunchOptionError, match="--exclude"):
         JobSpec(TRAIN, 2, exclude=exclude)
 
@@ -135,13 +135,13 @@ def test_what_is_no_list_of_nodes_is_refused(exclude: str) -> None:
         {"stop_seconds": -1},
     ],
 )
-def test_other_values_that_cannot_be_are_refused_in_one_line(fields: dict[str, object]) -> None:
+def test_slurm_script_values_that_cannot_be_are_refused_in_one_line(fields: dict[str, object]) -> None:
     with pytest.raises(LaunchOptionError) as caught:
         JobSpec(**{"command": TRAIN, "num_ranks": 2, **fields})
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_shell_that_submits_does_not_name_the_master(stubs: Stubs) -> None:
+def test_slurm_script_takes_no_master_of_the_shell_that_submits(stubs: Stubs) -> None:
     outer = {"MASTER_ADDR": "login", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
     stubs.run(SCRIPT, **outer)
     assert not outer.keys() & stubs.variables().keys()
@@ -150,7 +150,7 @@ def test_a_shell_that_submits_does_not_name_the_master(stubs: Stubs) -> None:
 
 
 @pytest.mark.long
-def test_output_of_rank_0_is_shown_in_the_jobs_own(tmp_path: Path) -> None:
+def test_slurm_script_shows_output_of_rank_0_in_the_jobs_own(tmp_path: Path) -> None:
     stubs = Stubs(tmp_path, shows_logs=True)
     folder = stubs.folder / f"logs/bigbatch-{JOB}"
     folder.mkdir(parents=True)
@@ -169,29 +169,29 @@ def test_output_of_rank_0_is_shown_in_the_jobs_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3, 137])
-def test_the_exit_code_is_that_of_the_ranks(stubs: Stubs, code: int) -> None:
+def test_slurm_script_exit_code_is_that_of_the_ranks(stubs: Stubs, code: int) -> None:
     assert stubs.run(SCRIPT, STUB_CODE=str(code))[0] == code
     assert not stubs.requeued()
 
 
-def test_before_the_time_limit_the_ranks_stop_and_the_job_is_requeued(stubs: Stubs) -> None:
+def test_slurm_script_stops_the_ranks_before_the_time_limit_and_requeues(stubs: Stubs) -> None:
     code, output = stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED="130")
     assert (code, stubs.requeued()) == (0, True)
     assert "back into the queue, as its time limit is near" in output
 
 
-def test_ranks_that_were_not_yet_listening_are_requeued_too(stubs: Stubs) -> None:
+def test_slurm_script_requeues_ranks_that_were_not_yet_listening_too(stubs: Stubs) -> None:
     stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1")
     assert stubs.requeued()
 
 
 @pytest.mark.parametrize("code", ["0", "1"])
-def test_a_job_that_is_done_or_fails_at_the_time_limit_is_not_requeued(stubs: Stubs, code: str) -> None:
+def test_slurm_script_that_is_done_or_fails_at_the_time_limit_is_not_requeued(stubs: Stubs, code: str) -> None:
     assert stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED=code)[0] == int(code)
     assert not stubs.requeued()
 
 
-def test_a_cluster_that_does_not_requeue_is_named(stubs: Stubs) -> None:
+def test_slurm_script_names_a_cluster_that_does_not_requeue(stubs: Stubs) -> None:
     stopped = {"STUB_WAITS": "1", "STUB_STOPPED": "130", "STUB_REQUEUE": "1"}
     code, output = stubs.run(SCRIPT, signal.SIGUSR1, **stopped)
     assert code == 130
@@ -201,16 +201,16 @@ def test_a_cluster_that_does_not_requeue_is_named(stubs: Stubs) -> None:
 @pytest.mark.parametrize(
     "signals", [(signal.SIGUSR2,), (signal.SIGUSR1, signal.SIGUSR2), (signal.SIGUSR2, signal.SIGUSR1)]
 )
-def test_a_cancelled_job_is_not_requeued(stubs: Stubs, signals: tuple[signal.Signals, ...]) -> None:
+def test_slurm_script_that_is_cancelled_is_not_requeued(stubs: Stubs, signals: tuple[signal.Signals, ...]) -> None:
     assert stubs.run(SCRIPT, *signals, STUB_WAITS="1", STUB_STOPPED="130")[0] == 130
     assert not stubs.requeued()
 
 
-def test_a_cancelled_job_whose_ranks_were_not_yet_listening_was_stopped_too(stubs: Stubs) -> None:
+def test_slurm_script_that_is_cancelled_before_its_ranks_listened_was_stopped_too(stubs: Stubs) -> None:
     assert stubs.run(SCRIPT, signal.SIGUSR2, STUB_WAITS="1")[0] == 130
 
 
-def test_what_slurm_itself_ends_is_left_to_slurm(stubs: Stubs) -> None:
+def test_slurm_script_leaves_to_slurm_what_slurm_itself_ends(stubs: Stubs) -> None:
     process = stubs.start(SCRIPT, STUB_WAITS="1", STUB_STOPPED="130")
     while not (stubs.folder / "srun.pid").exists():
         assert process.poll() is None
@@ -222,7 +222,7 @@ def test_what_slurm_itself_ends_is_left_to_slurm(stubs: Stubs) -> None:
 
 
 @pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])
-def test_a_preempted_job_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
+def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
     """Its tasks alone get SIGTERM, so that only their exit code tells."""
     code, output = stubs.run(SCRIPT, STUB_CODE="130", STUB_PREEMPT=preempted)
     assert stubs.requeued() is is_requeued
@@ -231,7 +231,7 @@ def test_a_preempted_job_is_requeued(stubs: Stubs, preempted: str, is_requeued: 
 
 
 @pytest.mark.parametrize("script", [SCRIPT, (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()])
-def test_outside_a_job_it_says_what_to_do(script: str) -> None:
+def test_slurm_script_outside_a_job_says_what_to_do(script: str) -> None:
     done = subprocess.run(
         [shutil.which("bash") or "bash", "-c", script],
         capture_output=True,
@@ -250,7 +250,7 @@ TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
     ("number", "stopped", "code", "is_requeued"),
     [(signal.SIGUSR1, "1", 0, True), (signal.SIGUSR2, "1", 130, False), (signal.SIGUSR1, "0", 0, False)],
 )
-def test_the_torchrun_script_requeues_as_well(
+def test_slurm_script_of_torchrun_requeues_as_well(
     stubs: Stubs, number: signal.Signals, stopped: str, code: int, is_requeued: bool
 ) -> None:
     assert stubs.run(TORCHRUN, number, STUB_WAITS="1", STUB_STOPPED=stopped)[0] == code
@@ -262,7 +262,7 @@ def test_ready_scripts_are_scripts(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-def test_the_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
+def test_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
     (tmp_path / "mpirun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "mpirun").chmod(0o755)
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTS": "n0:8,n1:8", "INTERFACE": "eth0"}
@@ -276,19 +276,19 @@ def test_the_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
     }
 
 
-def test_the_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
+def test_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
     command = ["/bin/bash", str(ROOT / "launch/scripts/mpirun.sh"), *TRAIN]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "mpirun is not installed here: pip install 'bigbatch[mpi]'\n")
 
 
-def test_logs_have_names_that_slurm_fills_in() -> None:
+def test_slurm_script_logs_have_names_that_slurm_fills_in() -> None:
     assert log_path(JobSpec(TRAIN, 1, name="x", logs="/l")) == "/l/x-%j.log"
     assert log_path(JobSpec(TRAIN, 1, array="0-3")) == "logs/bigbatch-%A_%a.log"
     assert log_path(JobSpec(TRAIN, 1), job_id="7") == "logs/bigbatch-7.log"
 
 
-def test_a_time_limit_must_leave_time_to_train() -> None:
+def test_slurm_script_time_limit_must_leave_time_to_train() -> None:
     with pytest.raises(LaunchOptionError, match="--time of 3 min leaves no time"):
         sbatch_script(JobSpec(TRAIN, 1, minutes=3))
     assert "--time=00:03:00" in sbatch_script(JobSpec(TRAIN, 1, minutes=3, stop_seconds=60))
@@ -298,12 +298,12 @@ def test_a_time_limit_must_leave_time_to_train() -> None:
 
 
 @pytest.mark.parametrize("job", [JobSpec(TRAIN, 1, array="0-3"), JobSpec((*TRAIN, "{index}"), 1)])
-def test_jobs_of_an_array_must_differ(job: JobSpec) -> None:
+def test_slurm_script_jobs_of_an_array_must_differ(job: JobSpec) -> None:
     with pytest.raises(LaunchOptionError, match=r"--array and \{index\} belong together"):
         sbatch_script(job)
 
 
-def test_the_run_folder_is_that_of_the_config() -> None:
+def test_run_folder_is_that_of_the_config() -> None:
     assert find_run_folder(JobSpec(TRAIN, 1)) == "runs/quickstart"
     assert find_run_folder(JobSpec((*TRAIN, "--run.directory", "a b"), 1)) == "a b"
     assert find_run_folder(JobSpec((*TRAIN, "--run.directory=r/{index}"), 1, array="3,4")) == "r/{index}"
@@ -320,7 +320,7 @@ def test_the_run_folder_is_that_of_the_config() -> None:
         (("--run.seed", "{index}"), "0-3", "would share it"),
     ],
 )
-def test_a_job_that_would_fail_in_the_queue_is_refused_before(
+def test_run_folder_of_a_job_that_would_fail_in_the_queue_is_refused_before(
     words: tuple[str, ...], array: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -85,7 +85,7 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
+def test_report_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
     (rows,) = report(sweep)["sweeps"].values()
     found = {(row["values"]["scaling"], row["ranks"]): row for row in rows}
     assert found["weak", 1]["efficiency"] == found["strong", 1]["efficiency"] == 1
@@ -115,7 +115,7 @@ def test_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_parts_add_up_exactly(seed: int) -> None:
+def test_report_parts_add_up_exactly(seed: int) -> None:
     def point(ranks: int, batch: int, *parts: float) -> Measured:
         named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
         return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None)
@@ -127,12 +127,12 @@ def test_the_parts_add_up_exactly(seed: int) -> None:
     assert found.efficiency == pytest.approx((other.rate / 6) / (base.rate / 2))
 
 
-def test_a_share_of_nearly_nothing_has_no_sign() -> None:
+def test_report_share_of_nearly_nothing_has_no_sign() -> None:
     assert [percent(share) for share in (-0.0004, 0.0004, -0.0006, 0.923)] == ["0.0%", "0.0%", "-0.1%", "92.3%"]
 
 
 @pytest.mark.slow
-def test_repeats_are_taken_together(sweep: Path) -> None:
+def test_report_takes_repeats_together(sweep: Path) -> None:
     values = {"scaling": "weak", "ranks": 4}
     write_point(sweep, 5, values, batch=400, rates=[640.0, 640.0], wire=0.0, wait=0.1, stragglers=0.0)
     (rows,) = report(sweep)["sweeps"].values()
@@ -142,7 +142,7 @@ def test_repeats_are_taken_together(sweep: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_person_reads(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_as_a_person_reads_it(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report(sweep)
     printed = capsys.readouterr().out
     assert (
@@ -165,7 +165,7 @@ def change(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.slow
-def test_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
+def test_report_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
     """Reports of 1 step and 400 pictures, after the first, take 720 J; those of other points are not told."""
     for number in range(4):
         change(sweep / f"points/{number}/run/summary.json", device="NVIDIA H100")
@@ -189,7 +189,7 @@ def test_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
         ({"where": "emulated"}, {"num_nodes": 3}, {}, "3 nodes"),
     ],
 )
-def test_nodes_are_those_of_the_run(
+def test_report_nodes_are_those_of_the_run(
     state: dict[str, Any], summary: dict[str, Any], launch: dict[str, Any], nodes: str, sweep: Path
 ) -> None:
     """That it noted itself; else those on which it was to run."""
@@ -201,7 +201,7 @@ def test_nodes_are_those_of_the_run(
 
 
 @pytest.mark.slow
-def test_values_are_written_as_experiments_state_them(sweep: Path) -> None:
+def test_report_values_are_written_as_experiments_state_them(sweep: Path) -> None:
     values = {"comm.buffer_bytes": None, "comm.overlap": True, "ranks": 8}
     write_point(sweep, 5, values, state="failed", reason="lost")
     (told,) = [told for told in report(sweep)["unmeasured"] if told[2] == "lost"]
@@ -209,7 +209,7 @@ def test_values_are_written_as_experiments_state_them(sweep: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_tells_of_a_base_that_failed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In strong scaling alone: the point of 1 rank has no figures, that of 4 is the base."""
     state = json.loads((sweep / "points/1/point.json").read_text()) | {"state": "failed", "reason": "lost"}
     (sweep / "points/1/point.json").write_text(json.dumps(state))
@@ -227,7 +227,7 @@ def test_a_base_that_failed_is_told(sweep: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.long
-def test_two_sweeps_are_told_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
+def test_report_tells_two_sweeps_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
     other = tmp_path / "other$x$"
     shutil.copytree(sweep, other)
     assert main(["report", str(sweep), str(other), str(sweep), "--output", str(sweep / "report")]) == 0
@@ -243,7 +243,7 @@ def test_two_sweeps_are_told_apart_by_their_folders(sweep: Path, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 ranks at 320 images/s: 10^6 images take 3125 s, 3.472 hours of a rank."""
     facts = report(sweep, "--price", "2.50")
     (rows,) = facts["sweeps"].values()
@@ -262,7 +262,7 @@ def test_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
-def test_a_price_is_a_number(price: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_price_is_a_number(price: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(sweep), f"--price={price}"]) == 1
     assert "must be what a GPU costs in an hour, such as 2.50" in capsys.readouterr().err
 
@@ -287,7 +287,7 @@ class Page(html.parser.HTMLParser):
 
 
 @pytest.mark.slow
-def test_the_page_stands_alone(sweep: Path) -> None:
+def test_report_page_stands_alone(sweep: Path) -> None:
     report(sweep)
     text = (sweep / "report/report.html").read_text()
     page = Page(text)
@@ -301,7 +301,7 @@ def test_the_page_stands_alone(sweep: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_are_images(sweep: Path) -> None:
+def test_report_plots_are_images(sweep: Path) -> None:
     report(sweep)
     for name in ("efficiency", "split"):
         with Image.open(sweep / f"report/{name}.png") as image:
@@ -310,7 +310,7 @@ def test_images_are_images(sweep: Path) -> None:
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_one_point_says_nothing_of_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_one_point_says_nothing_of_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.yaml").write_text("name: one\n")
     write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
     report(tmp_path)
@@ -318,7 +318,7 @@ def test_one_point_says_nothing_of_scaling(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "report/split.png").exists()
 
 
-def test_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.yaml").write_text("name: none\n")
     write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[], wire=0.0, wait=0.0, stragglers=0.0)
     write_point(tmp_path, 1, {"ranks": 4}, state="missing")
@@ -338,7 +338,7 @@ def test_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.Capture
         (lambda path: write_sweep(path, ""), "sweep.yaml holds no keys and values"),
     ],
 )
-def test_other_folders_are_refused(
+def test_report_refuses_other_folders(
     make: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "x")
@@ -370,7 +370,7 @@ def write_sweep(folder: Path, text: str) -> None:
         ("point.json", "{", "is not readable"),
     ],
 )
-def test_a_damaged_point_is_told_and_the_others_are_reported(file: str, text: str, why: str, sweep: Path) -> None:
+def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str, why: str, sweep: Path) -> None:
     (sweep / "points/3" / file).write_text(text)
     facts = report(sweep)
     assert {(row["values"]["scaling"], row["ranks"]) for row in facts["sweeps"][str(sweep)]} == {
@@ -380,14 +380,14 @@ def test_a_damaged_point_is_told_and_the_others_are_reported(file: str, text: st
 
 
 @pytest.mark.long
-def test_a_rate_of_nothing_is_damage(sweep: Path) -> None:
+def test_report_takes_a_rate_of_nothing_for_damage(sweep: Path) -> None:
     lines = [json.dumps(train(step, 0.0, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
     (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert any("ZeroDivisionError" in told for *_, told in report(sweep)["unmeasured"])
 
 
 @pytest.mark.slow
-def test_points_that_do_not_compare_are_told(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_tells_of_points_that_do_not_compare(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep / "points/2/run/summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "cpu (1 threads a rank)"}))
     report(sweep)
@@ -397,7 +397,7 @@ def test_points_that_do_not_compare_are_told(sweep: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
+def test_report_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text("name: odd\n")
     for number, ranks in enumerate((1, 2)):
         values = {"run.directory": "x$a$b$\\frac{$ | <b>\n# top", "ranks": ranks}
@@ -410,7 +410,7 @@ def test_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["75.9", "0", "-1", "nan"])
-def test_a_target_is_a_share(target: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_target_is_a_share(target: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(sweep), f"--target={target}"]) == 1
     assert "must be a share of right answers, such as 0.759" in capsys.readouterr().err
 
@@ -439,7 +439,7 @@ RECORDS = [
 ]
 
 
-def test_time_to_accuracy_leaves_out_the_time_between_two_starts() -> None:
+def test_report_time_to_accuracy_leaves_out_the_time_between_two_starts() -> None:
     found = to_accuracy(RECORDS, target=0.75)
     assert found.reached is not None
     assert (found.reached.step, found.reached.hours) == (20, 2.5)
@@ -448,7 +448,7 @@ def test_time_to_accuracy_leaves_out_the_time_between_two_starts() -> None:
     assert found.is_gpu
 
 
-def test_a_target_that_was_not_reached() -> None:
+def test_report_target_that_was_not_reached() -> None:
     found = to_accuracy(RECORDS, target=0.76)
     assert found.reached is None
     assert found.shown is found.best
@@ -458,14 +458,14 @@ def test_a_target_that_was_not_reached() -> None:
     assert to_accuracy([start(1, 1, "cpu (1 threads a rank)")], target=0.5).shown is None
 
 
-def test_energy_that_one_report_lacks_is_not_told() -> None:
+def test_report_does_not_tell_energy_that_one_record_lacks() -> None:
     found = to_accuracy([start(0, 1), passed(1, 5.0), passed(2), evaluation(2, 0.5, 1)], target=0.5)
     assert found.reached is not None
     assert found.reached.joules is None
 
 
 @pytest.mark.long
-def test_a_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", RECORDS, target=0.75)
     facts = report(tmp_path / "run")
     assert facts["runs"][str(tmp_path / "run")]["reached"]["hours"] == 2.5

@@ -63,7 +63,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
-def test_weak_and_strong_points_by_hand(file: Path) -> None:
+def test_sweep_points_weak_and_strong_by_hand(file: Path) -> None:
     points = make_points(read_sweep(file), folder=Path("out"))
     found = [
         (
@@ -98,7 +98,9 @@ def test_weak_and_strong_points_by_hand(file: Path) -> None:
         ("mpirun", {"hostfile": "hosts"}, [1, 1, 2]),
     ],
 )
-def test_nodes_are_those_on_which_ranks_run(where: str, launch: dict[str, Any], nodes: list[int], file: Path) -> None:
+def test_sweep_nodes_are_those_on_which_ranks_run(
+    where: str, launch: dict[str, Any], nodes: list[int], file: Path
+) -> None:
     """Of 1, 2 and 4 ranks."""
     file.with_name("hosts").write_text("a slots=3\nb slots=3\n")
     write(file, where=where, launch=launch, grid={"ranks": [1, 2, 4]})
@@ -106,7 +108,7 @@ def test_nodes_are_those_on_which_ranks_run(where: str, launch: dict[str, Any], 
 
 
 @pytest.mark.long
-def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) -> None:
+def test_sweep_of_any_key_and_repeats_with_seeds_of_their_own(file: Path) -> None:
     grid = {"ranks": [1], "comm.algorithm": ["ring", "native"], "optimizer.precision": ["fp32", "bf16"]}
     points = make_points(read_sweep(write(file, grid=grid, repeats=2)), folder=Path("out"))
     values = [(point.config.comm.algorithm, point.config.optimizer.precision) for point in points[:4]]
@@ -119,19 +121,19 @@ def test_any_key_can_be_swept_and_repeats_have_seeds_of_their_own(file: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", packaged_sweeps())
-def test_packaged_sweeps_make_points(name: str) -> None:
+def test_sweep_that_is_packaged_makes_points(name: str) -> None:
     sweep = read_sweep(PACKAGED / f"sweeps/{name}.yaml")
     assert sweep.name == name
     assert make_points(sweep, folder=sweep.folder)
 
 
-def test_a_sweep_reads_back(file: Path) -> None:
+def test_sweep_reads_back(file: Path) -> None:
     sweep = read_sweep(file)
     file.write_text(dump_sweep(sweep))
     assert read_sweep(file) == sweep
 
 
-def test_times_and_numbers_are_what_they_look_like(file: Path) -> None:
+def test_sweep_times_and_numbers_are_what_they_look_like(file: Path) -> None:
     """YAML 1.1 reads 0:20:00 as 1,200, which Slurm would take for minutes, and 1e-3 as text."""
     text = file.read_text().replace("where: local", "where: slurm").replace("launch: {}", "launch: {time: 0:20:00}")
     file.write_text(text.replace("timeout_minutes: 5", "timeout_minutes: 1e-3"))
@@ -170,7 +172,7 @@ def test_times_and_numbers_are_what_they_look_like(file: Path) -> None:
         ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
     ],
 )
-def test_wrong_files_are_refused_in_a_line(
+def test_sweep_file_that_is_wrong_is_refused_in_a_line(
     changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(file, **changes)
@@ -191,7 +193,7 @@ def test_wrong_files_are_refused_in_a_line(
         ("name: a\n", "config is missing; the file must state every key"),
     ],
 )
-def test_files_that_are_no_sweep(text: str, complaint: str, file: Path) -> None:
+def test_sweep_file_that_is_none_is_refused(text: str, complaint: str, file: Path) -> None:
     file.write_text(text)
     with pytest.raises(LaunchOptionError, match=complaint):
         read_sweep(file)
@@ -200,7 +202,9 @@ def test_files_that_are_no_sweep(text: str, complaint: str, file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_impossible_points_are_told_before_anything_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_points_that_are_impossible_are_all_told_before_anything_starts(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(file, grid={"ranks": [1, 5, 6], "model.width": [16, -1]})
     assert main(["sweep", str(file)]) == 1
     error = capsys.readouterr().err.splitlines()
@@ -220,7 +224,7 @@ def test_all_impossible_points_are_told_before_anything_starts(file: Path, capsy
         *(("batch.global_batch_size", None), ("run.seed", None), ("run.seed", True)),
     ],
 )
-def test_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {name: other for name, other in SWEEP["options"].items() if name != key}
     write(file, options=options, grid={"ranks": [1], key: [value]})
     assert main(["sweep", str(file), "--dry-run"]) == 1
@@ -243,7 +247,7 @@ def test_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: py
         ({"timeout_minutes": 10**9}, "timeout_minutes: 1000000000 must be above 0, and below a million"),
     ],
 )
-def test_what_would_be_ignored_or_misread_is_refused(
+def test_sweep_file_that_would_be_ignored_or_misread_is_refused(
     changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(file, **changes)
@@ -269,7 +273,7 @@ def test_what_would_be_ignored_or_misread_is_refused(
         ("local", {"interface": "eth0 eth1"}, "f", "launch: --interface 'eth0 eth1' must be"),
     ],
 )
-def test_launch_options_are_checked_before_the_first_point_starts(
+def test_sweep_launch_options_are_checked_before_the_first_point_starts(
     where: str, launch: dict[str, Any], folder: str, complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(file, where=where, launch=launch, grid={"ranks": [4]})
@@ -282,7 +286,7 @@ def test_launch_options_are_checked_before_the_first_point_starts(
     assert os.listdir(file.parent) == ["sweep.yaml"]
 
 
-def test_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(file, options={})
     assert main(["sweep", str(file)]) == 1
     assert "steps: 10 are of generated tensors: set data.loader: synthetic in options" in capsys.readouterr().err
@@ -290,7 +294,7 @@ def test_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.long
 @pytest.mark.parametrize("points", ["9", "1-9", "3-1", "0-99999999999", "x", "-1", "1-", "²"])
-def test_points_that_are_not_there(points: str, file: Path) -> None:
+def test_sweep_points_that_are_not_there(points: str, file: Path) -> None:
     assert main(["sweep", str(file), f"--points={points}", "--dry-run"]) == 1
 
 
@@ -298,7 +302,7 @@ def test_points_that_are_not_there(points: str, file: Path) -> None:
 
 
 @pytest.mark.long
-def test_commands_of_every_place(file: Path) -> None:
+def test_sweep_commands_of_every_place(file: Path) -> None:
     folder = SweepFolder(Path("f"))
     train = ["--", "train", "--config", "f/points/5/config.yaml"]
     start = [sys.executable, "-m", "bigbatch", "launch"]
@@ -313,7 +317,7 @@ def test_commands_of_every_place(file: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_array_for_each_number_of_ranks(file: Path) -> None:
+def test_sweep_has_one_array_for_each_number_of_ranks(file: Path) -> None:
     sweep = read_sweep(write(file, where="slurm", launch={"partition": "gpu", "env": ["A=1", "B=2"]}))
     folder = SweepFolder(Path("f"))
     found = arrays(make_points(sweep, folder=folder.path))
@@ -329,12 +333,12 @@ def test_one_array_for_each_number_of_ranks(file: Path) -> None:
     ]
 
 
-def test_options_without_a_value() -> None:
+def test_sweep_launch_options_without_a_value() -> None:
     assert launch_words({"some_flag": True, "link": "none"}) == ["--some-flag", "--link=none"]
 
 
 @pytest.mark.long
-def test_a_dry_run_writes_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_dry_run_writes_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", str(file), "--dry-run", "--points", "0,4-5"]) == 0
     printed = capsys.readouterr().out
     assert [line[:8] for line in printed.splitlines() if line.startswith("point ")] == [
@@ -385,7 +389,7 @@ def states(folder: SweepFolder) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_failed_point_does_not_end_the_others_and_is_tried_again_when_asked(
+def test_sweep_point_that_failed_does_not_end_the_others_and_is_tried_again_when_asked(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["sweep", str(file), "--folder", str(fake.path)]
@@ -416,7 +420,9 @@ def test_a_failed_point_does_not_end_the_others_and_is_tried_again_when_asked(
 
 
 @pytest.mark.slow
-def test_a_point_that_takes_too_long_is_ended(file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_point_that_takes_too_long_is_ended(
+    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(file, grid={"ranks": [1]}, timeout_minutes=0.01)
     monkeypatch.setenv("FAKE_CODE", "5")
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 3
@@ -441,7 +447,7 @@ while True:
 
 
 @pytest.mark.parametrize("launcher", ["stays", "leaves"])
-def test_no_rank_outlives_a_point_that_is_ended(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_point_that_is_ended_is_outlived_by_no_rank(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI gives ranks process groups of their own, torchrun sessions; these ignore SIGTERM."""
     monkeypatch.setattr(running, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(running, "LEAVE_SECONDS", 0.1)
@@ -459,7 +465,7 @@ def test_no_rank_outlives_a_point_that_is_ended(launcher: str, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_under_nohup_a_closed_terminal_changes_nothing(file: Path, fake: SweepFolder) -> None:
+def test_sweep_under_nohup_goes_on_without_its_terminal(file: Path, fake: SweepFolder) -> None:
     """The point itself plays the terminal, and ends well."""
     point = (
         "import json, os, pathlib, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
@@ -480,7 +486,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing(file: Path, fake: SweepFo
 
 
 @pytest.mark.long
-def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
+def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> None:
     """Through the real command, since signals go to processes; the point itself plays the person."""
     point = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     script = (
@@ -498,7 +504,7 @@ def test_ctrl_c_leaves_the_point_missing(file: Path, fake: SweepFolder) -> None:
 
 
 @pytest.mark.long
-def test_folders_of_others_are_refused(
+def test_sweep_folder_of_others_is_refused(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_CODE", "0")
@@ -517,7 +523,7 @@ def test_folders_of_others_are_refused(
 
 
 @pytest.mark.long
-def test_points_of_another_experiment_are_refused_and_stay_as_they_are(
+def test_sweep_points_of_another_experiment_are_refused_and_stay_as_they_are(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_CODE", "0")
@@ -546,7 +552,7 @@ def test_points_of_another_experiment_are_refused_and_stay_as_they_are(
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_locked_is_told(
+def test_sweep_folder_that_cannot_be_locked_is_told(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -560,7 +566,7 @@ def test_a_folder_that_cannot_be_locked_is_told(
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line(
+def test_sweep_on_a_full_disk_ends_with_one_line(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any) -> None:
@@ -595,7 +601,7 @@ OVER_TIME = "took longer than its time limit, and was ended"
         (f"bigbatch: 2026-11-21 08:30:00 ended with exit code 130\n{TIME_LIMIT}", None, OVER_TIME),
     ],
 )
-def test_reasons(text: str, code: int | None, reason: str, tmp_path: Path) -> None:
+def test_sweep_job_log_reasons(text: str, code: int | None, reason: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(text)
     assert find_reason(tmp_path / "log", exit_code=code) == reason
     assert find_reason(tmp_path / "none", exit_code=7) == "exit code 7, and printed nothing"
@@ -616,7 +622,7 @@ ENDED = "bigbatch: 2026-11-21 08:30:41 ended with exit code 0"
         (("a step", ENDED), None, None),
     ],
 )
-def test_time_in_the_queue_does_not_count(
+def test_sweep_job_log_time_in_the_queue_does_not_count(
     lines: tuple[str, ...], minute: int | None, seconds: float | None, tmp_path: Path
 ) -> None:
     (tmp_path / "log").write_text("\n".join(lines) + "\n")
@@ -665,7 +671,7 @@ def slurm(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
-def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_points_go_through_the_slurm_queue(file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", str(file), "--folder", "f"]
     assert main([*command, "--no-wait"]) == 0
     folder = SweepFolder(Path("f"))
@@ -696,7 +702,7 @@ def test_points_go_through_the_queue(file: Path, slurm: Path, capsys: pytest.Cap
     ("known", "has_log", "submissions"),
     [("squeue", False, 1), ("forgotten", True, 1), ("forgotten", False, 2)],
 )
-def test_a_sweep_that_ended_before_it_knew_its_jobs_number_does_not_submit_twice(
+def test_sweep_that_ended_before_it_knew_its_slurm_jobs_number_does_not_submit_twice(
     known: str, has_log: bool, submissions: int, file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: Any, **__: Any) -> None:
@@ -720,7 +726,7 @@ def test_a_sweep_that_ended_before_it_knew_its_jobs_number_does_not_submit_twice
 
 
 @pytest.mark.long
-def test_cancelled_points_are_waited_for_together(
+def test_sweep_waits_for_cancelled_slurm_points_together(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing came of them, and their files may only be late."""
@@ -738,7 +744,7 @@ def test_cancelled_points_are_waited_for_together(
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_goes_on_in_slurm(
+def test_sweep_says_at_ctrl_c_what_goes_on_in_slurm(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def press(seconds: float) -> None:
@@ -754,7 +760,7 @@ def test_ctrl_c_says_what_goes_on_in_slurm(
 
 
 @pytest.mark.long
-def test_a_refused_array_fails_alone_and_in_slurms_words(
+def test_sweep_array_that_slurm_refuses_fails_alone_and_in_its_words(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Point 1, of two nodes; point 0 is collected by the same command."""
@@ -778,7 +784,7 @@ def test_a_refused_array_fails_alone_and_in_slurms_words(
 
 
 @pytest.mark.slow
-def test_nothing_is_refused_where_slurm_does_not_answer(
+def test_sweep_refuses_nothing_where_slurm_does_not_answer(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Unable to contact controller' >&2; exit 1\n")
@@ -789,7 +795,7 @@ def test_nothing_is_refused_where_slurm_does_not_answer(
 
 
 @pytest.mark.long
-def test_without_waiting_points_that_left_the_queue_are_collected(
+def test_sweep_without_waiting_collects_points_that_left_the_slurm_queue(
     file: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, folder = ["sweep", str(file), "--folder", "f", "--no-wait"], SweepFolder(Path("f"))
@@ -809,7 +815,7 @@ def test_without_waiting_points_that_left_the_queue_are_collected(
 
 
 @pytest.mark.long
-def test_a_queue_that_does_not_answer_is_no_end_of_jobs(
+def test_sweep_takes_a_slurm_queue_that_does_not_answer_for_no_end_of_jobs(
     file: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It answers again after three minutes, at first; then it answers no more."""
@@ -843,7 +849,7 @@ def test_a_queue_that_does_not_answer_is_no_end_of_jobs(
     assert len(error.splitlines()) == 3
 
 
-def test_a_program_of_slurm_that_hangs_is_ended(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_ends_a_program_of_slurm_that_hangs(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(slurm_queue, "ANSWER_SECONDS", 0.1)
     with pytest.raises(SchedulerError, match=r"squeue did not answer in 0\.1 s; try again later"):
@@ -851,7 +857,7 @@ def test_a_program_of_slurm_that_hangs_is_ended(slurm: Path, monkeypatch: pytest
 
 
 @pytest.mark.long
-def test_a_points_config_is_the_whole_experiment(
+def test_sweep_point_config_is_the_whole_experiment(
     file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CODE", "0")
