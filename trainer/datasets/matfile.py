@@ -1,6 +1,7 @@
 """Just enough of MATLAB's file format (MAT 5) for the class list of ImageNet's development kit.
 
-Source: "MAT-File Format", The MathWorks, chapter 1. Data only: nothing in such a file is executed.
+Source: "MAT-File Format", The MathWorks, chapter 1. Data only: nothing in such a file is executed. Not scipy's loadmat,
+which a damaged file crashes, and which believes the sizes that a header claims (docs/decisions/048).
 """
 
 import struct
@@ -23,7 +24,7 @@ _NUMBERS = {1: "b", 2: "B", 3: "h", 4: "H", 5: "i", 6: "I", 7: "f", 9: "d", 12: 
 
 
 def read_struct_array(data: bytes, *, name: str, fields: Collection[str], origin: str) -> list[dict[str, Value]]:
-    """The elements of the struct array called name, each with its texts and single numbers in fields.
+    """Return the elements of the struct array called name, each with its texts and single numbers in fields.
 
     Raises: DataError naming origin if data is no MAT 5 file, is damaged, or has no such array or field.
     """
@@ -49,7 +50,7 @@ def _find(data: memoryview, order: str, *, name: str, fields: Collection[str]) -
 
 
 def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """(type, body) of the data elements that lie one after the other."""
+    """Yield (type, body) of the data elements that lie one after the other."""
     at = 0
     while at + 8 <= len(data):
         kind, size = struct.unpack_from(f"{order}II", data, at)
@@ -65,7 +66,7 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
 
 
 def _struct_array(parts: list[memoryview], order: str, *, fields: Collection[str]) -> list[dict[str, Value]]:
-    """parts: flags, dimensions, name, length of a field name, field names, then one matrix per element and field."""
+    """Read parts: flags, dimensions, name, length of a field name, field names, a matrix per element and field."""
     num_elements = prod(struct.unpack(f"{order}{len(parts[1]) // 4}i", parts[1]))
     (length,) = struct.unpack(f"{order}i", parts[3])
     names = [bytes(parts[4][i : i + length]).split(b"\0")[0].decode() for i in range(0, len(parts[4]), length)]
@@ -82,7 +83,7 @@ def _struct_array(parts: list[memoryview], order: str, *, fields: Collection[str
 
 
 def _value(matrix: memoryview, order: str) -> Value:
-    """A text, or a single number."""
+    """Read a text, or a single number."""
     (_, flags), _, _, (kind, body), *_ = _elements(matrix, order)
     if flags[0 if order == "<" else 3] == _CLASS_CHAR:
         codec = _TEXTS[kind]
