@@ -291,6 +291,28 @@ def test_the_slowest_rank_counts() -> None:
     assert result["ring"].measured.seconds == (12.5, 12.5)  # and so long that two repetitions must do
 
 
+class Clock:
+    """Stands still but for what the sums say that they take."""
+
+    now = 0.0
+
+    def passes(self, seconds: float) -> Callable[[Tensor], None]:
+        """What a sum does that takes so long."""
+
+        def spend(tensor_N: Tensor) -> None:
+            self.now += seconds
+
+        return spend
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
 def test_effort_bounds_repetitions() -> None:
     slow, fast = FakeCommunicator(), FakeCommunicator()
     few = times(effort=Effort(repetitions=20, seconds=3.5), slow=FakeCommunicator(other_seconds=1.0))
@@ -300,16 +322,14 @@ def test_effort_bounds_repetitions() -> None:
     assert slow.calls == fast.calls == 2 + 13 * measure.MOST_LOOPS  # and the check, and a first look
 
 
-def test_where_time_is_short_only_contenders_are_repeated() -> None:
-    def sleep(tensor_N: Tensor) -> None:
-        torch.ones(1_000_000).sort()  # a few milliseconds of work
-
+def test_where_time_is_short_only_contenders_are_repeated(clock: Clock) -> None:
+    slow, fast = FakeCommunicator(clock.passes(5e-3)), FakeCommunicator(clock.passes(5e-6))
     effort = Effort(repetitions=10, seconds=0.01, contender_ratio=2)
-    result = times(num_elements=10, effort=effort, slow=FakeCommunicator(sleep), fast=FakeCommunicator())
+    result = times(num_elements=10, effort=effort, slow=slow, fast=fast)
     assert len(result["slow"].measured.seconds) == 1
     assert len(result["fast"].measured.seconds) == 10
     enough = dataclasses.replace(effort, seconds=60.0)
-    result = times(num_elements=10, effort=enough, slow=FakeCommunicator(sleep), fast=FakeCommunicator())
+    result = times(num_elements=10, effort=enough, slow=slow, fast=fast)
     assert len(result["slow"].measured.seconds) == 10
 
 
