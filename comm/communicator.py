@@ -20,6 +20,8 @@ from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.errors import CommError
 
+Collective = Callable[[Tensor], None]
+"""Works on a flat tensor in place, together with the other ranks."""
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
 open_controls: set[Control] = set()
@@ -117,19 +119,31 @@ class Communicator:
         A host tensor that is not from allocate() is copied there and back.
         Raises: ValueError for a tensor on another device, not flat, or of a dtype that the backend cannot sum.
         """
+        return self.start_by(
+            self.all_reduce_, tensor_N, label=label, algorithm=self.algorithm_for(tensor_N), wire=self.wire
+        )
+
+    def start_by(
+        self, collective_: Collective, tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
+    ) -> InFlight:
+        """Start a collective over all ranks that works on a flat tensor in place: another one than the all-reduce.
+
+        As start() does it, in its turn, with its copies and errors. algorithm and wire name it in a trace.
+        """
         self._require_summable(tensor_N)
-        operation = self._sum_of(tensor_N, label=label)
+        operation = self._operation(collective_, tensor_N, label=label)
         if self.timeline.is_active:
-            operation = self._recorded(operation, tensor_N, label=label)
+            operation = self._recorded(operation, tensor_N, label=label, algorithm=algorithm, wire=wire)
         return self.backend.submit(operation, label=label)
 
-    def _recorded(self, operation: Callable[[], None], tensor_N: Tensor, *, label: str) -> Callable[[], None]:
+    def _recorded(
+        self, operation: Callable[[], None], tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
+    ) -> Callable[[], None]:
         self.timeline.mark(label, row="buffers ready")
-        wire = dtype_name(self.wire.of(tensor_N))
+        facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
         on_host = self.staging is not None or self.backend.name == "mpi"  # both are done when their thread is
 
         def recorded() -> None:
-            facts = {"algorithm": self.algorithm_for(tensor_N), "bytes": tensor_N.nbytes, "wire": wire}
             with self.timeline.span(label, row="all-reduce", on_host=on_host, **facts):
                 operation()
 
@@ -148,33 +162,21 @@ class Communicator:
         if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
             raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
 
-    def _sum_of(self, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
+    def _operation(self, collective_: Collective, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
         if not tensor_N.numel():
             return lambda: None
         if self.memory is None or self.memory.holds(tensor_N):
-            return lambda: self.all_reduce_(tensor_N)
+            return lambda: collective_(tensor_N)
         scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, what=label)
         if self.staging is not None:
-            return self._by_way_of_host(tensor_N, scratch_N, self.staging)
+            return _by_way_of_host(collective_, tensor_N, scratch_N, self.staging)
 
         def by_way_of_scratch() -> None:
             scratch_N.copy_(tensor_N)
-            self.all_reduce_(scratch_N)
+            collective_(scratch_N)
             tensor_N.copy_(scratch_N)
 
         return by_way_of_scratch
-
-    def _by_way_of_host(self, tensor_N: Tensor, scratch_N: Tensor, staging: HostStaging) -> Callable[[], None]:
-        staging.pin(scratch_N)
-        ready = torch.cuda.Event()
-        ready.record()
-
-        def by_way_of_host() -> None:
-            staging.fetch(scratch_N, tensor_N, ready=ready)
-            self.all_reduce_(scratch_N)
-            staging.bring_back(tensor_N, scratch_N)
-
-        return by_way_of_host
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
         """Sum a flat tensor over all ranks, in place, and wait for it. Collective."""
@@ -233,6 +235,21 @@ def first_difference(ours: str, theirs: str) -> str:
     """Show the first line in which two texts differ, side by side."""
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
     return next((f"{a.strip()!r} against {b.strip()!r}" for a, b in pairs if a != b), "one is longer")
+
+
+def _by_way_of_host(
+    collective_: Collective, tensor_N: Tensor, scratch_N: Tensor, staging: HostStaging
+) -> Callable[[], None]:
+    staging.pin(scratch_N)
+    ready = torch.cuda.Event()
+    ready.record()
+
+    def by_way_of_host() -> None:
+        staging.fetch(scratch_N, tensor_N, ready=ready)
+        collective_(scratch_N)
+        staging.bring_back(tensor_N, scratch_N)
+
+    return by_way_of_host
 
 
 def _require_wire(wire: Wire, transport: Backend) -> None:

@@ -14,7 +14,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
-from bigbatch.comm.gradients.parts import scattering
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
 
 class GradientReducer:
@@ -32,8 +32,8 @@ class GradientReducer:
     is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
     whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does. The order decides
     how sums are rounded: a resumed run that must end with the same bits passes its `order` on.
-    With scatter each rank gets its own part of each sum (parts.own_part of each of `buffers`) and nothing else, by the
-    backend's own reduce-scatter; buffers are then filled up to a multiple of the ranks.
+    With scatter each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), by the
+    reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
     where others may count, too.
     All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
@@ -58,7 +58,7 @@ class GradientReducer:
         exposed: "ExposedTime | None" = None,
     ) -> None:
         self._communicator = communicator
-        self._sums = scattering(communicator) if scatter else communicator
+        self._start_sum = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self._multiple = communicator.world_size if scatter else 1
         is_narrow = communicator.wire.dtype is not None
@@ -156,7 +156,7 @@ class GradientReducer:
         for name in self._missing[index]:  # took no part in this backward
             self._bring_home(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
-        self._waiting.append(self._sums.start(self.buffers[index], label=label))
+        self._waiting.append(self._start_sum(self.buffers[index], label=label))
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.parts import gathering, scattering
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import MAKERS
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
@@ -119,18 +119,18 @@ def check_sharded_update(communicator: Communicator) -> None:
 
 def check_halves_of_a_sum(communicator: Communicator) -> None:
     """Reduce-scatter and all-gather, by hand."""
-    n, rank = communicator.world_size, communicator.rank
+    n, rank, halves = communicator.world_size, communicator.rank, ScatterGather(communicator)
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         for size in (0, 1, 5):
             buffer_N = communicator.allocate(n * size, dtype)
             buffer_N.copy_(torch.arange(n * size) + rank)
-            scattering(communicator).sum_(buffer_N, label="scatter")
+            halves.start_reduce_scatter(buffer_N, label="scatter").wait()
             own = [n * i + n * (n - 1) / 2 for i in range(rank * size, (rank + 1) * size)]
             assert buffer_N.view(n, -1)[rank].tolist() == own
-            gathering(communicator).sum_(buffer_N, label="gather")
+            halves.all_gather_(buffer_N, label="gather")
             assert buffer_N.tolist() == [n * i + n * (n - 1) / 2 for i in range(n * size)]
     plain_N = torch.arange(float(n))  # not from allocate()
-    assert gathering(communicator).sum_(plain_N * (plain_N == rank), label="plain").tolist() == plain_N.tolist()
+    assert halves.all_gather_(plain_N * (plain_N == rank), label="plain").tolist() == plain_N.tolist()
 
 
 def check_same_update(name: str, precision: str, communicator: Communicator) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import FusionPlan
-from bigbatch.comm.gradients.parts import gathering, own_part
 from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
@@ -70,13 +70,13 @@ class ShardedWeights:
         self._exposed = reducer.exposed
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._plan = reducer.plan
-        place = {"rank": self._communicator.rank, "world_size": self._communicator.world_size}
-        self._pieces = cut(self._plan, **place)
-        self._gathering = gathering(self._communicator)
+        self._pieces = cut(self._plan, rank=communicator.rank, world_size=communicator.world_size)
+        self._scatter_gather = ScatterGather(communicator)
+        own_part = self._scatter_gather.own_part
         self._buffers = [self._communicator.allocate(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers]
         self._move_in(masters)
-        self._parts = [own_part(buffer_N, **place) for buffer_N in self._buffers]
-        self._grads = [own_part(buffer_N, **place) for buffer_N in reducer.buffers]
+        self._parts = [own_part(buffer_N) for buffer_N in self._buffers]
+        self._grads = [own_part(buffer_N) for buffer_N in reducer.buffers]
         self._full = [part_M if part_M.dtype == torch.float32 else part_M.float() for part_M in self._parts]
         self._full_grads = [g_M if g_M.dtype == torch.float32 else torch.zeros_like(f_M) for g_M, f_M in self._pairs()]
         self.masters: Mapping[str, Tensor] = {name: self._master(name) for name in self._parameters}
@@ -119,7 +119,7 @@ class ShardedWeights:
         if half:
             torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
         works = [
-            self._gathering.start(buffer_N, label=f"all-gather of weights {index}")
+            self._scatter_gather.start_all_gather(buffer_N, label=f"all-gather of weights {index}")
             for index, buffer_N in enumerate(self._buffers)
         ]
         with self._exposed.measure(self._buffers):
@@ -172,8 +172,8 @@ class ShardedWeights:
         tensors = {}
         for index, (part_M, buffer) in enumerate(zip(parts, self._plan.buffers, strict=True)):
             whole_N = part_M.new_empty(part_M.numel() * self._communicator.world_size)
-            own_part(whole_N, rank=self._communicator.rank, world_size=self._communicator.world_size).copy_(part_M)
-            self._gathering.sum_(whole_N, label=f"all-gather of state {index}")
+            self._scatter_gather.own_part(whole_N).copy_(part_M)
+            self._scatter_gather.all_gather_(whole_N, label=f"all-gather of state {index}")
             host_N = whole_N.cpu()
             for tensor in buffer.tensors:
                 tensors[tensor.name] = self._view(tensor.name, {index: host_N}).clone()

@@ -8,8 +8,8 @@ from torch import nn
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
-from bigbatch.comm.gradients.parts import own_part
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.gradients.scatter_gather import own_part
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.step import sharded

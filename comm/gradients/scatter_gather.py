@@ -1,0 +1,69 @@
+"""The two halves of an all-reduce on their own: for those who work on a part of the sum before they spread it."""
+
+from functools import partial
+
+from torch import Tensor
+
+from bigbatch.comm.algorithms.wire import Staging, Wire
+from bigbatch.comm.backends.base import Backend, InFlight
+from bigbatch.comm.communicator import Communicator
+
+
+class ScatterGather:
+    """Reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
+
+    Each rank has the rank-th of equal parts of a buffer. They go by the backend's own collectives, in the tensors' own
+    precision, whatever algorithm and wire the communicator has. Buffers from communicator.allocate() travel without
+    copies.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._reduce_scatter_ = partial(reduce_scatter_, backend=communicator.backend, staging=Staging())
+        self._all_gather_ = partial(all_gather_, backend=communicator.backend, staging=Staging())
+
+    def own_part(self, buffer_N: Tensor) -> Tensor:
+        """This rank's part of a buffer, as a view. Raises: ValueError where it has no equal parts."""
+        return own_part(buffer_N, rank=self._communicator.rank, world_size=self._communicator.world_size)
+
+    def start_reduce_scatter(self, buffer_N: Tensor, *, label: str) -> InFlight:
+        """Start leaving each rank its own part of the sum; the other parts are undefined after. Collective."""
+        return self._communicator.start_by(
+            self._reduce_scatter_, buffer_N, label=label, algorithm="reduce-scatter", wire=Wire()
+        )
+
+    def start_all_gather(self, buffer_N: Tensor, *, label: str) -> InFlight:
+        """Start spreading each rank's own part to all. Collective."""
+        return self._communicator.start_by(
+            self._all_gather_, buffer_N, label=label, algorithm="all-gather", wire=Wire()
+        )
+
+    def all_gather_(self, buffer_N: Tensor, *, label: str) -> Tensor:
+        """Spread each rank's own part to all, and wait for it. Collective."""
+        self.start_all_gather(buffer_N, label=label).wait()
+        return buffer_N
+
+
+def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
+    """Return the rank-th of equal parts, as a view. Raises: ValueError where the buffer has none."""
+    if buffer_N.numel() % world_size:
+        raise ValueError(f"{buffer_N.numel()} elements have no {world_size} equal parts: fill them up to a multiple")
+    return buffer_N.view(world_size, -1)[rank]
+
+
+def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> None:
+    """Leave this rank's part of the sum over all ranks in its place; the other parts are undefined after.
+
+    Collective. By the transport's own reduce-scatter: each rank sends nbytes * (n - 1) / n.
+    """
+    part_M = own_part(buffer_N, rank=backend.rank, world_size=backend.world_size)
+    shard_M = staging.take("shard", part_M.numel(), buffer_N, buffer_N.dtype)
+    backend.reduce_scatter(shard_M, buffer_N, backend.world)
+    part_M.copy_(shard_M)
+
+
+def all_gather_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> None:
+    """Spread each rank's part to all ranks, in place. Collective. Each rank sends nbytes * (n - 1) / n, or less."""
+    part_M = own_part(buffer_N, rank=backend.rank, world_size=backend.world_size)
+    shard_M = staging.take("shard", part_M.numel(), buffer_N, buffer_N.dtype)
+    backend.all_gather(buffer_N, shard_M.copy_(part_M), backend.world)
