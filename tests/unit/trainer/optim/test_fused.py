@@ -1,0 +1,217 @@
+"""What LARS and LAMB promise alike: state, groups, GradScaler, memory formats, no waits, and what they refuse."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from optimizer_steps import (
+    DEVICES,
+    OpNames,
+    assert_memory_format_changes_nothing,
+    assert_same_bits,
+    assert_state_dict_resumes,
+    clones,
+    random_weights,
+    scaled_step,
+    set_random_grads,
+)
+
+from bigbatch.trainer.optim.lamb import LAMB
+from bigbatch.trainer.optim.lars import LARS
+
+torch.set_num_threads(1)
+
+KINDS = pytest.mark.parametrize("kind", [LARS, LAMB])
+MAKERS = {
+    "lars inside": partial(LARS, lr=3.0, momentum_form="lr_inside"),
+    "lars outside": partial(LARS, lr=3.0, momentum_form="lr_outside"),
+    "lamb": partial(LAMB, lr=0.1),
+}
+FUSED = pytest.mark.parametrize("name", MAKERS)
+
+
+def states(optimizer):
+    return clones(value for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "resumed_as"),
+    [
+        (partial(LARS, lr=3.0, weight_decay=1e-4, momentum_form="lr_outside", nesterov=True), partial(LARS, lr=1.0)),
+        (partial(LAMB, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01), partial(LAMB, lr=1.0)),
+    ],
+)
+def test_fused_state_dict_resumes_bit_for_bit(make, resumed_as):
+    assert_state_dict_resumes(make, resumed_as=resumed_as, states=states)
+
+
+@FUSED
+def test_fused_group_that_is_added_equals_one_from_the_start(name):
+    early, late = random_weights(), random_weights()
+    from_start = MAKERS[name]([{"params": early[:2]}, {"params": early[2:], "adapt": False}])
+    added = MAKERS[name](late[:2])
+    added.add_param_group({"params": late[2:], "adapt": False})
+    for weights, optimizer in ((early, from_start), (late, added)):
+        set_random_grads(weights, seed=0)
+        optimizer.step()
+    assert_same_bits(late, early)
+
+
+@FUSED
+def test_fused_parameters_without_gradient_stay_and_count_no_step(name):
+    weights = random_weights()
+    before = clones(weights)
+    set_random_grads(weights[:2], seed=0)
+    optimizer = MAKERS[name](weights, weight_decay=0.1)
+    optimizer.step()
+    assert_same_bits(clones(weights[2:]), before[2:])
+    assert not torch.equal(weights[0], before[0])
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (partial(LARS, lr=1.0, trust_coefficient=0.1), [2.7, 3.6]),  # |w| = |g|: r = 0.1
+        # u = (1, 1) nearly, |w| / |u| = 5 / sqrt(2)
+        (partial(LAMB, lr=0.1), [3.0 - 0.5 / math.sqrt(2), 4.0 - 0.5 / math.sqrt(2)]),
+    ],
+)
+def test_fused_closure_runs_with_gradients_on_and_its_loss_returns(make, expected):
+    weight = torch.tensor([3.0, 4.0], requires_grad=True)
+    optimizer = make([weight])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum() / 2
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 12.5
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "state_names"),
+    [
+        (partial(LARS, lr=3.0, weight_decay=1e-4), ("momentum_buffer",)),
+        (partial(LAMB, lr=0.1, weight_decay=1e-4), ("exp_avg", "exp_avg_sq")),
+    ],
+)
+def test_fused_memory_format_changes_nothing(make, state_names):
+    assert_memory_format_changes_nothing(make, state_names=state_names)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("first", [0, 3])
+@FUSED
+def test_fused_overflow_leaves_every_bit_and_the_run_goes_on(name, first, poison, unscale_first, device):
+    def start():
+        weights = random_weights(device=device)
+        groups = [{"params": weights[:3]}, {"params": weights[3:], "adapt": False}]
+        return weights, MAKERS[name](groups, weight_decay=0.1)
+
+    weights, optimizer = start()
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=1000)
+    for seed in range(first):
+        scaled_step(scaler, optimizer, weights, seed=seed, unscale_first=unscale_first)
+    before = clones(weights), states(optimizer)
+    scaled_step(scaler, optimizer, weights, seed=99, poison=poison, unscale_first=unscale_first)
+    assert_same_bits(clones(weights), before[0])
+    if first:
+        assert_same_bits(states(optimizer), before[1])
+    assert all(not state.any() for state in states(optimizer)) == (first == 0)
+    assert scaler.get_scale() == 2.0**9
+    for seed in range(first, first + 3):
+        scaled_step(scaler, optimizer, weights, seed=seed, unscale_first=unscale_first)
+
+    plain_weights, plain = start()
+    for seed in range(first + 3):
+        set_random_grads(plain_weights, seed=seed)
+        plain.step()
+    assert_same_bits(clones(weights), clones(plain_weights))  # powers of two scale without rounding
+    assert_same_bits(states(optimizer), states(plain))
+
+
+@FUSED
+def test_fused_overflow_counted_on_two_devices_skips(name):
+    weights = random_weights()
+    before = clones(weights)
+    set_random_grads(weights, seed=0)
+    optimizer = MAKERS[name](weights)
+    optimizer.found_inf = torch.tensor(2.0)
+    optimizer.step()
+    assert_same_bits(clones(weights), before)
+    assert all(not state.any() for state in states(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("lars inside", {"_foreach_norm", "_fused_sgd_"}),
+        ("lars outside", {"_foreach_norm", "_fused_sgd_"}),
+        ("lamb", {"_foreach_norm", "_fused_adam_", "_fused_sgd_"}),
+    ],
+)
+def test_fused_gpu_step_neither_syncs_nor_grows_with_the_number_of_tensors(name, kernels, monkeypatch):
+    monkeypatch.setattr(LARS, "_update_on_cpu_", LARS._update_at_once_)
+
+    def ops(num_tensors):
+        weights = [torch.randn(3, 2).requires_grad_() for _ in range(num_tensors)]
+        optimizer = MAKERS[name](weights, weight_decay=0.1)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+        for _ in range(2):  # the first step also makes the state
+            set_random_grads(weights, seed=0)
+            with OpNames() as seen:
+                optimizer.step()
+        uncounted = ("detach", "zeros_like") if name == "lamb" else ("detach",)
+        return [op for op in seen.names if op not in uncounted]
+
+    assert ops(2) == ops(30)
+    assert not {"_local_scalar_dense", "is_nonzero", "equal"} & set(ops(2))
+    assert kernels <= set(ops(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        *((LARS, key) for key in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")),
+        *((LAMB, key) for key in ("lr", "weight_decay", "eps")),
+    ],
+)
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, None, torch.tensor(1.0)])
+def test_fused_refuses_a_setting_that_is_no_finite_number_of_at_least_zero(kind, key, value):
+    with pytest.raises(ValueError, match=f"^{key} must be a finite number of at least 0"):
+        kind(random_weights(), **({"lr": 1.0} | {key: value}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@KINDS
+def test_fused_refuses_half_precision_parameters(kind, dtype):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__} needs float32.*fp32 master weights"):
+        kind(random_weights(dtype=dtype), lr=1.0)
+
+
+@KINDS
+def test_fused_refuses_parameters_with_gaps(kind):
+    with pytest.raises(ValueError, match="contiguous"):
+        kind([torch.zeros(4, 6)[:, ::2].requires_grad_()], lr=1.0)
+
+
+@KINDS
+def test_fused_refuses_sparse_gradients(kind):
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=f"{kind.__name__} needs dense gradients"):
+        kind(embedding.parameters(), lr=1.0).step()
+
+
+@KINDS
+def test_fused_group_that_is_refused_leaves_the_optimizer_as_it_was(kind):
+    optimizer = kind(random_weights(), lr=1.0)
+    with pytest.raises(ValueError, match="weight_decay"):
+        optimizer.add_param_group({"params": random_weights(1), "weight_decay": -1.0})
+    assert len(optimizer.param_groups) == 1
