@@ -36,7 +36,8 @@ from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.resume import find_start, restore_
 from bigbatch.trainer.run.stopping import reason_to_end
 from bigbatch.trainer.run.summary import describe_job, introduction
-from bigbatch.trainer.step.loop import Hooks, Parts, Plan, set_lr_, train
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Hooks, Parts, Plan
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and saved a checkpoint."""
@@ -158,7 +159,7 @@ class _Run:
         if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
             return {}
         record = self._evaluate(done)
-        set_lr_(self.parts, step=done - 1)  # the checkpoint's own, as is all else in it
+        self.parts.set_lr_(step=done - 1)  # the checkpoint's own, as is all else in it
         self._save(done, record["top1"])
         return record
 

@@ -20,7 +20,8 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
-from bigbatch.trainer.step.loop import Parts, Plan, Window, train_step
+from bigbatch.trainer.step.loop import TrainStep
+from bigbatch.trainer.step.plan import Parts, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -84,7 +85,7 @@ def weights_of(parts: Parts) -> Tensor:
 
 def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
     """Where the weights went in as many steps; replays wait for nothing."""
-    before, window = weights_of(parts), Window(parts.communicator.device)
+    before, train_step = weights_of(parts), TrainStep(plan, parts)
     stream, seen = InputStream(iter([*batches(sizes)])), dict.fromkeys(sizes, 0)
     for step, size in enumerate(sizes):
         is_replay = (
@@ -93,11 +94,11 @@ def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
         seen[size] += 1
         torch.cuda.set_sync_debug_mode("error" if is_replay else "default")
         try:
-            train_step(step, plan, parts, stream, window)
+            train_step(step, stream)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert window.sums_3[2] == 32 * len(sizes)
-    assert window.finite_steps == len(sizes)
+    assert train_step.window.sums_3[2] == 32 * len(sizes)
+    assert train_step.window.finite_steps == len(sizes)
     return weights_of(parts) - before
 
 
@@ -147,14 +148,14 @@ def test_a_failed_input_changes_nothing_in_a_replay(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {}, is_captured=True, nccl=False)
     num_good = WARM_UP_STEPS + 2
     source = batches((32,) * num_good, error="the disk is gone")
-    stream, window = InputStream(source), Window(parts.communicator.device)
+    stream, train_step = InputStream(source), TrainStep(plan, parts)
     for step in range(num_good):
-        train_step(step, plan, parts, stream, window)
-    before, statistics_before_N = weights_of(parts), parts.statistics_N[:-1].clone()
-    train_step(num_good, plan, parts, stream, window)
+        train_step(step, stream)
+    before, statistics_before_N = weights_of(parts), parts.statistics.running_N.clone()
+    train_step(num_good, stream)
     assert stream.failure is not None
     assert torch.equal(weights_of(parts), before)
-    assert torch.equal(parts.statistics_N[:-1], statistics_before_N)
+    assert torch.equal(parts.statistics.running_N, statistics_before_N)
 
 
 def test_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) -> None:
@@ -163,8 +164,8 @@ def test_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) -> None:
 
     plan, parts = make_run(tmp_path, {}, is_captured=True, nccl=False)
     parts.model.register_forward_hook(read)
-    stream, window = InputStream(batches((32,) * 8)), Window(parts.communicator.device)
+    stream, train_step = InputStream(batches((32,) * 8)), TrainStep(plan, parts)
     for step in range(WARM_UP_STEPS):
-        train_step(step, plan, parts, stream, window)
+        train_step(step, stream)
     with pytest.raises(ComputeError, match=r"a step of 32 x 3 x 32 x 32 pictures.*item.*: set compute\.cuda_graph=f"):
-        train_step(WARM_UP_STEPS, plan, parts, stream, window)
+        train_step(WARM_UP_STEPS, stream)

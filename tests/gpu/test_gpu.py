@@ -19,7 +19,7 @@ from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.order import read_index, train_requests
 from bigbatch.trainer.input.stream import InputFailure, InputStream
 from bigbatch.trainer.memory.largest_batch import fits_memory
-from bigbatch.trainer.step.loop import Window, train_step
+from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.train import main as train_main
 
 pytestmark = pytest.mark.gpu
@@ -126,14 +126,14 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
             yield Batch(images, labels, valid, Request(0, np.arange(128), np.ones(128, bool)))
         raise DataError("the pictures are gone")
 
-    stream, window = InputStream(batches()), Window(communicator.device)
+    stream, train_step = InputStream(batches()), TrainStep(plan, parts)
     for step in range(2):
-        train_step(step, plan, parts, stream, window)
+        train_step(step, stream)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train_step(2, plan, parts, stream, window)
+        train_step(2, stream)
         before = [master.detach().clone() for master in parts.precision.masters.values()]
-        train_step(3, plan, parts, stream, window)
+        train_step(3, stream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert stream.failure == InputFailure(3, "the pictures are gone")

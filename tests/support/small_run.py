@@ -19,9 +19,10 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
-from bigbatch.trainer.step.loop import Hooks, Parts, Plan
 from bigbatch.trainer.step.loss_scale import Scaling
+from bigbatch.trainer.step.plan import Hooks, Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
+from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
 
 CPU = torch.device("cpu")
 SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
@@ -65,7 +66,7 @@ def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "s
 
     return Parts(
         model=model,
-        statistics_N=flatten_running_statistics(model, num_spare=1),
+        statistics=StepStatistics(flatten_running_statistics(model, num_spare=NUM_FLAGS)),
         precision=weights,
         accumulation=WideAccumulation(half_parameters(model)),
         optimizer=OPTIMIZERS[optimizer](list(weights.masters.values()), lr=1.0),

@@ -22,7 +22,7 @@ from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.shards import open_split, read_classes
-from bigbatch.trainer.step.loop import Plan
+from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 

@@ -12,7 +12,7 @@ from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput, Rates
 from bigbatch.trainer.machine.host import cores_per_rank
-from bigbatch.trainer.step.loop import Plan
+from bigbatch.trainer.step.plan import Plan
 
 
 def measure_input(

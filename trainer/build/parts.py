@@ -42,12 +42,13 @@ from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.ema import MovingAverage, NoAverage, WeightAverage
-from bigbatch.trainer.step.loop import Parts, Plan
 from bigbatch.trainer.step.loss_scale import Scaling
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision, set_tf32
 from bigbatch.trainer.step.seeding import seed_weights
 from bigbatch.trainer.step.sharded import shard_update
 from bigbatch.trainer.step.signals import StopRequest
+from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
 
 
 def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
@@ -216,8 +217,8 @@ def make_parts(
         load_weights_(model, Path(config.model.weights), config=config)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
-    statistics_N = flatten_running_statistics(model, num_spare=1)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=plan.accumulation_steps)
+    statistics = StepStatistics(flatten_running_statistics(model, num_spare=NUM_FLAGS))
+    MicrobatchStatistics(model, statistics.running_N, microbatches_per_step=plan.accumulation_steps)
     normalize = build_input.make_normalize(config, communicator)
     notes = set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
@@ -236,7 +237,7 @@ def make_parts(
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
         return Parts(
             model=model,
-            statistics_N=statistics_N,
+            statistics=statistics,
             precision=precision,
             accumulation=accumulation,
             optimizer=optimizer,

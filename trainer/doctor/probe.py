@@ -32,7 +32,8 @@ from bigbatch.trainer.input.report import describe_input, input_record
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.machine.host import cores_per_rank, wait_for
-from bigbatch.trainer.step.loop import Parts, Plan, Window, train_step
+from bigbatch.trainer.step.loop import TrainStep
+from bigbatch.trainer.step.plan import Parts, Plan
 
 ENDLESS = 2**40
 """Steps that no measurement comes to."""
@@ -97,7 +98,7 @@ class _Probe:
         self._generated_split, _ = build_input.make_splits(with_generated(config), communicator)
         self._streams = {"pictures": self._open(), "tensors": InputStream(self._generated())}
         self._num_cores = cores_per_rank(communicator)
-        self._window = Window(communicator.device)
+        self.train_step = TrainStep(self.plan, self.parts)
         self._numbers = count()
         self._step_seconds: dict[str, float] = {}
         self.parts.model.train()
@@ -221,7 +222,7 @@ class _Probe:
         for _ in range(num_steps):
             if self.parts.stop.is_set:
                 raise KeyboardInterrupt
-            train_step(next(self._numbers), self.plan, self.parts, stream, self._window)
+            self.train_step(next(self._numbers), stream)
         wait_for(device)
         return time.perf_counter() - start
 

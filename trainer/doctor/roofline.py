@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.preflight.rates import Product, median_seconds
-from bigbatch.trainer.step.loop import Parts
+from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28

@@ -19,7 +19,7 @@ from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import give_back_freed_memory, wait_for
-from bigbatch.trainer.step.loop import Window, train_step
+from bigbatch.trainer.step.loop import TrainStep
 
 MANY = 1000
 """Steps of an epoch: as many as real ones have, for what a schedule and an average ask of it."""
@@ -115,7 +115,7 @@ def run_steps(
     parts = build.make_parts(config, communicator, plan=plan, tuned=None)
     num_steps, start = num_untimed + num_timed, 0.0
     try:
-        stream, window = InputStream(iter([batch] * (num_steps * num_microbatches))), Window(device)
+        stream, train_step = InputStream(iter([batch] * (num_steps * num_microbatches))), TrainStep(plan, parts)
         parts.model.train()
         for step in range(num_steps):
             if step == num_untimed:
@@ -123,7 +123,7 @@ def run_steps(
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)  # cuDNN's search wants more, once
                 start = time.perf_counter()
-            train_step(step, plan, parts, stream, window)
+            train_step(step, stream)
         wait_for(device)
         return (time.perf_counter() - start) / num_timed
     finally:

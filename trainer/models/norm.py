@@ -159,22 +159,21 @@ def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
 class MicrobatchStatistics:
     """Folds what a training forward of model finds into its running statistics at its end, in one kernel for all norms.
 
-    statistics_N: as flatten_running_statistics gives it. The norms then gather the mean over the ghost batches of a
-    microbatch elsewhere, always from the first one on. So forward is the same program for each of the step's
-    microbatches, which torch.compile makes one graph of; and a block may run again in backward, when the running
-    statistics are already on their way to other ranks. Only model(...) folds, not model.forward(...).
+    statistics_N: as flatten_running_statistics gives it, without spare elements. The norms then gather the mean over
+    the ghost batches of a microbatch elsewhere, always from the first one on. So forward is the same program for each
+    of the step's microbatches, which torch.compile makes one graph of; and a block may run again in backward, when the
+    running statistics are already on their way to other ranks. Only model(...) folds, not model.forward(...).
     """
 
     def __init__(self, model: nn.Module, statistics_N: Tensor, *, microbatches_per_step: int) -> None:
         self._gathered_N = torch.zeros_like(statistics_N)
         slots = _slots(model)
         sizes = [getattr(norm, name).numel() for norm, name in slots]
-        self._num_statistics = sum(sizes)
         self._statistics_N = statistics_N
         self._microbatches_per_step = microbatches_per_step
         self._microbatch = 0
         self._momentum = 0.0
-        views = [view.data for view in self._gathered_N[: self._num_statistics].split(sizes)]
+        views = [view.data for view in self._gathered_N.split(sizes)]
         norms = [norm for norm, _ in slots[::2]]
         for norm, mean_C, var_C in zip(norms, views[::2], views[1::2], strict=True):
             assert isinstance(norm, GhostBatchNorm2d)
@@ -186,9 +185,8 @@ class MicrobatchStatistics:
         model.register_forward_hook(self._fold)
 
     def _fold(self, model: nn.Module, _inputs: object, _logits: object) -> None:
-        if model.training and self._num_statistics:
+        if model.training and self._statistics_N.numel():
             count = self._microbatches_per_step
             momentum = ghost_momentum(self._microbatch, momentum=self._momentum, ghosts_per_step=count)
             self._microbatch = (self._microbatch + 1) % count
-            end = self._num_statistics
-            self._statistics_N[:end].lerp_(self._gathered_N[:end], momentum)
+            self._statistics_N.lerp_(self._gathered_N, momentum)

@@ -17,7 +17,7 @@ from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, make_reporter
 from bigbatch.trainer.run.resume import Start, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
-from bigbatch.trainer.step.loop import Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.totals import Totals
 
 

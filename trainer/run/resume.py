@@ -15,7 +15,7 @@ from bigbatch.trainer.optim.foreign import resume_training
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, read_manifest, restoring
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.step.loop import Parts
+from bigbatch.trainer.step.plan import Parts
 
 ALIKE = {"lamb", "adamw"}
 """Optimizers that keep the same means of the same gradients: one goes on from the other's."""

@@ -15,7 +15,7 @@ from bigbatch.trainer.input.report import MeasuredInput, Waited, hints, slowest_
 from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.run.checkpoint import Checkpoint
 from bigbatch.trainer.run.cost import Spent
-from bigbatch.trainer.step.loop import Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stragglers import straggler_hint
 from bigbatch.trainer.step.totals import Totals
 

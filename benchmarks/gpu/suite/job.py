@@ -19,7 +19,7 @@ from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
-from bigbatch.trainer.step.loop import Window, train_step
+from bigbatch.trainer.step.loop import TrainStep
 
 COMPILED = {"compute.compile": "default"}
 CAPTURED = {**COMPILED, "compute.cuda_graph": True}
@@ -108,21 +108,21 @@ class Job:
         self.plan = build.make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)
         self.parts = build.make_parts(config, communicator, plan=self.plan, tuned=tuned)
         self._stream = InputStream(build_input.train_batches(config, communicator, self.train_split, plan=self.plan))
-        self._window = Window(communicator.device)
+        self._train_step = TrainStep(self.plan, self.parts)
         self._step = 0
 
     def run(self, steps: int) -> None:
         """Run so many further steps."""
         self.parts.model.train()
         for _ in range(steps):
-            train_step(self._step, self.plan, self.parts, self._stream, self._window)
+            self._train_step(self._step, self._stream)
             self._step += 1
 
     def run_reading_the_loss(self, steps: int) -> None:
         """Run the same, and the host waits for the loss of each step, as many training scripts do."""
         for _ in range(steps):
             self.run(1)
-            self._window.sums_3.tolist()
+            self._train_step.window.sums_3.tolist()
 
     def close(self) -> None:
         """Stop what works ahead, let go of the parts, leave the job."""

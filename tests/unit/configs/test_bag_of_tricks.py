@@ -18,7 +18,7 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet9 import ConvBlock, resnet9
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.weights import load_weights_
-from bigbatch.trainer.step.loop import set_lr_
+from bigbatch.trainer.step.plan import Parts
 
 LR, DECAY, FACTOR = 0.5, 0.1, 64.0
 
@@ -109,7 +109,7 @@ def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> No
     scales = {name: t.clone() for name, t in model.state_dict().items() if is_scale(name, t)}
     optimizer = make_optimizer(config.optimizer, model, {}, lr=1.0)
     parts: Any = SimpleNamespace(optimizer=optimizer, schedule=lambda step: LR)
-    set_lr_(parts, step=0)
+    Parts.set_lr_(parts, step=0)
     optimizer.step()
     for name, parameter in model.named_parameters():
         w, g = before[name], parameter.grad

@@ -19,7 +19,8 @@ from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.step.loop import Hooks, train
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Hooks
 from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss, exponential, suggest
 from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
 from bigbatch.trainer.tune.search.short_run import to_the_last_epoch

@@ -90,7 +90,7 @@ def test_statistics_of_a_step_are_the_mean_over_its_ghost_batches() -> None:
     norm = GhostBatchNorm2d(2, bn_span=SPAN, ghosts_per_step=MICROBATCHES * COUNT // SPAN)
     model = nn.Sequential(norm)
     statistics_N = flatten_running_statistics(model, num_spare=1)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=MICROBATCHES)
+    MicrobatchStatistics(model, statistics_N[:-1], microbatches_per_step=MICROBATCHES)
     before_N = statistics_N.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).double()
     images = torch.randn(MICROBATCHES, COUNT, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     for images_BCHW in images:
@@ -334,7 +334,7 @@ def test_compiling_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatc
     states = []
     for words in ((), ("compile=default",)):
         parts = make_parts(quickstart(*words))
-        tensors = [*parts.model.state_dict().values(), parts.statistics_N, *parts.reducer.buffers, torch.rand(3)]
+        tensors = [*parts.model.state_dict().values(), parts.statistics.flat_N, *parts.reducer.buffers, torch.rand(3)]
         states.append([tensor.clone() for tensor in tensors])
     assert all(map(torch.equal, *states))
     assert parts.model.training

@@ -32,6 +32,7 @@ from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.step.execution import EagerExecution, Work
+from bigbatch.trainer.step.loop import TrainStep
 
 SMALL = {
     "data.loader": "torchvision",
@@ -226,6 +227,7 @@ def test_a_captured_step_tells_no_parts(probe: _Probe) -> None:
             return result
 
     probe.parts = replace(probe.parts, execution=Captured())
+    probe.train_step = TrainStep(probe.plan, probe.parts)
     assert probe.steps(batches="pictures", seconds=0.02)["exposed_seconds"] is None
     assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for pictures", REPLAYED}
 

@@ -15,7 +15,8 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.inference.accuracy import evaluate
 from bigbatch.trainer.input.base import BadImage, Batch
 from bigbatch.trainer.input.stream import InputFailure, InputStream
-from bigbatch.trainer.step.loop import Parts, Plan, train
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 STEPS = replace(PLAN, eval_every_steps=PLAN.num_steps)
@@ -53,7 +54,7 @@ class StateRecorder(Recorder):
         super()._save(done, top1)
         precision = self.parts.precision
         state = [precision.model_state(), precision.state_dict(), self.parts.optimizer.state_dict()]
-        self.states[done] = bits([*state, self.parts.statistics_N, self.parts.reducer.order])
+        self.states[done] = bits([*state, self.parts.statistics.flat_N, self.parts.reducer.order])
 
 
 def run(plan: Plan, batches: Iterator[Batch], *, precision: str, optimizer: str) -> tuple[StateRecorder, str]:

@@ -30,7 +30,6 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.subcommands import main as data_main
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
-from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.machine.energy import make_energy_meter
 from bigbatch.trainer.machine.gpu_driver import Clock, read_clock
@@ -41,7 +40,8 @@ from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, Silent, make_reporter, show
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
-from bigbatch.trainer.step.loop import Hooks, Loop, Window, report
+from bigbatch.trainer.step.loop import Loop
+from bigbatch.trainer.step.plan import Hooks
 from bigbatch.trainer.step.seeding import seed_forward
 from bigbatch.trainer.step.signals import StopRequest
 from bigbatch.trainer.step.stragglers import straggler_hint, straggler_share
@@ -137,15 +137,17 @@ class Ranks:
             energy=SimpleNamespace(take_joules=lambda: joules),
             stop=SimpleNamespace(is_set=False),
             schedule=lambda step: 0.1,
+            execution=SimpleNamespace(measures_waits=True),
             precision=SimpleNamespace(figures=dict, require_progress=lambda done, is_last: None),
         )
-        stream, window, totals, records = InputStream(iter(())), Window(communicator.device), before or Totals(), []
+        records: list[dict[str, Any]] = []
         hooks = Hooks(on_report=records.append, evaluate=lambda done: {}, save=lambda done, top1: None)
+        loop = Loop(PLAN, parts, hooks, iter(()))
+        loop.totals, window = before or loop.totals, loop.train_step.window
         window.sums_3 += torch.tensor([80.0, 10.0, 40.0], dtype=torch.float64)
-        window.steps, window.start, stream.wait_seconds = 5, time.perf_counter() - seconds, wait
-        loop = Loop(plan=PLAN, parts=parts, hooks=hooks, stream=stream, totals=totals)
-        assert not report(5, loop, window=window)
-        return records[0], totals
+        window.steps, window.start, loop.stream.wait_seconds = 5, time.perf_counter() - seconds, wait
+        assert not loop.report(5)
+        return records[0], loop.totals
 
 
 def test_a_wait_of_one_rank_is_a_wait_of_all() -> None:

@@ -11,7 +11,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.step.ema import MovingAverage, NoAverage, evaluated_weights
-from bigbatch.trainer.step.loop import Parts, train
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Parts
 
 NO, YES = torch.tensor([False]), torch.tensor([True])
 DECAY = 0.75

@@ -24,7 +24,8 @@ from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import graph_notes, speed
 from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, EagerExecution
-from bigbatch.trainer.step.loop import Parts, Plan, train
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Parts, Plan
 
 NUM_STEPS = 8
 CASES: dict[str, dict[str, str]] = {

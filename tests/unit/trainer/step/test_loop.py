@@ -22,7 +22,9 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.step.loop import Hooks, draw, train
+from bigbatch.trainer.step.loop import TrainStep, train
+from bigbatch.trainer.step.plan import Hooks
+from bigbatch.trainer.step.statistics import StepStatistics
 from bigbatch.trainer.step.totals import Totals
 
 
@@ -61,10 +63,10 @@ def test_steps_equal_plain_pytorch() -> None:
 def test_to_draw_a_batch_waits_for_no_gpu() -> None:
     """By a flag that has a device and no value, so that no GPU is needed."""
     with FakeTensorMode():
-        statistics_N = torch.zeros(3, device="cuda")
-    parts, stream = replace(make_parts(), statistics_N=statistics_N), InputStream(iter(make_batches()))
+        statistics = StepStatistics(torch.zeros(3, device="cuda"))
+    parts, stream = replace(make_parts(), statistics=statistics), InputStream(iter(make_batches()))
     with FindSyncs(torch.device("cuda")) as syncs:
-        assert len(list(draw(0, PLAN, parts, stream))) == ACCUMULATION
+        assert len(list(TrainStep(PLAN, parts).draw(0, stream))) == ACCUMULATION
     assert not syncs.found
 
 

@@ -1,0 +1,95 @@
+"""What the training loop is handed: the numbers of a run, its objects, and what happens around its steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.machine.energy import EnergyMeter, NoEnergyMeter
+from bigbatch.trainer.step.accumulation import WideAccumulation
+from bigbatch.trainer.step.ema import NoAverage, WeightAverage
+from bigbatch.trainer.step.execution import EagerExecution, Execution
+from bigbatch.trainer.step.precision import Precision
+from bigbatch.trainer.step.signals import StopRequest
+from bigbatch.trainer.step.statistics import StepStatistics
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds the numbers of a run, all derived from the config and the world size."""
+
+    seed: int
+    first_step: int
+    num_steps: int
+    steps_per_epoch: int
+    accumulation_steps: int
+    global_batch_size: int
+    ghosts_per_microbatch: int
+    ranks_per_ghost: int
+    label_smoothing: float
+    log_every_steps: int
+    eval_every_steps: int
+    eval_offset_steps: int
+    checkpoint_every_steps: int
+
+    def is_evaluation(self, done: int) -> bool:
+        """Tell whether an evaluation is due after so many steps."""
+        return done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps
+
+    def is_checkpoint(self, done: int) -> bool:
+        """Tell whether a checkpoint is due after so many steps, whether or not one is evaluated there."""
+        return self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Holds the objects that a step works with."""
+
+    model: nn.Module
+    statistics: StepStatistics
+    precision: Precision
+    accumulation: WideAccumulation
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[int], float]
+    reducer: GradientReducer
+    communicator: Communicator
+    prepare: PrepareBatch
+    normalize: Callable[[Tensor], Tensor]
+    stop: StopRequest
+    average: WeightAverage = field(default_factory=NoAverage)
+    energy: EnergyMeter = field(default_factory=NoEnergyMeter)
+    execution: Execution = field(default_factory=EagerExecution)
+    notes: tuple[str, ...] = ()
+    """Lines to say before the first step: how these parts differ from what the config asks for."""
+
+    def set_lr_(self, *, step: int) -> None:
+        """Write the learning rate of a step into all groups, times the factor that a group may have of its own."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(step) * group.get("lr_factor", 1.0)
+
+    def close(self) -> None:
+        """Let go of what would keep their memory, or the communicator from closing: hooks and captured graphs."""
+        self.reducer.close()
+        self.execution.close()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Holds what happens around steps. Each is called on all ranks; records are of all ranks together."""
+
+    on_report: Callable[[dict[str, Any]], None]
+    evaluate: Callable[[int], dict[str, Any]]
+    """(steps done) -> record of the evaluation. Collective."""
+    save: Callable[[int, float | None], None]
+    """(steps done, top-1 or None)."""
+    skipped: Callable[[int, dict[int, str]], None] = lambda done, images: None
+    """(steps done, positions of bad pictures and why): others stood in since the last time. Raises: DataError."""
+    reason_to_end: Callable[[], str | None] = lambda: None
+    """() -> after an evaluation, why the run ends with it; the same on all ranks."""
+    before_step: Callable[[int], None] = lambda step: None
+    """(step). Collective."""

@@ -1,0 +1,120 @@
+"""What is measured between two reports: on the device, then as numbers of a rank, then of all ranks. No collectives."""
+
+import math
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.trainer.step.stragglers import straggler_share
+
+
+class Window:
+    """Sums since the last report; they stay on the device until then, always in the same tensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+        self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)  # before the loss was not finite
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what was counted."""
+        self.sums_3.zero_()
+        self.finite_steps.zero_()
+        self.start = time.perf_counter()
+        self.steps = 0
+
+    def count(self, loss: Tensor, logits_BK: Tensor, labels_B: Tensor) -> None:
+        """Add one microbatch, without a host sync. loss is summed over its samples."""
+        self.sums_3[0] += loss.detach()
+        self.sums_3[1] += (logits_BK.detach().argmax(1) == labels_B).sum()
+        self.sums_3[2] += labels_B.numel()
+
+    def end_step(self) -> None:
+        """Note whether the loss is finite, after all microbatches of a step were counted."""
+        self.finite_steps += self.sums_3[0].isfinite()  # a sum that is not finite stays so
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSums:
+    """A window in numbers: those of one rank, or, after their sum over ranks, those of all (P).
+
+    waited_P and exposed_P are shares of each rank's own window; one rank's have its own at its place, and 0 elsewhere.
+    The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
+    The rank that comes last to the sums waits for the wire alone; what the others wait longer is for stragglers, as far
+    as it is not for pictures.
+    """
+
+    loss: float
+    """Not finite where that of any sample was not."""
+    correct: float
+    samples: float
+    seconds: float
+    exposed_seconds: float
+    joules: float
+    """NaN where a rank cannot tell."""
+    num_stops: float
+    """Ranks that were asked to stop."""
+    num_failed: float
+    """Ranks whose input failed."""
+    num_skipped: float
+    """Bad pictures."""
+    waited_P: tuple[float, ...]
+    """Seconds that a rank waited for pictures, over those of its window."""
+    exposed_P: tuple[float, ...]
+    """Seconds that it waited for sums, likewise."""
+
+    def pack(self, device: torch.device) -> Tensor:
+        """Put all numbers into one flat fp64 tensor, whose sum over ranks unpack() reads."""
+        numbers = [getattr(self, name) for name in _SCALARS]
+        return torch.tensor([*numbers, *self.waited_P, *self.exposed_P], dtype=torch.float64, device=device)
+
+    @classmethod
+    def unpack(cls, packed_N: Tensor) -> "WindowSums":
+        """Read what pack() gave, or a sum of such over ranks. Waits for the device."""
+        numbers = packed_N.tolist()
+        scalars, shares = numbers[: len(_SCALARS)], tuple(numbers[len(_SCALARS) :])
+        num_ranks = len(shares) // 2
+        named = dict(zip(_SCALARS, scalars, strict=True))
+        return cls(**named, waited_P=shares[:num_ranks], exposed_P=shares[num_ranks:])
+
+    @property
+    def mean_seconds(self) -> float:
+        """Length of the window, as the mean over ranks."""
+        return self.seconds / len(self.waited_P)
+
+    @property
+    def mean_exposed_seconds(self) -> float:
+        """Seconds that a rank waited for sums, as the mean over ranks."""
+        return self.exposed_seconds / len(self.exposed_P)
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of the window in which training waited for pictures."""
+        return max(self.waited_P)
+
+    @property
+    def straggler_fraction(self) -> float:
+        """Share of the window lost to slower ranks."""
+        return straggler_share(self.waited_P, self.exposed_P)
+
+    def record(self, *, measures_waits: bool) -> dict[str, Any]:
+        """Return figures for the log; None for those of ranks that waited for each other, without measures_waits."""
+        waits = {
+            "exposed_communication_fraction": self.mean_exposed_seconds / self.mean_seconds,
+            "wire_wait_fraction": min(self.exposed_P),
+            "straggler_fraction": self.straggler_fraction,
+        }
+        return {
+            "images_per_second": self.samples / self.mean_seconds,
+            "compute_images_per_second": self.samples / (self.mean_seconds * (1 - self.wait_fraction)),
+            "input_wait_fraction": self.wait_fraction,
+            **(waits if measures_waits else dict.fromkeys(waits)),
+            "energy_joules": self.joules if math.isfinite(self.joules) else None,
+        }
+
+
+_SCALARS = tuple(field.name for field in fields(WindowSums) if not field.name.endswith("_P"))
+"""What a rank has one of, in the order in which it travels."""
