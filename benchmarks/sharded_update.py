@@ -25,16 +25,22 @@ from benchmarks.record import conditions, show, spread, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.trainer.build.optimizer import MAKERS
+from bigbatch.trainer.build.optimizer import make_native
+from bigbatch.trainer.config.optimizer import OPTIMIZERS
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.param_groups import param_groups
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.sharded import shard_update
 
 KINDS = ("whole", "sharded")
-SETTINGS = SimpleNamespace(
-    momentum=0.9, nesterov=False, trust_coefficient=0.001, eps=1e-6, momentum_form="lr_inside", betas=(0.9, 0.999)
-)
+SETTINGS: dict[str, Any] = {
+    "momentum": 0.9,
+    "nesterov": False,
+    "trust_coefficient": 0.001,
+    "eps": 1e-6,
+    "momentum_form": "lr_inside",
+    "betas": (0.9, 0.999),
+}
 LR = 1e-6
 """So small that random gradients leave the weights where they are."""
 
@@ -66,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="(default: %(default)s)")
     add("--model", default="resnet50", help="(default: %(default)s)")
-    add("--optimizer", choices=tuple(MAKERS), default="lars", help="(default: %(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="lars", help="(default: %(default)s)")
     add("--precision", choices=tuple(COMPUTE_DTYPES), default="bf16", help="(default: %(default)s)")
     add("--backend", default="auto", help="as comm.backend (default: %(default)s)")
     add("--repetitions", type=int, default=10, help="(default: %(default)s)")
@@ -90,7 +96,8 @@ class Update:
 
         def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
             groups = param_groups(self.model, weight_decay=5e-5, substitute=masters)
-            return MAKERS[options.optimizer](SETTINGS, groups, LR)  # type: ignore[arg-type]
+            settings = SimpleNamespace(name=options.optimizer, **SETTINGS)
+            return make_native(settings, groups, lr=LR)  # type: ignore[arg-type]
 
         if is_sharded:
             self.optimizer = shard_update(self.model, self.precision, self.reducer, communicator, make_optimizer=make)

@@ -15,7 +15,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.build.optimizer import MAKERS
+from bigbatch.trainer.build.optimizer import make_native
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.precision import Precision
@@ -88,7 +88,9 @@ def start(name: str, precision_name: str, communicator: Communicator, *, sharded
     settings, lr = OPTIMIZERS[name]
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-        return MAKERS[name](SimpleNamespace(**settings), param_groups(model, weight_decay=0.01, substitute=masters), lr)
+        groups = param_groups(model, weight_decay=0.01, substitute=masters)
+        of_config: Any = SimpleNamespace(name=name, **settings)
+        return make_native(of_config, groups, lr=lr)
 
     if sharded:
         optimizer = shard_update(model, precision, reducer, communicator, make_optimizer=make)

@@ -1,6 +1,7 @@
 """From a config to its optimizer, over groups of the parameters to update."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, start_training
-from bigbatch.trainer.optim.lamb import LAMB
-from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.param_groups import param_groups
 
 Groups = list[dict[str, Any]]
@@ -30,7 +29,15 @@ def make_optimizer(
     )
     if is_foreign(settings.name):
         return _make_foreign(settings, groups, lr=lr)
-    return MAKERS[settings.name](settings, groups, lr)
+    return make_native(settings, groups, lr=lr)
+
+
+def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torch.optim.Optimizer:
+    """Make one of OPTIMIZERS: the module of its name in trainer/optim has what makes it of a config."""
+    optimizer: torch.optim.Optimizer = import_module(f"bigbatch.trainer.optim.{settings.name}").make(
+        settings, groups, lr=lr
+    )
+    return optimizer
 
 
 def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:
@@ -38,53 +45,6 @@ def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:
     if not is_foreign(settings.name):
         return None
     return ("params", "names", "adapt", "lr", "lr_factor", "weight_decay", *(settings.options or {}))
-
-
-def _make_lars(settings: OptimizerConfig, groups: Groups, lr: float) -> torch.optim.Optimizer:
-    assert settings.momentum is not None
-    assert settings.nesterov is not None
-    assert settings.trust_coefficient is not None
-    assert settings.eps is not None
-    assert settings.momentum_form is not None
-    return LARS(
-        groups,
-        lr=lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        trust_coefficient=settings.trust_coefficient,
-        eps=settings.eps,
-        momentum_form=settings.momentum_form,
-    )
-
-
-def _make_lamb(settings: OptimizerConfig, groups: Groups, lr: float) -> torch.optim.Optimizer:
-    assert settings.betas is not None
-    assert settings.eps is not None
-    return LAMB(groups, lr=lr, betas=settings.betas, eps=settings.eps)
-
-
-def _make_sgd(settings: OptimizerConfig, groups: Groups, lr: float) -> torch.optim.Optimizer:
-    """With a momentum that starts from zero, not from its first gradient, which is the same update.
-
-    An fp16 run's first step may overflow and be skipped: torch's fused kernel then leaves a momentum that was
-    allocated for it and never written, and the next step takes that for one.
-    """
-    assert settings.momentum is not None
-    assert settings.nesterov is not None
-    optimizer = torch.optim.SGD(groups, lr=lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=True)
-    if settings.momentum > 0:
-        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return optimizer
-
-
-def _make_adamw(settings: OptimizerConfig, groups: Groups, lr: float) -> torch.optim.Optimizer:
-    assert settings.betas is not None
-    assert settings.eps is not None
-    return torch.optim.AdamW(groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-MAKERS = {"lars": _make_lars, "lamb": _make_lamb, "sgd": _make_sgd, "adamw": _make_adamw}
 
 
 def _make_foreign(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
     Norms,
     by_device_and_dtype,
@@ -127,6 +128,13 @@ class LAMB(torch.optim.Optimizer):
             *((s["exp_avg"], s["exp_avg_sq"], s["step"]) for s in (self.state[w] for w in weights)), strict=True
         )
         return list(moments), list(squares), list(steps)
+
+
+def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LAMB:
+    """Make a config's LAMB."""
+    assert settings.betas is not None
+    assert settings.eps is not None
+    return LAMB(groups, lr=lr, betas=settings.betas, eps=settings.eps)
 
 
 def _problem_with(group: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
     Norms,
     by_device_and_dtype,
@@ -150,6 +151,24 @@ class LARS(torch.optim.Optimizer):
             buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
             self.state[w]["momentum_buffer"] = buffer
         return [self.state[w]["momentum_buffer"] for w in weights]
+
+
+def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LARS:
+    """Make a config's LARS."""
+    assert settings.momentum is not None
+    assert settings.nesterov is not None
+    assert settings.trust_coefficient is not None
+    assert settings.eps is not None
+    assert settings.momentum_form is not None
+    return LARS(
+        groups,
+        lr=lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        trust_coefficient=settings.trust_coefficient,
+        eps=settings.eps,
+        momentum_form=settings.momentum_form,
+    )
 
 
 def _writing(group: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from bigbatch.comm.gradients.fusion import FusionPlan
 from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.optim.lamb import LAMB
-from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.step.precision import Precision
 
 STEP = "step"
@@ -184,7 +182,7 @@ class ShardedWeights:
 
         Its state_dict() and load_state_dict() are collective then.
         """
-        if isinstance(optimizer, LARS | LAMB):
+        if hasattr(optimizer, "norms"):  # of those that adapt, by whole tensors
             optimizer.norms = self.norms
         optimizer.register_state_dict_post_hook(self._whole_state)
         optimizer.register_load_state_dict_pre_hook(self._own_state)
