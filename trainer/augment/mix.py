@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from bigbatch.trainer.augment.crops import uniforms
-from bigbatch.trainer.augment.pipeline import Stream
+
+STREAM = 4
+"""Of the draws of a ghost batch's first sample: those of the other augmentations have lower numbers."""
 
 
 def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
@@ -77,7 +79,7 @@ class Mix:
         targets_BK = one_hot(labels_B, self._num_classes).float()
         mixed_BCHW, mixed_BK = torch.empty_like(images_BCHW), torch.empty_like(targets_BK)
         draws_G5 = uniforms(
-            seed=self._seed, epoch=epoch, indices_B=indices_B[:: self._bn_span], num_draws=5, stream=Stream.MIX
+            seed=self._seed, epoch=epoch, indices_B=indices_B[:: self._bn_span], num_draws=5, stream=STREAM
         )
         for ghost, draws_5 in enumerate(draws_G5):
             part = slice(ghost * self._bn_span, (ghost + 1) * self._bn_span)

@@ -4,15 +4,18 @@ Which sample gets which operation is known on the host, so every index and param
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample
 
+from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.input.on_device import on_device
 
 MAX_MAGNITUDE = 30
@@ -46,17 +49,42 @@ class Op(IntEnum):
     EQUALIZE = 13
 
 
-def rand_augment(images_BCHW: Tensor, *, num_ops: int, magnitude: int, draws_BD: np.ndarray) -> Tensor:
-    """num_ops operations one after the other on each picture, each uniform over Op, all at one magnitude.
+@dataclass(frozen=True)
+class RandAugment:
+    """Does num_ops operations one after the other on each picture, each uniform over Op, all at one magnitude.
 
-    draws_BD are uniform in [0, 1), two per operation: which one, and its sign where it has one.
-    Operations and ranges are those of torchvision's RandAugment. Source: Cubuk et al. 2020 (arXiv 1909.13719).
+    magnitude: 0 to MAX_MAGNITUDE. Operations and ranges are those of torchvision's RandAugment.
+    Raises: ValueError naming the senseless setting. Source: Cubuk et al. 2020 (arXiv 1909.13719).
     """
-    for number in range(num_ops):
-        ops_B = np.floor(draws_BD[:, 2 * number] * len(Op)).astype(np.int64)
-        signs_B = np.where(draws_BD[:, 2 * number + 1] < 0.5, -1.0, 1.0)
-        images_BCHW = apply_ops(images_BCHW, ops_B=ops_B, signs_B=signs_B, magnitude=magnitude)
-    return images_BCHW
+
+    num_ops: int
+    magnitude: int = 9
+    stream: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        if self.num_ops < 0:
+            raise ValueError(f"num_ops={self.num_ops} must be at least 0")
+        if not 0 <= self.magnitude <= MAX_MAGNITUDE:
+            raise ValueError(f"magnitude={self.magnitude} must be between 0 and {MAX_MAGNITUDE}")
+        vision()  # now, not in the first step
+
+    @classmethod
+    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "RandAugment | None":
+        """Make what a config asks for, if it does."""
+        return cls(augment.randaugment_ops, augment.randaugment_magnitude or 0) if augment.randaugment_ops else None
+
+    @property
+    def num_draws(self) -> int:
+        """Two per operation: which one, and its sign where it has one."""
+        return 2 * self.num_ops
+
+    def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
+        """Change uint8 pictures by draws that are uniform in [0, 1)."""
+        for number in range(self.num_ops):
+            ops_B = np.floor(draws_BD[:, 2 * number] * len(Op)).astype(np.int64)
+            signs_B = np.where(draws_BD[:, 2 * number + 1] < 0.5, -1.0, 1.0)
+            images_BCHW = apply_ops(images_BCHW, ops_B=ops_B, signs_B=signs_B, magnitude=self.magnitude)
+        return images_BCHW
 
 
 def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:

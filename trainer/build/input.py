@@ -12,7 +12,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.augment.mix import Mix
 from bigbatch.trainer.augment.normalize import Normalize
-from bigbatch.trainer.augment.pipeline import Augment
+from bigbatch.trainer.augment.pipeline import make_augment
 from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
@@ -180,7 +180,6 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
 def make_prepare(config: Config, communicator: Communicator, *, normalize: Normalize) -> PrepareBatch:
     """From a training batch to what a step takes."""
     augment = config.augment
-    fill = [round(255 * mean) for mean in config.data.mean]
     mix = None
     if augment.mixup_alpha or augment.cutmix_alpha:
         mix = Mix(
@@ -190,14 +189,8 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
             mixup_alpha=augment.mixup_alpha,
             cutmix_alpha=augment.cutmix_alpha,
         )
-    change = Augment(
-        seed=config.run.seed,
-        fill=(fill[0], fill[1], fill[2]),
-        jitter_strength=augment.color_jitter,
-        num_ops=augment.randaugment_ops,
-        magnitude=augment.randaugment_magnitude or 0,
-        cutout_size=augment.cutout_size,
-    )
+    fill = tuple(round(255 * mean) for mean in config.data.mean)
+    change = make_augment(augment, seed=config.run.seed, fill=fill)
     return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
 
 

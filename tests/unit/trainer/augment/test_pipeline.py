@@ -1,6 +1,8 @@
 """Augmentation of microbatches, compared with torchvision sample by sample and with the papers' words."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,16 +12,18 @@ from sample_images import REAL_DATA, smooth_image
 from torchvision.transforms.v2 import ColorJitter, RandAugment
 from torchvision.transforms.v2 import functional as vision
 
-from bigbatch.trainer.augment import rand_augment as rand_augment_module
+from bigbatch.trainer.augment import color_jitter, mix, rand_augment
 from bigbatch.trainer.augment.crops import uniforms
-from bigbatch.trainer.augment.pipeline import Augment, color_jitter, cutout
-from bigbatch.trainer.augment.rand_augment import Op, apply_ops, rand_augment
+from bigbatch.trainer.augment.cutout import Cutout
+from bigbatch.trainer.augment.pipeline import AUGMENTATIONS, Augment, make_augment
+from bigbatch.trainer.augment.rand_augment import Op, apply_ops
+from bigbatch.trainer.config.sections import AugmentConfig
 
 HEIGHT, WIDTH = 56, 72  # not square, so that an exchange of the two shows
 TORCHVISION_OPS = list(RandAugment._AUGMENTATION_SPACE)
 GEOMETRIC = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
 MEAN = (124, 116, 104)
-EVERYTHING = {"fill": MEAN, "jitter_strength": 0.4, "num_ops": 2, "magnitude": 9, "cutout_size": 16}
+EVERYTHING = (color_jitter.ColorJitter(0.4), rand_augment.RandAugment(2, 9), Cutout(16, MEAN))
 
 
 def channels_last(images_BHWC):
@@ -64,7 +68,7 @@ def torchvision_magnitude(name, magnitude, sign):
 def test_jitter_is_torchvisions_with_the_same_factors_and_order(strength):
     images = batch()
     draws = np.random.default_rng(1).random((len(images), 6))
-    result = color_jitter(images, strength=strength, draws_B6=draws)
+    result = color_jitter.ColorJitter(strength)(images, draws_BD=draws)
     assert_form(result, images)
     low, high = ColorJitter(brightness=strength).brightness
     names = ("brightness", "contrast", "saturation")
@@ -139,7 +143,7 @@ def test_ops_follow_each_other_as_drawn():
     colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
     chosen = np.random.default_rng(5).choice(colours, (len(images), 2))
     draws[:, ::2] = (chosen + draws[:, ::2]) / 14
-    result = rand_augment(images, num_ops=2, magnitude=12, draws_BD=draws)
+    result = rand_augment.RandAugment(2, 12)(images, draws_BD=draws)
     assert_form(result, images)
     for image, ours, row, ops in zip(images, result, draws, chosen, strict=True):
         for number, op in enumerate(ops):
@@ -155,11 +159,10 @@ def test_ops_and_signs_are_uniform_and_independent(monkeypatch):
         rounds.append((ops_B, signs_B))
         return images_BCHW
 
-    monkeypatch.setattr(rand_augment_module, "apply_ops", record)
+    monkeypatch.setattr(rand_augment, "apply_ops", record)
     count = 14 * 14 * 4 * 40
-    Augment(seed=3, fill=MEAN, num_ops=2)(
-        torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count)
-    )
+    augment = Augment(3, (rand_augment.RandAugment(2),))
+    augment(torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count))
     assert len(rounds) == 2
     assert {sign for _, signs in rounds for sign in signs.tolist()} == {-1.0, 1.0}
     (first, first_signs), (second, second_signs) = rounds
@@ -171,7 +174,7 @@ def test_ops_and_signs_are_uniform_and_independent(monkeypatch):
 
 def test_no_ops_are_the_identity():
     images = batch()
-    assert torch.equal(rand_augment(images, num_ops=0, magnitude=9, draws_BD=np.empty((len(images), 0))), images)
+    assert torch.equal(rand_augment.RandAugment(0, 9)(images, draws_BD=np.empty((len(images), 0))), images)
 
 
 def test_real_images_as_torchvision():
@@ -193,7 +196,7 @@ def test_cutout_is_the_square_of_the_paper(size):
     images = batch()
     draws = np.random.default_rng(6).random((len(images), 2))
     draws[0], draws[1] = 0.0, 1 - 2**-53  # the corners
-    result = cutout(images, size=size, fill=MEAN, draws_B2=draws)
+    result = Cutout(size, MEAN)(images, draws_BD=draws)
     assert_form(result, images)
     expected = images.numpy().copy()
     for image, (down, right) in zip(expected, draws, strict=True):
@@ -208,7 +211,7 @@ def test_cutout_is_the_square_of_the_paper(size):
 
 def test_a_image_does_not_depend_on_its_batch():
     images, indices = batch(40), np.arange(1000, 1040)
-    augment = Augment(seed=5, **EVERYTHING)
+    augment = Augment(5, EVERYTHING)
     whole = augment(images, epoch=2, indices_B=indices)
     for size in (1, 7, 23):
         order = np.random.default_rng(size).permutation(40)[:size]
@@ -221,42 +224,64 @@ def test_draws_are_those_of_seed_epoch_and_stream():
     before = images.clone()
     expected = images
     table = {stream: uniforms(seed=5, epoch=2, indices_B=indices, num_draws=6, stream=stream) for stream in (1, 2, 3)}
-    expected = color_jitter(expected, strength=0.4, draws_B6=table[1])
-    expected = rand_augment(expected, num_ops=2, magnitude=9, draws_BD=table[2][:, :4])
-    expected = cutout(expected, size=16, fill=MEAN, draws_B2=table[3][:, :2])
-    result = Augment(seed=5, **EVERYTHING)(images, epoch=2, indices_B=indices)
+    expected = color_jitter.ColorJitter(0.4)(expected, draws_BD=table[1])
+    expected = rand_augment.RandAugment(2, 9)(expected, draws_BD=table[2][:, :4])
+    expected = Cutout(16, MEAN)(expected, draws_BD=table[3][:, :2])
+    result = Augment(5, EVERYTHING)(images, epoch=2, indices_B=indices)
     assert_form(result, images)
     assert torch.equal(result, expected)
     assert torch.equal(images, before)
-    assert not torch.equal(Augment(seed=5, **EVERYTHING)(images, epoch=3, indices_B=indices), expected)
-    assert not torch.equal(Augment(seed=6, **EVERYTHING)(images, epoch=2, indices_B=indices), expected)
+    assert not torch.equal(Augment(5, EVERYTHING)(images, epoch=3, indices_B=indices), expected)
+    assert not torch.equal(Augment(6, EVERYTHING)(images, epoch=2, indices_B=indices), expected)
 
 
 def test_nothing_asked_for_does_nothing():
     images = batch()
-    assert Augment(seed=0, fill=MEAN)(images, epoch=0, indices_B=np.arange(len(images))) is images
+    assert Augment(0)(images, epoch=0, indices_B=np.arange(len(images))) is images
+
+
+def test_augmentations_of_a_config_are_those_that_it_asks_for():
+    config = AugmentConfig(
+        color_jitter=0.4,
+        randaugment_ops=2,
+        randaugment_magnitude=9,
+        cutout_size=16,
+        mixup_alpha=0.0,
+        cutmix_alpha=0.0,
+    )
+    assert make_augment(config, seed=5, fill=MEAN) == Augment(5, EVERYTHING)
+    config = replace(config, color_jitter=0.0, randaugment_ops=0, randaugment_magnitude=None)
+    assert make_augment(config, seed=5, fill=MEAN) == Augment(5, EVERYTHING[2:])
+    assert make_augment(replace(config, cutout_size=0), seed=5, fill=MEAN) == Augment(5)
+
+
+def test_augmentations_have_streams_of_their_own():
+    """Crop and flip have 0. Those that exist keep their numbers: another one is another picture."""
+    streams = [each.stream for each in AUGMENTATIONS]
+    assert len({0, mix.STREAM, *streams}) == 2 + len(streams)
+    assert (color_jitter.ColorJitter.stream, rand_augment.RandAugment.stream, Cutout.stream, mix.STREAM) == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("make", "setting"),
     [
-        {"jitter_strength": -0.1},
-        {"jitter_strength": math.nan},
-        {"jitter_strength": math.inf},
-        {"num_ops": -1},
-        {"magnitude": -1},
-        {"magnitude": 31},
-        {"cutout_size": -2},
-        {"cutout_size": 15},
-        {"fill": (0, 0)},
-        {"fill": (0, 0, 256)},
-        {"fill": (-1, 0, 0)},
+        (color_jitter.ColorJitter, {"strength": -0.1}),
+        (color_jitter.ColorJitter, {"strength": math.nan}),
+        (color_jitter.ColorJitter, {"strength": math.inf}),
+        (partial(rand_augment.RandAugment, magnitude=9), {"num_ops": -1}),
+        (partial(rand_augment.RandAugment, num_ops=1), {"magnitude": -1}),
+        (partial(rand_augment.RandAugment, num_ops=1), {"magnitude": 31}),
+        (partial(Cutout, fill=MEAN), {"size": -2}),
+        (partial(Cutout, fill=MEAN), {"size": 15}),
+        (partial(Cutout, size=2), {"fill": (0, 0)}),
+        (partial(Cutout, size=2), {"fill": (0, 0, 256)}),
+        (partial(Cutout, size=2), {"fill": (-1, 0, 0)}),
     ],
 )
-def test_senseless_settings_are_named(setting):
+def test_augmentations_name_the_senseless_setting(make, setting):
     (name,) = setting
-    with pytest.raises(ValueError, match=name):
-        Augment(seed=0, **({"fill": MEAN} | setting))
+    with pytest.raises(ValueError, match=f"^{name}="):
+        make(**setting)
 
 
 @pytest.mark.parametrize(
@@ -264,13 +289,13 @@ def test_senseless_settings_are_named(setting):
 )
 def test_other_than_bytes_of_three_channels_is_refused(images):
     with pytest.raises(ValueError, match=r"must be uint8 \(2, 3, H, W\)"):
-        Augment(seed=0, fill=MEAN)(images, epoch=0, indices_B=np.arange(2))
+        Augment(0)(images, epoch=0, indices_B=np.arange(2))
 
 
 @pytest.mark.gpu
 def test_a_gpu_does_the_same_without_a_host_sync():
     images, indices = batch(40), np.arange(40)
-    augment = Augment(seed=5, **EVERYTHING)
+    augment = Augment(5, EVERYTHING)
     on_gpu = images.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:

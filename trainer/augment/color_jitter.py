@@ -1,0 +1,48 @@
+"""Colour jitter: brightness, contrast and saturation change by a random factor each."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from bigbatch.trainer.augment.rand_augment import Op, blend, vision
+from bigbatch.trainer.config.sections import AugmentConfig
+
+_JITTERS = np.array([Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR])
+
+
+@dataclass(frozen=True)
+class ColorJitter:
+    """Changes brightness, contrast and saturation, each by a random factor, in random order per sample.
+
+    The distribution of torchvision's ColorJitter(brightness=strength, contrast=strength, saturation=strength):
+    factors uniform in [max(0, 1 - strength), 1 + strength]. Like it, truncates to bytes after each of the three.
+    Hue is left out: it needs the way to HSV and back, and torchvision's takes no factor per sample.
+    Raises: ValueError for a senseless strength.
+    """
+
+    strength: float
+    stream: ClassVar[int] = 1
+    num_draws: ClassVar[int] = 6
+    """Three factors, and three keys that sort the changes."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength < math.inf:
+            raise ValueError(f"strength={self.strength} must be a number of at least 0")
+        vision()  # now, not in the first step
+
+    @classmethod
+    def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "ColorJitter | None":
+        """Make the jitter that a config asks for, if it does."""
+        return cls(augment.color_jitter) if augment.color_jitter else None
+
+    def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
+        """Change uint8 pictures by draws that are uniform in [0, 1)."""
+        low = max(0.0, 1 - self.strength)
+        factors_B3 = low + draws_BD[:, :3] * (1 + self.strength - low)
+        for kinds_B in np.argsort(draws_BD[:, 3:], axis=1).T:
+            factors_B = factors_B3[np.arange(len(kinds_B)), kinds_B]
+            images_BCHW = blend(images_BCHW, ops_B=_JITTERS[kinds_B], factors_B=factors_B)
+        return images_BCHW
