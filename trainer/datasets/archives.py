@@ -51,7 +51,7 @@ class Member:
         return f"{self.origin}: {str(self.path)!r}"
 
     def read(self) -> bytes:
-        """All bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
+        """Return all bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
         if self.num_bytes > MAX_MEMBER_BYTES:
             raise DataError(f"{self}: claims {self.num_bytes:,} bytes; this is not the official archive")
         with _named_errors(str(self)):
@@ -59,7 +59,7 @@ class Member:
 
 
 def find_archive(folder: Path, archive: Archive) -> Path:
-    """Where the archive lies in folder. Raises: DataError if it is missing or has another length."""
+    """Return where the archive lies in folder. Raises: DataError if it is missing or has another length."""
     with _named_errors(str(folder)):
         path = next((folder / name for name in archive.names if (folder / name).is_file()), None)
         found = path.stat().st_size if path else 0
@@ -103,7 +103,7 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
 
 
 def _fetch(archive: Archive, file: BinaryIO, *, what: str, on_progress: Report) -> None:
-    """Raises: OSError or HTTPException if not all came, or something else."""
+    """Write what the server sends to file. Raises: OSError or HTTPException if not all came, or something else."""
     assert archive.url is not None
     digest, done = hashlib.md5(usedforsecurity=False), 0
     request = Request(archive.url, headers={"User-Agent": "bigbatch"})
@@ -121,7 +121,7 @@ def _fetch(archive: Archive, file: BinaryIO, *, what: str, on_progress: Report) 
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text: tarfile and pickle write several."""
+    """Return the first line of an error's text: tarfile and pickle write several."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
 
 
@@ -147,7 +147,7 @@ def read_members(archive: Path | Member) -> Iterator[Member]:
 
 
 def _open(archive: Path | Member) -> tarfile.TarFile:
-    """Compression is found out, not told by the name: ImageNet-V2's .tar.gz is a plain tar. No set uses bz2 or xz."""
+    """Open an archive, whose name does not tell its compression: ImageNet-V2's .tar.gz is a plain tar."""
     if isinstance(archive, Member):
         return tarfile.open(fileobj=archive.file, mode="r:")
     with open(archive, "rb") as file:
@@ -156,7 +156,7 @@ def _open(archive: Path | Member) -> tarfile.TarFile:
 
 
 def _problem(info: tarfile.TarInfo) -> str | None:
-    """Why a member must not be unpacked; None for a file or folder that stays inside."""
+    """Return why a member must not be unpacked; None for a file or folder that stays inside."""
     path = PurePosixPath(info.name)
     reasons = {
         "has an absolute name": path.is_absolute(),
@@ -173,7 +173,7 @@ def _problem(info: tarfile.TarInfo) -> str | None:
 
 
 def _require_end(tar: tarfile.TarFile) -> None:
-    """tarfile takes a cut or damaged header for the end, and a class would lack pictures unseen."""
+    """Refuse a cut or damaged header: tarfile takes it for the end, and a class would lack pictures unseen."""
     assert tar.fileobj is not None
     if isinstance(tar.fileobj, gzip.GzipFile):
         while tar.fileobj.read(1 << 20):  # up to the checksum of all; to seek back would unpack all again
@@ -186,7 +186,7 @@ def _require_end(tar: tarfile.TarFile) -> None:
 
 @contextmanager
 def _named_errors(origin: str) -> Iterator[None]:
-    """What the operating system refuses is no damage: to download again would not help."""
+    """Name the archive in errors; what the operating system refuses is no damage: to download again would not help."""
     try:
         yield
     except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError, OSError) as error:

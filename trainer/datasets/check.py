@@ -110,7 +110,7 @@ def check_dataset(
 
 
 def spread(values_N: np.ndarray) -> Spread:
-    """Smallest, median and largest."""
+    """Return the smallest, the median and the largest value."""
     if not len(values_N):
         return Spread()
     return Spread(int(values_N.min()), float(np.median(values_N)), int(values_N.max()))
@@ -121,7 +121,7 @@ def _class_counts(images: Images) -> np.ndarray:
 
 
 def split_facts(images: Images, rows_N: np.ndarray) -> SplitFacts:
-    """Counts and sizes of one split."""
+    """Return counts and sizes of one split."""
     good_N = rows_N[rows_N["fit"]]
     return SplitFacts(
         num_images=len(images),
@@ -135,7 +135,7 @@ def split_facts(images: Images, rows_N: np.ndarray) -> SplitFacts:
 
 
 def listing_findings(split: str, listing: Listing) -> list[Finding]:
-    """Folders that cannot be listed, and what nobody reads."""
+    """Return folders that cannot be listed, and what nobody reads."""
     findings = (
         Finding("folder that cannot be listed", split, listing.unlisted, is_problem=True),
         Finding("other files", split, listing.strays, is_problem=False, meaning="not read by the loaders"),
@@ -144,7 +144,7 @@ def listing_findings(split: str, listing: Listing) -> list[Finding]:
 
 
 def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
-    """One problem per kind of bad picture."""
+    """Return one problem per kind of bad picture."""
     kinds: dict[str, list[str]] = {}
     for fault in faults:
         kinds.setdefault(fault.kind, []).append(fault.reason)
@@ -152,7 +152,7 @@ def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
 
 
 def trait_findings(split: str, images: Images, *, rows_N: np.ndarray) -> list[Finding]:
-    """One remark per trait that some picture has, with what the loaders make of it."""
+    """Return one remark per trait that some picture has, with what the loaders make of it."""
     findings = []
     for bit, (trait, meaning) in enumerate(TRAITS.items()):
         positions = np.flatnonzero(rows_N["traits"] >> bit & 1)
@@ -163,7 +163,7 @@ def trait_findings(split: str, images: Images, *, rows_N: np.ndarray) -> list[Fi
 
 
 def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
-    """Missing splits, classes without pictures or in one split only, and counts that are not ImageNet's."""
+    """Return missing splits, classes without pictures or in one split only, and counts that are not ImageNet's."""
     findings = []
     missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
     if missing:
@@ -189,7 +189,7 @@ def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
 
 
 def imagenet_findings(split: str, images: Images) -> list[Finding]:
-    """For 1,000 classes that are named by WordNet ids: is it the whole of ILSVRC-2012, or of ImageNet-V2?"""
+    """Tell, for 1,000 classes named by WordNet ids: is it the whole of ILSVRC-2012, or of ImageNet-V2?"""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     if len(images.classes) != IMAGENET_CLASSES or not all(map(is_wnid, images.classes)):
         return []
@@ -210,7 +210,7 @@ def imagenet_findings(split: str, images: Images) -> list[Finding]:
 
 
 def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
-    """Positions that share a digest, in groups of two and more, each in ascending order."""
+    """Return positions that share a digest, in groups of two and more, each in ascending order."""
     order_N = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
     is_new_N = np.ones(len(order_N), bool)
     is_new_N[1:] = (digests_N2[order_N[1:]] != digests_N2[order_N[:-1]]).any(axis=1)
@@ -220,7 +220,7 @@ def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
 
 
 def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.ndarray]) -> list[Finding]:
-    """The same bytes twice: in train and val a problem, inside a split a remark."""
+    """Find the same bytes twice: in train and val a problem, inside a split a remark."""
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))

@@ -13,7 +13,7 @@ from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts, Sp
 
 
 def print_report(report: CheckReport, *, console: Console) -> None:
-    """The splits side by side, the findings, the verdict; without lines and colours where no terminal is."""
+    """Print the splits side by side, the findings, the verdict; without lines and colours where no terminal is."""
     title, *rows = table_rows(report)
     if console.is_terminal:
         table = Table(*title, title=report.root)
@@ -34,7 +34,7 @@ def print_report(report: CheckReport, *, console: Console) -> None:
 
 
 def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
-    """A title row, then a row per fact with a cell per split."""
+    """Return a title row, then a row per fact with a cell per split."""
     splits = report.splits.values()
     forms = list(dict.fromkeys(form for facts in splits for form in facts.forms))
     columns = [(split, *_cells(facts, forms)) for split, facts in report.splits.items()]
@@ -65,7 +65,7 @@ def _range(values: Spread) -> str:
 
 
 def finding_lines(report: CheckReport) -> Iterator[str]:
-    """A line per finding: where, what, how many, the first case."""
+    """Return a line per finding: where, what, how many, the first case."""
     for finding in (*report.problems, *report.remarks):
         word = "problem" if finding.is_problem else "remark"
         yield f"{word:7}  {finding.where}: {finding.kind} ({len(finding.cases):,}){_meaning(finding)}"
@@ -79,7 +79,7 @@ def _meaning(finding: Finding) -> str:
 
 
 def verdict(report: CheckReport) -> str:
-    """The last line."""
+    """Return the last line."""
     num_images = sum(facts.num_images for facts in report.splits.values())
     num_problems = sum(len(finding.cases) for finding in report.problems)
     what = "fit for training" if not num_problems else f"NOT fit for training: {num_problems:,} problem(s)"
@@ -89,7 +89,7 @@ def verdict(report: CheckReport) -> str:
 
 
 def write_json(report: CheckReport, path: Path) -> None:
-    """All cases of all findings. Raises: DataError if path cannot be written."""
+    """Write all cases of all findings. Raises: DataError if path cannot be written."""
     try:
         path.write_text(json.dumps(asdict(report), indent=1) + "\n")
     except OSError as error:

@@ -99,7 +99,7 @@ def _unpickle(member: Member) -> dict[str, Any]:
 def _column(
     batches: dict[str, dict[str, Any]], files: tuple[str, ...], keys: tuple[str, ...], *, kind: type, archive: Path
 ) -> Any:
-    """The value of the first key in the first file that there is, of this kind: both sets have their own names."""
+    """Return the value of the first key in the first file that there is: both sets have their own names."""
     for name in files:
         for key in keys:
             if isinstance(value := batches.get(name, {}).get(key), kind):
@@ -108,7 +108,7 @@ def _column(
 
 
 def _images(pixels_NP: np.ndarray, labels: list[Any], *, archive: Path) -> np.ndarray:
-    """Planes of red, green and blue, row by row -> N x height x width x 3."""
+    """Turn planes of red, green and blue, row by row -> N x height x width x 3."""
     shape = (len(labels), 3 * _SIDE * _SIDE)
     if pixels_NP.shape != shape or pixels_NP.dtype != np.uint8:
         raise DataError(f"{archive}: a batch does not hold {shape[0]} x {shape[1]} bytes; download it again")
@@ -116,7 +116,7 @@ def _images(pixels_NP: np.ndarray, labels: list[Any], *, archive: Path) -> np.nd
 
 
 def _class_name(classes: list[Any], label: Any, *, archive: Path) -> str:
-    """The label's class, which becomes the name of a folder."""
+    """Return the label's class, which becomes the name of a folder."""
     name = classes[label] if isinstance(label, int) and 0 <= label < len(classes) else None
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise DataError(f"{archive}: label {label!r} names no class; download it again")

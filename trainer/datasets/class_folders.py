@@ -92,7 +92,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _write_image(path: Path, data: bytes) -> None:
-    """Leave a file that an earlier run wrote; its length alone tells little, a machine may have crashed since."""
+    """Write a picture, unless its bytes are there; its length tells little, a machine may have crashed."""
     try:
         is_there = path.read_bytes() == data
     except OSError:  # whatever else is wrong, writing tells
@@ -124,7 +124,7 @@ def _write_error(path: Path, error: OSError) -> DataError:
 
 
 def unfinished_folder(root: Path, data_set: DataSet) -> Path:
-    """Where a data set grows, split by split; loaders do not look into it."""
+    """Return where a data set grows, split by split; loaders do not look into it."""
     return root / f".{data_set.name}.unfinished"
 
 
@@ -178,7 +178,7 @@ def go_on_or_start_anew(root: Path, data_set: DataSet, *, split: str, archives: 
 
 
 def _facts(archives: Sequence[Path]) -> dict[str, list[int]]:
-    """What tells an archive from the one that replaces it: length and time of change, by name."""
+    """Return what tells an archive from the one that replaces it: length and time of change, by name."""
     try:
         states = {path.name: path.stat() for path in archives}
     except OSError as error:  # hours after it was found: the other split was written since
@@ -188,7 +188,7 @@ def _facts(archives: Sequence[Path]) -> dict[str, list[int]]:
 
 
 def missing_splits(root: Path, data_set: DataSet) -> list[str]:
-    """The splits that are still to be written.
+    """Return the splits that are still to be written.
 
     Raises: DataError if one is there that is not complete or came from another data set.
     """
@@ -217,17 +217,17 @@ def finish_split(root: Path, data_set: DataSet, *, split: str) -> None:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Sorted names of the class folders in folder; none where there is no such folder."""
+    """Return the sorted names of the class folders in folder; none where there is no such folder."""
     return list_names(folder, want_folders=True)[0] if os.path.isdir(folder) else []
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is called as a picture: not a table, nor one of the hidden files that macOS adds."""
+    """Tell whether a file is called as a picture: not a table, nor one of the hidden files that macOS adds."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
-    """What is wrong with the number of classes or pictures; None where both are as published."""
+    """Return what is wrong with the number of classes or pictures; None where both are as published."""
     names = class_names(folder)
     found = sum(is_image(each) for name in names for each in list_names(folder / name, want_folders=False)[0])
     expected = data_set.num_images[split]
@@ -237,7 +237,7 @@ def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
 
 
 def _read_note(path: Path) -> dict[str, Any]:
-    """What an earlier run wrote there; empty if none did."""
+    """Return what an earlier run wrote there; empty if none did."""
     try:
         return dict(json.loads(path.read_bytes()))
     except FileNotFoundError:

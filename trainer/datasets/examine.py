@@ -75,7 +75,7 @@ class _Job:
 
 
 def kind_of_fault(data: bytes, error: Exception) -> str:
-    """What a file on which the decoder raised error seems to be."""
+    """Return what a file on which the decoder raised error seems to be."""
     if not data:
         return "empty file"
     for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (PNG_START[:4], PNG_END)):
@@ -89,7 +89,7 @@ def kind_of_fault(data: bytes, error: Exception) -> str:
 
 
 def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], str, int]:
-    """(height, width) of the stored picture, its form, its traits; with decode False from the headers alone.
+    """Find (height, width) of a stored picture, its form, its traits; with decode False from the headers alone.
 
     Raises: DataError naming path.
     """
@@ -166,7 +166,7 @@ def _digest(data: bytes) -> np.ndarray:
 
 
 def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int) -> Iterator[Part]:
-    """Parts of all splits, in order, each as soon as it is there; in this process if one is enough.
+    """Yield parts of all splits, in order, each as soon as it is there; in this process if one is enough.
 
     Raises: ConfigError for an impossible num_workers; DataError if a process dies.
     """

@@ -153,7 +153,7 @@ def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple
 
 
 def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two colours of random hue, 80 to 140 grey levels apart in luminance.
+    """Draw two colours of random hue, 80 to 140 grey levels apart in luminance.
 
     In one picture of five the object is the darker: without, its mean brightness would be a linear clue.
     """
@@ -166,14 +166,14 @@ def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shading(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A slow wave of light across the picture, at most 22 grey levels either way (height x width x 1)."""
+    """Draw a slow wave of light across the picture, at most 22 grey levels either way (height x width x 1)."""
     along_x, along_y = rng.uniform(-2.5, 2.5, 2)
     wave = np.sin(along_x * x + along_y * y + rng.uniform(0, 6.28)) * rng.uniform(5, 22)
     return wave.astype(np.float32)[:, :, None]
 
 
 def _stroke(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Signed distance to a short thick line: clutter that belongs to no class."""
+    """Return the signed distance to a short thick line: clutter that belongs to no class."""
     centre_x, centre_y = rng.uniform(-1.2, 1.2, 2)
     angle, half_length, half_width = rng.uniform(0, 3.15), rng.uniform(0.0, 0.25), rng.uniform(0.03, 0.07)
     u, v = _turn(x - centre_x, y - centre_y, angle)
@@ -181,7 +181,7 @@ def _stroke(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarra
 
 
 def _object_frame(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, float]:
-    """Coordinates in which the object is upright with radius 1, and that radius in half sides."""
+    """Return coordinates in which the object is upright with radius 1, and that radius in half sides."""
     scale, stretch = rng.uniform(0.6, 0.85), rng.uniform(1, 1.15)
     centre_x, centre_y = rng.uniform(-1, 1, 2) * (1 - scale) * 0.8
     u, v = _turn(x - centre_x, y - centre_y, rng.uniform(0, 6.28))
@@ -240,7 +240,7 @@ def _manifest(recipe: ShapesRecipe) -> dict[str, object]:
 
 
 def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
-    """True for exactly this data set, False for nothing at all; anything else in root is a DataError."""
+    """Return True for exactly this data set, False for nothing at all; anything else in root is a DataError."""
     try:
         found = json.loads((root / MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -281,7 +281,7 @@ def _write_all(
 
 
 def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: Chunk) -> int:
-    """Write the pictures of one chunk; returns how many."""
+    """Write the pictures of one chunk; return how many."""
     split, label, numbers = chunk
     for number in numbers:
         name, sides = CLASSES[label], recipe.side_pixels

@@ -28,13 +28,13 @@ class FolderImages:
         return len(self.labels_N)
 
     def name(self, position: int) -> str:
-        """The path of a picture."""
+        """Return the path of a picture."""
         start = self.ends_N[position - 1] if position else 0
         file_name = os.fsdecode(self.names[start : self.ends_N[position]])
         return f"{self.folder}/{self.classes[self.labels_N[position]]}/{file_name}"
 
     def read(self, position: int) -> bytes:
-        """Its bytes. Raises: OSError."""
+        """Return its bytes. Raises: OSError."""
         return Path(self.name(position)).read_bytes()
 
 
@@ -82,6 +82,6 @@ def list_packed(folder: Path) -> Listing:
 
 
 def open_listing(root: Path, split: str) -> Listing:
-    """The pictures of root/split, packed or in folders. Raises: DataError if there is no way to list them."""
+    """List the pictures of root/split, packed or in folders. Raises: DataError if there is no way to list them."""
     folder = root / split
     return list_packed(folder) if is_packed(folder) else list_folder(folder)

@@ -79,7 +79,7 @@ class PackSummary:
 
 
 def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:
-    """Positions of each shard, in order: as many pictures as fit into shard_bytes of tar, at least one."""
+    """Return the positions of each shard, in order: as many pictures as fit into shard_bytes of tar, at least one."""
     firsts, filled = [0], 0
     for position, size in enumerate(sizes_N):
         needed = BLOCK_BYTES + padded(size) + _LABEL_BYTES
@@ -163,7 +163,7 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
 
 
 def _survey(index: ImageIndex) -> list[tuple[int, int]]:
-    """Bytes of each picture, and when it was written (ns)."""
+    """Return the bytes of each picture, and when it was written (ns)."""
     chunks = [range(first, min(first + 1000, len(index))) for first in range(0, len(index), 1000)]
 
     def stats(chunk: range) -> list[tuple[int, int]]:
@@ -178,7 +178,7 @@ def _survey(index: ImageIndex) -> list[tuple[int, int]]:
 
 
 def _fingerprint(index: ImageIndex, stamps_N: Sequence[tuple[int, int]], positions: range) -> str:
-    """Of a shard's source: changes when a picture comes, goes, grows, is written anew or gets another label."""
+    """Return what changes when a shard's picture comes, goes, grows, is written anew or gets another label."""
     digest = hashlib.sha256(f"{positions.start}\n".encode())
     for position in positions:
         size, time_ns = stamps_N[position]
@@ -237,7 +237,7 @@ def _forget(folder: Path, *, was: object, sources: Sequence[str]) -> None:
 
 
 def _finished_shards(plan: SplitPlan) -> dict[int, Record]:
-    """By number, the shards of earlier calls that are whole: those of the index and those not in one yet."""
+    """Return, by number, the shards of earlier calls that are whole: those of the index and those not in one yet."""
     records = _indexed_shards(plan.folder)
     finished = {}
     for shard in plan.shards:
@@ -250,7 +250,7 @@ def _finished_shards(plan: SplitPlan) -> dict[int, Record]:
 
 
 def _read_record(path: Path) -> Record | None:
-    """None where there is none, or a broken one: the shard is packed again."""
+    """Read a record; None where there is none, or a broken one: the shard is packed again."""
     try:
         found = json.loads(path.read_text())
         return Record(Shard(**found["shard"]), np.array(found["rows"], np.int64).reshape(-1, 4).tolist())
@@ -294,7 +294,7 @@ def _write_index(plan: SplitPlan, records: list[Record], *, recipe: PackRecipe) 
 
 
 def _entries(plan: SplitPlan, records: list[Record]) -> np.ndarray:
-    """What index.npy holds."""
+    """Return what index.npy holds."""
     entries_N = np.zeros(len(plan.index), ENTRY)
     entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])
     entries_N["label"] = plan.index.labels_N

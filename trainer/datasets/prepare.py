@@ -181,7 +181,7 @@ def read_imagenet_v2(archive: Path, *, wnids: list[str]) -> Iterator[StoredImage
 
 
 def read_wnids(root: Path, *, num_classes: int) -> list[str]:
-    """The class names of an ImageNet folder, in the order of class indices. Raises: DataError if it has others."""
+    """Return the class names of an ImageNet folder, by class index. Raises: DataError if it has others."""
     for folder in (root / "train", root / "val"):
         names = class_names(folder)
         if len(names) == num_classes and all(WNID.fullmatch(name) for name in names):
@@ -192,7 +192,7 @@ def read_wnids(root: Path, *, num_classes: int) -> list[str]:
 
 
 def read_devkit(archive: Path, *, data_set: DataSet) -> ValLabels:
-    """The classes, and the class of each validation picture.
+    """Read the classes, and the class of each validation picture.
 
     The kit numbers the classes in an order of its own, which is not that of sorted wnids: only meta.mat tells.
     Raises: DataError if either file is missing or not as published.
@@ -213,7 +213,7 @@ def read_devkit(archive: Path, *, data_set: DataSet) -> ValLabels:
 
 
 def _class_ids(meta_mat: bytes, *, origin: str) -> dict[int, str]:
-    """The kit's number -> wnid, of the synsets without children: the others are groups of these."""
+    """Read the kit's number -> wnid, of the synsets without children: the others are groups of these."""
     fields = ("ILSVRC2012_ID", "WNID", "num_children")
     rows = read_struct_array(meta_mat, name="synsets", fields=fields, origin=origin)
     wnids = {row["ILSVRC2012_ID"]: row["WNID"] for row in rows if row["num_children"] == 0}
@@ -233,7 +233,7 @@ def _official_archives(folder: Path, archives: Sequence[Archive], *, with_md5: b
 
 
 def _writer(root: Path, data_set: DataSet, *, splits: list[str], num_threads: int, on_progress: Report) -> ImageWriter:
-    """A writer that reports the pictures of these splits together."""
+    """Return a writer that reports the pictures of these splits together."""
     num_done, total = 0, sum(data_set.num_images[split] for split in splits)
     what = f"writing {' and '.join(splits)}"
 
@@ -246,7 +246,7 @@ def _writer(root: Path, data_set: DataSet, *, splits: list[str], num_threads: in
 
 
 def _flat(archive: Path | Member) -> Iterator[Member]:
-    """The pictures of an archive that has no folders. Raises: DataError for anything else in it."""
+    """Yield the pictures of an archive without folders. Raises: DataError for anything else in it."""
     for member in read_members(archive):
         if len(member.path.parts) != 1 or not is_image(member.path.name):
             raise DataError(f"{member}: is no picture at the top of the archive; {_NOT_OFFICIAL}")

@@ -151,7 +151,7 @@ def _run(prepare: Prepare, arguments: argparse.Namespace) -> int:
 
 
 def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: float) -> str:
-    """What there is now, and how to train on it."""
+    """Say what there is now, and how to train on it."""
     counts = " and ".join(f"{number:,} in {split}" for split, number in data_set.num_images.items())
     how = f"written in {seconds:.1f} s ({', '.join(written)})" if written else "complete already"
     lines = [f"{root}: {data_set.num_classes:,} classes, pictures: {counts}; {how}"]

@@ -19,7 +19,7 @@ _works: list[Callable[[Any], Any]] = []
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:
-    """work of each task, in order, in num_workers processes (1: in this one).
+    """Yield work of each task, in order, in num_workers processes (1: in this one).
 
     Raises: ConfigError for an impossible num_workers, at the call; DataError if a process dies.
     """

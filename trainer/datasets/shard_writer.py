@@ -44,7 +44,7 @@ class PackRecipe:
                 raise ConfigError(f"{key}={getattr(self, key)} is not possible; give {hint}")
 
     def made(self) -> dict[str, int | None]:
-        """As index.json states it; the quality only where something can be shrunk."""
+        """Return it as index.json states it; the quality only where something can be shrunk."""
         return {**asdict(self), "quality": None if self.max_side is None else self.quality}
 
 
@@ -53,7 +53,7 @@ def shard_name(number: int) -> str:
 
 
 def record_name(number: int) -> str:
-    """Of the Record beside an unfinished split's shard."""
+    """Return the name of the Record beside an unfinished split's shard."""
     return f".shard-{number:06d}.json"
 
 
@@ -80,7 +80,7 @@ class Record:
 
 
 def tar_member(name: str, data: bytes) -> tuple[bytes, bytes]:
-    """Header, and data padded to whole blocks; no time, no owner, so that only name and data decide the bytes."""
+    """Return a header, and data padded to whole blocks; no time, no owner: name and data decide the bytes."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
@@ -92,7 +92,7 @@ def padded(num_bytes: int) -> int:
 
 
 def shrink(data: bytes, *, path: str, max_side: int | None, quality: int) -> bytes:
-    """data itself, or the picture as a JPEG with its shorter side at max_side; decodes it in either case.
+    """Return data itself, or the picture as a JPEG with its shorter side at max_side; decodes it in either case.
 
     Antialiased (Lanczos), aspect kept, in grey or RGB. EXIF goes, and with it the orientation: the loaders
     ignore it, so what is stored stays as it was. Raises: DataError naming path.
@@ -130,7 +130,7 @@ def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> Record:
 
 
 def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes, tuple[int, int, int] | None]]:
-    """(header, padded data, (length, height, width) of a picture or None) of all that the tar file holds."""
+    """Yield (header, padded data, (length, height, width) of a picture or None) of all that the tar file holds."""
     for position, (path, label) in enumerate(zip(plan.paths, plan.labels, strict=True), plan.first):
         data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality)
         # readers end the key at the first dot; the number makes it unique, whatever the folder held

@@ -16,14 +16,14 @@ Report = Callable[[str, int, int], None]
 
 @contextmanager
 def show_progress(title: str, *, unit: str = "pictures") -> Iterator[Advance]:
-    """One bar, or its lines, with units per second."""
+    """Show one bar, or its lines, with units per second."""
     with show_each(unit=unit) as report:
         yield partial(report, title)
 
 
 @contextmanager
 def show_each(*, unit: str = "") -> Iterator[Report]:
-    """A bar per kind of work, with units per second if they have a name; no terminal: a line at every tenth of it."""
+    """Show a bar per kind of work, with units per second if named; without a terminal, a line at every tenth."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), unit)
@@ -59,7 +59,7 @@ class _Count:
         self._first: tuple[int, float] | None = None
 
     def text(self, done: int, total: int) -> str:
-        """Share, or number and rate if there is a unit; without a rate at the first call."""
+        """Return the share, or number and rate if there is a unit; without a rate at the first call."""
         if not self._unit:
             return f"{done / max(total, 1):.0%}"
         now = time.monotonic()

@@ -153,7 +153,7 @@ def _plan_split(source: Path, target: Path) -> _Split:
 
 @contextmanager
 def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[None]:
-    """Of this node in target: a kernel frees the lock with the process that holds it, however that ends.
+    """Be the only process of this node in target; the kernel frees the lock however its process ends.
 
     The wait has no bound of its own: whoever holds the lock shows its progress, and fails where its source does.
     """
@@ -175,7 +175,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
 
 
 def _is_complete(split: _Split) -> bool:
-    """Staged since the machine started, from this source, and all files have the size that they should have."""
+    """Tell whether a split was staged from this source since the machine started, all sizes being right."""
     try:
         is_ours = (split.target / FACTS).read_bytes() == split.index
         if not is_ours or (split.target / NOTE).read_bytes() != _boot():
@@ -187,7 +187,7 @@ def _is_complete(split: _Split) -> bool:
 
 
 def _boot() -> bytes | None:
-    """Which start of the machine this is; None where the system does not tell.
+    """Tell which start of the machine this is; None where the system does not tell.
 
     Files are not synced, which would make a node wait for its disk: what a power cut takes is copied once more. But
     it may also leave a file with its full size and without its content, so sizes are only believed within one start.
@@ -235,7 +235,7 @@ def _require_room(target: Path, splits: Sequence[_Split]) -> None:
 
 
 def _fetch_all(split: _Split, *, num_workers: int, on_file: Callable[[Shard, bool], None]) -> None:
-    """on_file gets each file, and whether it was copied; at an error or a Ctrl-C, copies under way are dropped."""
+    """Fetch all files; on_file gets each, and if it was copied. An error or a Ctrl-C drops copies under way."""
     stop = threading.Event()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="bigbatch-stage") as threads:
         futures = {threads.submit(_fetch, split, file, stop=stop): file for file in split.files}
@@ -248,7 +248,7 @@ def _fetch_all(split: _Split, *, num_workers: int, on_file: Callable[[Shard, boo
 
 
 def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
-    """False for a file that an earlier call left and that is what it should be. Raises: DataError.
+    """Fetch a file; False for one that an earlier call left and that is what it should be. Raises: DataError.
 
     It is read again: from a local disk that costs little, next to the network, and trusts no record of a crash.
     """
@@ -265,7 +265,7 @@ def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
 
 
 def _copy(source: Path, target: Path, *, sha256: str, stop: threading.Event) -> None:
-    """Whole, with that SHA-256, or not at all. Raises: DataError; OSError from the target."""
+    """Copy a file whole, with that SHA-256, or not at all. Raises: DataError; OSError from the target."""
     digest = hashlib.sha256()
     with replacing(target, mark=UNFINISHED) as file:
         for chunk in _chunks(source):
@@ -287,7 +287,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _finish(split: _Split) -> None:
-    """With index.json the split is whole; the note spares the next call to read it."""
+    """Write index.json, with which the split is whole; the note spares the next call to read it."""
     for name, data in ((FACTS, split.index), (NOTE, _boot() or b"")):
         path = split.target / name
         try:

@@ -58,5 +58,5 @@ def _stage(arguments: argparse.Namespace) -> int:
 
 
 def _megabytes(num_bytes: int) -> int:
-    """Rounded up, so that a small data set has some, too."""
+    """Return megabytes rounded up, so that a small data set has some, too."""
     return -(-num_bytes // 10**6)

@@ -10,7 +10,7 @@ from bigbatch.trainer.datasets.stage_options import add_stage
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a subcommand of `bigbatch data`; the exit code."""
+    """Run a subcommand of `bigbatch data`; return the exit code."""
     arguments = _parser().parse_args(argv)
     return int(arguments.run(arguments))
 

@@ -29,7 +29,7 @@ class _Stated:
 
 
 def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None) -> int:
-    """Re-read all shards of all packed splits of root; how many pictures there are.
+    """Read all shards of all packed splits of root again; return how many pictures there are.
 
     on_progress gets (shards done, shards in all). Raises: DataError naming what is missing, cut, edited or
     wrong; ConfigError for an impossible setting.
@@ -45,7 +45,7 @@ def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int]
 
 
 def _stated_shards(folder: Path) -> list[_Stated]:
-    """Raises: DataError, as opening the split for training does."""
+    """Return the shards that index.json states. Raises: DataError, as opening the split for training does."""
     index, stated = read_packed(folder), []
     for number, shard in enumerate(index.facts.shards):
         positions_M = np.flatnonzero(index.entries_N["shard"] == number)
@@ -72,7 +72,7 @@ def _verify_shard(stated: _Stated) -> None:
 def _verify_image(
     tar: tarfile.TarFile, entry: np.void, *, position: int, members: tuple[tarfile.TarInfo, tarfile.TarInfo]
 ) -> None:
-    """Raises: DataError unless the entry of position is true of these members."""
+    """Check one picture. Raises: DataError unless the entry of position is true of these members."""
     image, _ = members
     name = f"{tar.name!s}: {image.name}"
     data, label = (tar.extractfile(member).read() for member in members)  # type: ignore[union-attr]
@@ -90,7 +90,7 @@ def _problem(found: str, stated: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Raises: OSError."""
+    """Return the SHA-256 of a file. Raises: OSError."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
