@@ -76,11 +76,14 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "doctor": "tests/unit/trainer/doctor/test_probe.py::test_a_whole_examination",
     "ablate": "tests/parallel/test_real_ablation.py::test_an_ablation_goes_on_with_what_is_missing",
     "sweep": "tests/parallel/test_real_sweep.py::test_a_point_out_of_memory_fails_alone",
-    "report": "tests/unit/launch/report/test_report.py::test_a_run_is_reported",
+    "report": "tests/unit/launch/report/test_report.py::test_report_of_a_run",
     "tune range": "tests/unit/trainer/tune/range/test_range.py::test_two_ranks_find_where_the_loss_explodes",
     "tune search": "tests/unit/trainer/tune/search/test_options.py::test_real_runs_and_a_kill_in_the_midst",
     "comm bench": "tests/parallel/test_comm_commands.py::test_every_algorithm_of_every_backend_is_right",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
+    "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
+    "config diff": "tests/unit/test_docs.py::test_bigbatch_commands",
+    "config list": "tests/unit/test_docs.py::test_bigbatch_commands",
     "data generate": ".ci/run::train",
     "data prepare": "tests/unit/trainer/datasets/test_prepare_options.py::test_the_command_prepares_every_data_set",
     "data check": "tests/unit/trainer/datasets/test_check.py::test_the_command_names_the_first_and_writes_all",
@@ -90,12 +93,12 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "launch mpirun": ".ci/run::train",
     "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
     "launch slurm": "tests/cluster/test_slurm.py::test_a_training_job_ends_with_the_bits_of_mpirun",
-    "launch k8s": "tests/unit/launch/launchers/test_slurm_queue.py::test_kubectl_gets_what_dry_run_prints",
+    "launch k8s": "tests/unit/launch/launchers/test_slurm_queue.py::test_kubernetes_kubectl_gets_what_dry_run_prints",
     "launch emulate": "tests/cluster/test_emulate.py::test_a_bigbatch_command_runs_on_every_rank",
     "launch preflight": ("tests/cluster/test_preflight.py::test_a_node_at_half_speed_is_named_and_equal_ones_are_not"),
-    "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_status_says_what_a_user_asks_first",
+    "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_status_says_what_a_user_asks_first",
     "launch cancel": (
-        "tests/unit/launch/launchers/test_slurm_queue.py::test_cancel_asks_a_running_job_to_save_and_stop"
+        "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_cancel_asks_a_running_job_to_save_and_stop"
     ),
 }
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
@@ -223,14 +226,25 @@ def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bigbatch )bigbatch ", line)]
 
 
+RECIPES = [text for page in PAGES for text in blocks(page, "yaml") if text.startswith("base:")]
+SWEEPS = [text for page in PAGES for text in blocks(page, "yaml") if text not in RECIPES]
+
+
 def test_every_fence_has_a_known_language() -> None:
     for page in PAGES:
         opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
         assert set(opening) <= {"console", "sh", "python", "yaml"}, page
 
 
+@pytest.mark.parametrize("text", RECIPES)
+def test_recipes_are_experiments(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    config = load_config(["--config", str(tmp_path / "mine.yaml")])
+    assert config.run.directory == "runs/mine"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("text", [text for page in PAGES for text in blocks(page, "yaml")])
+@pytest.mark.parametrize("text", SWEEPS)
 def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(text)
     assert make_points(read_sweep(tmp_path / "sweep.yaml"), folder=tmp_path)
@@ -248,7 +262,7 @@ def names_of(line: str) -> set[str]:
         parts = [words]
         if words[0] == "launch" and "--" in words and words[2] != "exec":
             parts.append(words[words.index("--") + 1 :])
-        return {" ".join(part[: 2 if part[0] in ("launch", "data", "comm", "tune") else 1]) for part in parts}
+        return {" ".join(part[: 2 if part[0] in ("launch", "data", "comm", "config", "tune") else 1]) for part in parts}
     return {line} & {*RUN_BY} or {name for name in BENCHMARKS_RUN_BY if line.startswith(name)}
 
 
@@ -300,6 +314,9 @@ def test_bigbatch_commands(
     """Launches are dry, trainings are parsed and checked for that number of ranks, measurements are parsed."""
     words = words_of(line)
     num_ranks = 1
+    if "mine.yaml" in words:
+        (tmp_path / "mine.yaml").write_text(RECIPES[0])
+        monkeypatch.chdir(tmp_path)
     if words[:2] == ["launch", "emulate"]:
         if "--nodes" in words:
             assert main([*words[:3], "--dry-run", *words[3:]]) == 0
