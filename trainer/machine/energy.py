@@ -11,7 +11,7 @@ class EnergyMeter(Protocol):
     """Counts the energy of this rank's device."""
 
     def take_joules(self) -> float:
-        """Since the last call, or since it was made; not a number where nobody tells."""
+        """Return the joules since the last call, or since it was made; not a number where nobody tells."""
         ...
 
 
@@ -19,7 +19,7 @@ class NoEnergyMeter:
     """For a device whose driver does not tell, and for a CPU."""
 
     def take_joules(self) -> float:
-        """Not a number."""
+        """Return that it is not a number."""
         return float("nan")
 
 
@@ -31,12 +31,12 @@ class GpuEnergy:
         self._last = self._read()
 
     def take_joules(self) -> float:
-        """Since the last call."""
+        """Return the joules since the last call."""
         before, self._last = self._last, self._read()
         return (self._last - before) / 1000
 
     def _read(self) -> float:
-        """In millijoules; a driver that stops to answer ends no training."""
+        """Read the counter in millijoules; a driver that stops to answer ends no training."""
         try:
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except self._nvml.NVMLError:
@@ -44,6 +44,6 @@ class GpuEnergy:
 
 
 def make_energy_meter(device: torch.device) -> EnergyMeter:
-    """Of a GPU where nvidia-ml-py is installed and the driver counts; else one that knows nothing."""
+    """Return the meter of a GPU where nvidia-ml-py is installed and the driver counts; else one that knows nothing."""
     found = find_gpu(device)
     return NoEnergyMeter() if found is None else GpuEnergy(*found)

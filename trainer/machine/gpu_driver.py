@@ -7,7 +7,7 @@ import torch
 
 
 def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
-    """NVML and its handle of a GPU; None where nvidia-ml-py is not installed, or does not know it."""
+    """Return NVML and its handle of a GPU; None where nvidia-ml-py is not installed, or does not know it."""
     if device.type != "cuda":
         return None
     try:
@@ -23,7 +23,7 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """CUDA's; None of a CPU."""
+    """Return CUDA's number for the GPU; None of a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
@@ -41,7 +41,7 @@ SLOWDOWNS = {0x40: "heat", 0x80: "its power supply's brake"}
 
 
 def read_clock(device: torch.device) -> Clock | None:
-    """None where nvidia-ml-py is not installed, or the driver does not tell."""
+    """Read the clock; None where nvidia-ml-py is not installed, or the driver does not tell."""
     found = find_gpu(device)
     if found is None:
         return None

@@ -12,7 +12,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def set_up_process(communicator: Communicator, *, cudnn_benchmark: bool) -> None:
-    """Once, before training: cuDNN's search, or none, on a GPU; cores and memory on a CPU. Collective."""
+    """Set up once, before training: cuDNN's search, or none, on a GPU; cores and memory on a CPU. Collective."""
     if communicator.device.type == "cuda":
         torch.backends.cudnn.benchmark = cudnn_benchmark
         return
@@ -21,14 +21,14 @@ def set_up_process(communicator: Communicator, *, cudnn_benchmark: bool) -> None
 
 
 def cores_per_rank(communicator: Communicator) -> int:
-    """Of the cores that this rank may use, its share. Collective."""
+    """Return this rank's share of the cores that it may use. Collective."""
     cores = usable_cores()
     mine = f"{communicator.env.host} {cores}"
     return max(1, len(cores) // communicator.gather_text(mine).count(mine))
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use: a launcher, Slurm or a container can leave it some of the host's only.
+    """Return the cores that this process may use: a launcher, Slurm or a container can leave it some only.
 
     Ranks that may use the same ones share them; ranks that were bound to different ones have them to themselves.
     """
@@ -50,13 +50,13 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """What glibc keeps after all. Does nothing with another C library."""
+    """Give back what glibc keeps after all. Does nothing with another C library."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done all that it was given; a CPU is never behind."""
+    """Wait until a device has done all that it was given; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,7 +22,7 @@ def choose_cores(
     local_rank: int,
     local_size: int,
 ) -> list[int]:
-    """Of the usable cores (those that a launcher, Slurm or a container left), the ones for this rank; sorted.
+    """Choose this rank's cores of the usable ones (that a launcher, Slurm or a container left); sorted.
 
     nodes: cores of each NUMA node. With a GPU, all cores of its node, which the ranks there share. Without one
     (None), the ranks of the host take the nodes in blocks: one each or, where there are more nodes than ranks, several.
@@ -44,25 +44,25 @@ def choose_cores(
 
 
 def parse_cores(text: str) -> list[int]:
-    """The kernel's list format: "0-3,8" is 0, 1, 2, 3, 8; a node without cores has an empty list."""
+    """Read the kernel's list format: "0-3,8" is 0, 1, 2, 3, 8; a node without cores has an empty list."""
     ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
     return [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
 
 
 def format_cores(cores: Sequence[int]) -> str:
-    """The inverse of parse_cores, for cores in order."""
+    """Undo parse_cores, for cores in order."""
     runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def read_nodes(sys_root: Path) -> dict[int, list[int]]:
-    """Cores of each NUMA node; empty where the system does not tell, as in some containers."""
+    """Read the cores of each NUMA node; empty where the system does not tell, as in some containers."""
     paths = sys_root.glob("devices/system/node/node[0-9]*/cpulist")
     return {int(path.parent.name.removeprefix("node")): parse_cores(path.read_text()) for path in paths}
 
 
 def pci_node(address: str, *, sys_root: Path) -> int | None:
-    """NUMA node of the device at a PCI address such as 0000:3b:00.0; None where the system does not know it."""
+    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None where it is unknown."""
     try:
         node = int((sys_root / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
@@ -71,7 +71,7 @@ def pci_node(address: str, *, sys_root: Path) -> int | None:
 
 
 def pci_address(device: "torch.device") -> str:
-    """Of a CUDA device, as the kernel writes it. Starts CUDA."""
+    """Return the address of a CUDA device, as the kernel writes it. Starts CUDA."""
     import torch
 
     facts: Any = torch.cuda.get_device_properties(device)  # its type does not name these

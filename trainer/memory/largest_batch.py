@@ -41,7 +41,7 @@ class Found:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU or of a CPU."""
+    """Tell whether an error is a lack of memory, of a GPU or of a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)
@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
-    """Microbatches up to most that divide the config's ghost batches, or consist of them. Rising."""
+    """Return the microbatches up to most that divide the config's ghost batches, or consist of them. Rising."""
     parts = [size for size in range(1, min(batch.bn_span - 1, most) + 1) if batch.bn_span % size == 0]
     return [*parts, *range(batch.bn_span, most + 1, batch.bn_span)]
 
@@ -57,7 +57,7 @@ def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
 def largest_fitting(
     sizes: Sequence[int], fits: Callable[[int], bool], *, is_last_near: bool, seconds: float = float("inf")
 ) -> Found:
-    """Of rising sizes, by bisection; where one fits, all smaller ones are taken to fit.
+    """Find the largest of rising sizes that fits, by bisection; where one fits, all smaller ones are taken to fit.
 
     is_last_near: the last one is not far too large, so begin in the middle; else sizes double from the first until one
     does not fit. No try begins after so many seconds.
@@ -79,7 +79,7 @@ def largest_fitting(
 
 
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
-    """Whether training steps of generated pictures fit, on this rank alone; what they took is free again after.
+    """Tell whether training steps of generated pictures fit, on this rank alone; what they took is free again after.
 
     A sharded update is tried with all shares on this rank.
     """
@@ -104,7 +104,7 @@ def run_steps(
     num_untimed: int = 1,
     num_timed: int = 1,
 ) -> float:
-    """Train on generated pictures, on this rank alone; seconds of a step, in the mean over the timed ones at the end.
+    """Train on generated pictures, on this rank alone; return the mean seconds of the timed steps at the end.
 
     A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's state is there from the
     second step on, beside all else. Raises: RuntimeError; MemoryError.
@@ -132,7 +132,7 @@ def run_steps(
 
 
 def free_memory(device: torch.device) -> None:
-    """Of what nobody refers to any more."""
+    """Free the memory of what nobody refers to any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -141,7 +141,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
-    """The config for one rank with such microbatches, and an average that takes its memory at once."""
+    """Return the config for one rank with such microbatches, and an average that takes its memory at once."""
     config = build.without_choices(config, world_size=1)
     is_mixable = min(config.batch.bn_span, size) > 1
     return replace(
@@ -163,7 +163,7 @@ def _no_others(device: torch.device) -> Communicator:
 
 
 def _generated(config: Config, device: torch.device) -> Batch:
-    """A microbatch of the largest pictures that the config trains on."""
+    """Return a microbatch of the largest pictures that the config trains on."""
     size = max([config.data.image_size, *(each for _, each in config.data.train_sizes or ())])
     count = config.batch.microbatch_size
     images_BHWC = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)

@@ -18,7 +18,7 @@ FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free
 
 
 def explain(config: Config, reason: str, *, world_size: int, device: torch.device) -> str:
-    """The one line, after a search on this rank alone. reason: torch's message. The run's tensors must be gone.
+    """Return the one line, after a search on this rank alone. reason: torch's. The run's tensors must be gone.
 
     The other ranks wait meanwhile, so no try begins after half the time that they would wait for.
     """
@@ -40,7 +40,7 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
 
 
 def _amounts(reason: str) -> str:
-    """As far as torch tells."""
+    """Return the amounts, as far as torch tells."""
     wanted, free = WANTED.search(reason), FREE.search(reason)
     if wanted is None:
         return ""
@@ -64,7 +64,7 @@ def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> 
 
 
 def propose(config: Config, fitting: int, *, world_size: int) -> str:
-    """Options that keep the global batch with a microbatch of at most fitting, and what they change."""
+    """Return options that keep the global batch with a microbatch of at most fitting, and what they change."""
     batch = config.batch
     for size in reversed(sizes_within(batch, most=fitting)):
         if steps := _accumulation_steps(config, size, bn_span=batch.bn_span, world_size=world_size):
@@ -88,7 +88,7 @@ def _option(words: str, steps: int, config: Config) -> str:
 
 
 def _accumulation_steps(config: Config, size: int, *, bn_span: int, world_size: int) -> int | None:
-    """None where that microbatch is not legal."""
+    """Return the accumulation steps; None where that microbatch is not legal."""
     try:
         batch = replace(config.batch, microbatch_size=size, bn_span=bn_span)
         return accumulation_steps(replace(config, batch=batch).batch, world_size=world_size)

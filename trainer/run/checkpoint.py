@@ -65,7 +65,7 @@ def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: 
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state, after its size and hash were compared with the manifest.
+    """Return the state, after its size and hash were compared with the manifest.
 
     Raises: CheckpointError naming the path and the newest intact checkpoint beside it.
     """
@@ -85,13 +85,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises: OSError; ValueError."""
+    """Return what a checkpoint says of itself. Raises: OSError; ValueError."""
     return dict(json.loads((path / MANIFEST_FILE).read_text()))
 
 
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Around code that puts a loaded state into a model or optimizer. Raises: CheckpointError where it does not fit."""
+    """Guard code that puts a loaded state into a model or optimizer. Raises: CheckpointError where it does not fit."""
     try:
         yield
     except CheckpointError:
@@ -102,7 +102,7 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """All finished checkpoints, oldest first. Folders without a readable manifest are listed with step only."""
+    """List all finished checkpoints, oldest first. Folders without a readable manifest are listed with step only."""
     found = []
     for path in (p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()):
         try:
@@ -114,7 +114,7 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def set_aside_after(directory: Path, *, step: int) -> list[Path]:
-    """Rename the checkpoints after a step, which a run that starts there will not go through; their new paths."""
+    """Rename the checkpoints after a step, which a run from there will not go through; return their new paths."""
     aside = []
     for checkpoint in list_checkpoints(directory):
         if checkpoint.step > step:
@@ -124,7 +124,7 @@ def set_aside_after(directory: Path, *, step: int) -> list[Path]:
 
 
 def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The one with the highest top-1, the newest among equals; None if none was evaluated."""
+    """Return the one with the highest top-1, the newest among equals; None if none was evaluated."""
     evaluated = [c for c in checkpoints if c.top1 is not None]
     return max(evaluated, key=lambda c: (c.top1, c.step), default=None)
 
@@ -167,7 +167,7 @@ def _drop_old(directory: Path, *, keep: int) -> None:
 
 
 def _other(path: Path) -> str:
-    """Advice: the newest other checkpoint whose size fits its manifest."""
+    """Advise to take the newest other checkpoint whose size fits its manifest."""
     for other in reversed(list_checkpoints(path.parent)):
         if other.path == path:
             continue

@@ -16,7 +16,7 @@ class Spent:
 
 
 def spent_by(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Spent]]:
-    """Each record of a metrics file, and what the run had cost by then."""
+    """Yield each record of a metrics file, and what the run had cost by then."""
     hours = rank_hours = 0.0
     joules: float | None = 0.0
     before: float | None = None
@@ -35,5 +35,5 @@ def spent_by(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
 
 
 def spent_in_all(records: Sequence[dict[str, Any]]) -> Spent:
-    """By the last record."""
+    """Return what the run had cost by the last record."""
     return next(reversed([spent for _, spent in spent_by(records)]), Spent())

@@ -68,7 +68,7 @@ class RunDir:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around code that writes path. Raises: RunFolderError where the system refuses, as on a full disk."""
+    """Guard code that writes path. Raises: RunFolderError where the system refuses, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a metrics file; a last line cut short by a crash is left out."""
+    """Yield the whole records of a metrics file; a last line cut short by a crash is left out."""
     if not path.exists():
         return
     for line in path.read_text().splitlines():
@@ -90,7 +90,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
-    """The config of a run folder, with overrides. Raises: RunFolderError where it is none; as load_config."""
+    """Load the config of a run folder, with overrides. Raises: RunFolderError where it is none; as load_config."""
     if not rundir.config.is_file():
         raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
     return load_config(["--config", str(rundir.config), *overrides], prog=prog)

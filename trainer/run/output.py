@@ -38,7 +38,7 @@ class RunOutput:
         self._log: MetricsLog | None = None
 
     def open_folder(self, parts: Parts, start: Start) -> None:
-        """All that is written before the first step. Raises: CheckpointError; RunFolderError."""
+        """Write all that is written before the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
         optimizer = config.optimizer
         has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
@@ -57,21 +57,21 @@ class RunOutput:
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Say a line of its own."""
         self._reporter.say(text)
 
     def log(self, kind: str, record: dict[str, Any]) -> None:
-        """As MetricsLog.write."""
+        """Log a record, as MetricsLog.write does."""
         if self._log:
             self._log.write(kind, record)
 
     def report(self, record: dict[str, Any]) -> None:
-        """Of the training loop."""
+        """Take a report of the training loop."""
         self._reporter.advance(record)
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Of an evaluation."""
+        """Take the result of an evaluation."""
         self._reporter.evaluated(record)
         self.log("eval", record)
 
@@ -84,7 +84,7 @@ class RunOutput:
         skipped: Mapping[str, str],
         seconds: float,
     ) -> None:
-        """Plot, and summary or the way to go on; arguments as for make_summary."""
+        """Write the plot, and the summary or the way to go on; arguments as for make_summary."""
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
         records = list(read_records(rundir.metrics))
@@ -118,7 +118,7 @@ class RunOutput:
         self.say(f"plot: {rundir.plot}")
 
     def leave_terminal(self) -> None:
-        """Before what ends a run may take its time, or fail."""
+        """Give the terminal back before what ends a run may take its time, or fail."""
         self._reporter.close()
 
     def close(self) -> None:

@@ -12,19 +12,19 @@ class Reporter(Protocol):
     """Receives what is worth showing."""
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Say a line of its own."""
         ...
 
     def advance(self, record: dict[str, Any]) -> None:
-        """A report of the training loop."""
+        """Show a report of the training loop."""
         ...
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """An evaluation."""
+        """Show an evaluation."""
         ...
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The end of a run."""
+        """Show the end of a run."""
         ...
 
     def close(self) -> None:
@@ -36,19 +36,19 @@ class Silent:
     """For the other ranks."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Show nothing."""
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Nothing."""
+        """Show nothing."""
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Nothing."""
+        """Show nothing."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Nothing."""
+        """Show nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Show nothing."""
 
 
 class Lines:
@@ -59,20 +59,20 @@ class Lines:
         print(text, flush=True)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Step, loss, rates and shares."""
+        """Print step, loss, rates and shares."""
         self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}")
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Accuracy."""
+        """Print the accuracy."""
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """All values of the summary, a line each, and a line for each entry of a list."""
+        """Print all values of the summary, a line each, and a line for each entry of a list."""
         for name, text in rows(summary):
             self.say(f"{name:32} {text}")
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give nothing back."""
 
 
 class Bar:
@@ -92,7 +92,7 @@ class Bar:
         self._progress.start()
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(text, highlight=False, markup=False)
 
     def advance(self, record: dict[str, Any]) -> None:
@@ -100,11 +100,11 @@ class Bar:
         self._progress.update(self._task, completed=record["step"], description=describe_briefly(record))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The summary as a table."""
+        """Print the summary as a table."""
         self.close()
         table = Table("result", "value", title="Summary")
         for name, text in rows(summary):
@@ -129,13 +129,13 @@ UNITS = {
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and shown values of a summary; a list has a row for each of its entries."""
+    """Return the names and shown values of a summary; a list has a row for each of its entries."""
     values = ((name, value if isinstance(value, list) else [value]) for name, value in summary.items())
     return [(name, show(name, entry)) for name, entries in values for entry in entries]
 
 
 def show(name: str, value: Any) -> str:
-    """A value of the summary with its unit; shares in percent; None where there was nothing to measure."""
+    """Show a value of the summary with its unit; shares in percent; None where there was nothing to measure."""
     if value is None:
         return "not measured"
     if "top" in name or name.endswith("_fraction"):
@@ -145,7 +145,7 @@ def show(name: str, value: Any) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One report of the training loop, short."""
+    """Describe one report of the training loop, short."""
     return (
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
@@ -155,7 +155,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def describe_briefly(record: dict[str, Any]) -> str:
-    """One report in 50 columns, so that a bar fits beside it in 80."""
+    """Describe one report in 50 columns, so that a bar fits beside it in 80."""
     return (
         f"loss {record['loss']:.3f}  {record['images_per_second']:,.0f} images/s  "
         f"wait {100 * record['input_wait_fraction']:.1f}%  "
@@ -164,18 +164,18 @@ def describe_briefly(record: dict[str, Any]) -> str:
 
 
 def describe_exposed(record: dict[str, Any]) -> str:
-    """Share of the step; a replayed CUDA graph does not tell."""
+    """Describe the share of the step; a replayed CUDA graph does not tell."""
     share = record["exposed_communication_fraction"]
     return "unknown" if share is None else f"{100 * share:.1f}%"
 
 
 def describe_overflow(record: dict[str, Any]) -> str:
-    """Updates that fp16 overflow made a run skip so far; nothing where there was none."""
+    """Describe how many updates fp16 overflow made a run skip so far; nothing where there was none."""
     return f"  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else ""
 
 
 def describe_evaluation(record: dict[str, Any]) -> str:
-    """One evaluation, short."""
+    """Describe one evaluation, short."""
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  top-5 {100 * record['top5']:.2f}%  "
         f"loss {record['loss']:.3f}  ({record['count']} pictures in {record['seconds']:.1f} s)"
@@ -183,7 +183,7 @@ def describe_evaluation(record: dict[str, Any]) -> str:
 
 
 def make_reporter(*, is_first_rank: bool, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
-    """A bar on a terminal, plain lines elsewhere, nothing on the other ranks."""
+    """Return a bar on a terminal, plain lines elsewhere, nothing on the other ranks."""
     if not is_first_rank:
         return Silent()
     if terminal_columns is None:

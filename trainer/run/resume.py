@@ -53,7 +53,7 @@ ANEW = Start(
 
 
 def find_start(config: Config, rundir: RunDir, *, samples: str | None) -> tuple[Start, dict[str, Any]]:
-    """Where to start from, and the state to restore, which is empty for a run that starts anew.
+    """Find where to start from, and the state to restore, which is empty for a run that starts anew.
 
     samples: digest of the training pictures. Raises: CheckpointError, also where the checkpoint is of another run.
     """
@@ -93,7 +93,7 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
 
 
 def resume_path(config: Config, rundir: RunDir) -> Path | None:
-    """Which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
+    """Tell which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
     resume = config.run.resume
     if resume not in ("auto", "never"):
         return Path(resume)
@@ -107,28 +107,28 @@ def resume_path(config: Config, rundir: RunDir) -> Path | None:
 
 
 def lacks_evaluation(path: Path, *, run: RunDir) -> bool:
-    """The checkpoint is one of this run, and has no accuracy."""
+    """Tell whether the checkpoint is one of this run, and has no accuracy."""
     found = {checkpoint.path.resolve(): checkpoint for checkpoint in list_checkpoints(run.checkpoints)}
     return path.resolve() in found and found[path.resolve()].top1 is None
 
 
 def is_of(path: Path, *, run: RunDir) -> bool:
-    """The checkpoint lies in the folder of this run."""
+    """Tell whether the checkpoint lies in the folder of this run."""
     return path.resolve().parent == run.checkpoints.resolve()
 
 
 def evaluations_before(state: dict[str, Any], samples: str | None) -> dict[int, dict[str, Any]]:
-    """What the evaluations of a checkpoint's run found, by step, oldest first; of other data, they say nothing."""
+    """Return what a checkpoint's run found in evaluations, by step, oldest first; nothing of other data."""
     return {record["step"]: record for record in state.get("evaluations", []) if is_of_images(state, samples)}
 
 
 def skipped_before(state: dict[str, Any], samples: str | None) -> dict[str, str]:
-    """Bad pictures that a checkpoint's run had met; of other pictures than samples tells of, they say nothing."""
+    """Return the bad pictures that a checkpoint's run had met; nothing of other pictures than samples tells of."""
     return dict(state.get("skipped", {})) if is_of_images(state, samples) else {}
 
 
 def is_of_images(state: dict[str, Any], samples: str | None) -> bool:
-    """The checkpoint's run saw the pictures of that digest, as far as it tells: older ones do not."""
+    """Tell whether the checkpoint's run saw the pictures of that digest; older ones do not tell."""
     return bool(state.get("samples", samples) == samples)
 
 
@@ -163,7 +163,7 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
 
 
 def changes(old: str, new: str) -> dict[str, str]:
-    """What the new config states otherwise than the old one, leaving out where and how it is resumed.
+    """Return what the new config states otherwise than the old one, leaving out where and how it is resumed.
 
     A key that the old one, of an earlier version, does not state had its default.
     """

@@ -13,7 +13,7 @@ def reason_to_end(
     metric: str | None,
     after_evaluations: int | None,
 ) -> str | None:
-    """Why a run with these evaluations, oldest first, is at its end; None where it is to go on.
+    """Tell why a run with these evaluations, oldest first, is at its end; None where it is to go on.
 
     A metric must be better than the best so far; a mere repetition of it counts as none.
     """

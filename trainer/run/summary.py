@@ -23,7 +23,7 @@ from bigbatch.trainer.step.totals import Totals
 def introduction(
     config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
 ) -> list[str]:
-    """Lines to say before the first step. placement: where the process is bound and the pictures are staged."""
+    """Return what to say before the first step. placement: where the process is bound and the pictures are staged."""
     batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
     spread = f" over {plan.ranks_per_ghost} ranks" if plan.ranks_per_ghost > 1 else ""
     notice = precision_notice(precision, capability=compute_capability(communicator.device))
@@ -45,7 +45,7 @@ def introduction(
 
 
 def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:
-    """What the config does not tell of a job."""
+    """Describe what the config does not tell of a job."""
     return {
         "world_size": communicator.world_size,
         "device": device_name(communicator.device),
@@ -57,7 +57,7 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
 
 
 def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
-    """The line that says whose updates these are, where they are not those of the ranks of the job."""
+    """Return the line that says whose updates these are, where they are not those of the job's ranks."""
     if virtual_ranks is None:
         return []
     return [
@@ -67,7 +67,7 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
 
 
 def graph_notes(parts: Parts) -> list[str]:
-    """What the log says of steps that are replayed."""
+    """Return what the log says of steps that are replayed."""
     if parts.execution.measures_waits:
         return []
     return ["steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"]
@@ -92,7 +92,7 @@ def make_summary(
     seconds: float,
     spent: Spent,
 ) -> dict[str, Any]:
-    """What summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
+    """Return what summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
 
     skipped: bad pictures of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
     """
@@ -125,7 +125,7 @@ def make_summary(
 
 
 def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: int) -> dict[str, Any]:
-    """Rates over all ranks, and shares of step time; None where there was nothing to measure."""
+    """Return rates over all ranks, and shares of step time; None where there was nothing to measure."""
 
     def per_second(amount: float, *, without: float = 0.0) -> float | None:
         return amount / (totals.step_seconds - without) if totals.steps else None
@@ -146,7 +146,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
 def make_hints(
     totals: Totals, config: Config, *, measured: MeasuredInput | None, host_of: Callable[[int], str]
 ) -> list[str]:
-    """What would make a run faster that pictures or slow ranks slow down; nothing where no step was done."""
+    """Return what would make a run faster that pictures or slow ranks slow down; nothing where no step was done."""
     if not totals.steps:
         return []
     found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
@@ -160,7 +160,7 @@ def make_hints(
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU with the threads that a rank uses."""
+    """Return the GPU's name, or the CPU with the threads that a rank uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads a rank)"

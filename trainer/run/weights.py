@@ -39,7 +39,7 @@ def load_weights_(model: nn.Module, path: Path, *, config: Config) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """Of all weights and buffers: ranks compare what they read."""
+    """Return the digest of all weights and buffers: ranks compare what they read."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
         found.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -69,7 +69,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _refused(message: str) -> str:
-    """Of torch.load's page on what it will not unpickle, the line that matters."""
+    """Find, on torch.load's page about what it will not unpickle, the line that matters."""
     if code := re.search(r"GLOBAL (\S+)", message):
         return (
             f"it holds code ({code[1]}), which is not executed, beside or instead of weights: save those alone, with "
