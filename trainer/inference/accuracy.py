@@ -33,7 +33,7 @@ def evaluate(
     flip: bool = False,
     skipped: Callable[[dict[int, str]], None] = lambda images: None,
 ) -> dict[str, Any]:
-    """top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
+    """Measure top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
 
     forward: makes what surrounds the model's forward, as Precision.forward does.
     flip: the mean of the logits for the picture and for its mirror image. skipped is told the positions of bad
@@ -71,7 +71,7 @@ def evaluate(
 
 
 def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
-    """The batches, while all ranks tell each other every now and then, and at the end, that theirs came.
+    """Yield the batches, while all ranks tell each other every now and then, and at the end, that theirs came.
 
     A rank whose input fails comes to the next exchange at once: each is the end for all, or for none. Without a sync
     with the device. Collective. Raises: DataError where the input of any rank failed.
@@ -92,13 +92,13 @@ def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[B
 
 
 def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
-    """Logits in fp32; with flip, their mean over the picture and its mirror image."""
+    """Compute logits in fp32; with flip, their mean over the picture and its mirror image."""
     logits_BK = model(images_BCHW).float()
     return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
 
 
 def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Sums over the valid samples of a batch: top-1 correct, top-5 correct, loss, samples (float64)."""
+    """Return the sums over the valid samples of a batch: top-1 correct, top-5 correct, loss, samples (float64)."""
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
     hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
     loss_B = F.cross_entropy(logits_BK, labels_B, reduction="none") * valid_B

@@ -15,7 +15,7 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config
 
 
 def trained_parser(prog: str, *, description: str, takes_images: bool = False) -> ArgumentParser:
-    """A command line that names trained weights; takes_images: and then pictures, which read_trained returns."""
+    """Make a command line that names trained weights, and with takes_images pictures, too, for read_trained."""
     images = " PICTURE ..." if takes_images else ""
     parser = ArgumentParser(
         prog=prog,
@@ -34,7 +34,7 @@ def trained_parser(prog: str, *, description: str, takes_images: bool = False) -
 
 
 def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Config, Path]:
-    """The parsed command line, the config and where the weights are.
+    """Return the parsed command line, the config and where the weights are.
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for a command line that makes no sense.
     """
@@ -56,7 +56,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
 
 
 def class_names(config: Config) -> tuple[str, ...] | None:
-    """Those of the training folders in data.root, in the order of the logits; None where it is not there.
+    """Return the names of the training folders in data.root, in the order of the logits; None where it is not there.
 
     Raises: ConfigError for data of other classes; DataError.
     """
@@ -71,7 +71,7 @@ def class_names(config: Config) -> tuple[str, ...] | None:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """--section.key VALUE as one word: argparse, which does not know the key, would take VALUE for the run folder."""
+    """Join --section.key VALUE to one word: argparse, not knowing the key, would take VALUE for the run folder."""
     joined: list[str] = []
     for word in argv:
         last = joined[-1] if joined else ""
@@ -83,7 +83,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
-    """Put the pictures among words where they belong; the other words.
+    """Put the pictures among words where they belong; return the other words.
 
     argparse has no positional for them: of two it would give the second what stands before the first option.
     """
@@ -95,7 +95,7 @@ def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
 
 
 def _batch_alone(overrides: Sequence[str]) -> list[str]:
-    """With a given microbatch, the rest of the batch: it must not be refused for what only training asks of it."""
+    """Set the batch to go with a given microbatch: it must not be refused for what only training asks of it."""
     given = [word.partition("=")[2] for word in overrides if word.startswith("--batch.microbatch_size=")]
     if not given:
         return []
@@ -109,7 +109,7 @@ def _batch_alone(overrides: Sequence[str]) -> list[str]:
 
 
 def _precision_alone(overrides: Sequence[str]) -> list[str]:
-    """With a given precision, the loss scale that goes with it: only training has a loss."""
+    """Set the loss scale that goes with a given precision: only training has a loss."""
     given = [word.partition("=")[2] for word in overrides if word.startswith("--optimizer.precision=")]
     if not given:
         return []

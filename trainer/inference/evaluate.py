@@ -25,7 +25,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate the weights that argv names; the exit code. Collective over the job's ranks."""
+    """Evaluate the weights that argv names; return the exit code. Collective over the job's ranks."""
     arguments, config, path = read_trained(_parser(), argv)
     env = read_process_env()
     config = build.without_choices(config, world_size=env.world_size)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 def _evaluate(
     model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split
 ) -> tuple[dict[str, Any], list[str]]:
-    """The record, and why pictures were skipped. Collective. Raises: DataError."""
+    """Return the record, and why pictures were skipped. Collective. Raises: DataError."""
     skipped: dict[int, str] = {}
     record = evaluate(
         model,
@@ -85,7 +85,7 @@ def _evaluate(
 
 
 def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:
-    """Images per second of the model alone on all ranks, as many times that of the slowest; compiles it before.
+    """Measure images per second of the model alone: the slowest rank's times the ranks; compiles it before.
 
     Collective. Raises: ComputeError.
     """
@@ -102,7 +102,7 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
 
 
 def _describe_speed(record: dict[str, Any]) -> str:
-    """One line: with pictures from the storage, without, and what was done for it."""
+    """Describe in one line: with pictures from the storage, without, and what was done for it."""
     done = [record["precision"]]
     if record["num_folded"]:
         done.append(f"{record['num_folded']} of {record['num_norms']} norms folded")

@@ -28,7 +28,7 @@ STREAM_WRITER = "inline_container.cc"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the file that argv describes, compare it with our model, tell of it in JSON beside it; the exit code."""
+    """Write the file that argv describes, compare it with our model, tell of it in JSON; return the exit code."""
     arguments, config, weights = read_trained(_parser(), argv)
     out: Path = arguments.out
     chosen = require_format(arguments.format, config, out, fold=arguments.fold)
@@ -72,7 +72,7 @@ def _parser() -> ArgumentParser:
 
 
 def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> float | None:
-    """Largest difference of the logits on random pictures; None without the library that would read the file.
+    """Return the largest difference of logits on random pictures; None without the library that reads the file.
 
     Raises: ExportError where it is more than rounding.
     """
@@ -93,13 +93,13 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
 
 
 def _images(count: int, config: Config) -> Tensor:
-    """Of normal noise, as if normalised."""
+    """Draw normal noise, as if normalised."""
     size = config.data.image_size
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
 
 
 def _describe(config: Config) -> dict[str, Any]:
-    """What serving needs to know besides the file. Raises: ConfigError for data of other classes; DataError."""
+    """Say what serving needs besides the file. Raises: ConfigError for data of other classes; DataError."""
     data = config.data
     return {
         "model": config.model.name,

@@ -28,7 +28,7 @@ def for_inference(
     fold: bool = False,
     channels_last: bool = True,
 ) -> nn.Module:
-    """A copy of a model in evaluation mode, on the device: its weights, but for norms that were not folded, in dtype.
+    """Copy a model in evaluation mode to the device: its weights, but for norms that were not folded, in dtype.
 
     It takes pictures in dtype. Folding goes before rounding, in fp32.
     """
@@ -40,7 +40,7 @@ def for_inference(
 
 
 def fold_norms(model: nn.Module) -> nn.Module:
-    """A copy of a model in evaluation mode, in which each batch norm directly behind a convolution is part of it.
+    """Copy a model in evaluation mode, so that each batch norm directly behind a convolution is part of it.
 
     The convolution gets a bias, the norm is nn.Identity; other norms stay, such as one behind a max-pool, which would
     commute only with positive scales. The same function, but for rounding.
@@ -54,7 +54,7 @@ def fold_norms(model: nn.Module) -> nn.Module:
 
 
 def num_norms(model: nn.Module) -> int:
-    """Batch norms that the model computes."""
+    """Count the batch norms that the model computes."""
     return sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
@@ -66,7 +66,7 @@ class _Tracer(fx.Tracer):
 
 
 def _foldable(model: nn.Module) -> list[tuple[str, str]]:
-    """Names of (convolution, norm) where the norm alone reads what the convolution gives, and each works once."""
+    """Find pairs of (convolution, norm) by name, where the norm alone reads the convolution, and each works once."""
     nodes = [node for node in _Tracer().trace(model).nodes if node.op == "call_module"]
     num_calls = Counter(str(node.target) for node in nodes)
     pairs = []
@@ -97,7 +97,7 @@ def compile_(model: nn.Module, images_BCHW: Tensor) -> None:
 
 @torch.no_grad()
 def forward_rate(forward: Callable[[], object], *, num_images: int, device: torch.device) -> float:
-    """Images per second of forward, which takes num_images, repeated after a warm-up. Waits for the device."""
+    """Measure images per second of forward, which takes num_images, repeated after a warm-up. Waits for the device."""
     for _ in range(WARMUP_BATCHES):
         forward()
     count = round(MEASURED_SECONDS / _seconds(forward, 1, device=device))

@@ -31,7 +31,7 @@ class Format:
 
 
 def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Format:
-    """The format of that name. Raises: ExportError where model, fold or the file's name does not go with it."""
+    """Return the format of that name. Raises: ExportError where model, fold or the file's name does not go with it."""
     chosen = FORMATS[name]
     if out.is_dir():
         file = out / f"{config.model.name}{chosen.suffix or '.pth'}"

@@ -38,7 +38,7 @@ class Classifier:
     """A trained model and the way of a picture into it, which is that of the validation pictures."""
 
     def __init__(self, config: Config, weights: Path) -> None:
-        """Raises: ConfigError; CheckpointError; DataError for class folders that cannot be listed."""
+        """Load all. Raises: ConfigError; CheckpointError; DataError for class folders that cannot be listed."""
         if config.data.loader == "synthetic":
             raise ConfigError("data.loader=synthetic reads no pictures: give the keys of data as for real ones")
         env = read_process_env()
@@ -60,7 +60,7 @@ class Classifier:
         )
 
     def __call__(self, images: Sequence[Path | str], *, top: int = 5) -> Iterator[Prediction]:
-        """The top classes of each picture, in order. Raises: DataError naming a picture that cannot be read."""
+        """Return the top classes of each picture, in order. Raises: DataError naming a picture that cannot be read."""
         paths = [Path(image) for image in images]
         for path in paths:
             if not path.is_file():
@@ -87,7 +87,7 @@ class Classifier:
 
 
 def load_classifier(*argv: str) -> Classifier:
-    """From what the command line takes: a run folder, then keys of its config to override.
+    """Load a classifier from what the command line takes: a run folder, then keys of its config to override.
 
     Such as load_classifier("runs/quickstart", "--optimizer.precision=bf16"). Raises: as read_trained and Classifier.
     """
@@ -96,7 +96,7 @@ def load_classifier(*argv: str) -> Classifier:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the classes of the pictures that argv names; the exit code."""
+    """Print the classes of the pictures that argv names; return the exit code."""
     parser = _parser()
     arguments, config, weights = read_trained(parser, argv)
     if not arguments.images:
@@ -128,14 +128,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_microbatch(config: Config, size: int) -> Config:
-    """Small enough that nothing is decoded to fill it up."""
+    """Make the microbatch small enough that nothing is decoded to fill it up."""
     batch = replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size)
     augment = replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0)  # a picture alone has no other to mix with
     return replace(config, batch=batch, augment=augment)
 
 
 def _index(paths: list[Path]) -> ImageIndex:
-    """Pictures of no split: below the root of all files, of no known class."""
+    """List pictures of no split: below the root of all files, of no known class."""
     return ImageIndex(
         root="",
         classes=(),

@@ -22,7 +22,7 @@ class FinishedRun:
     evaluations: tuple[dict[str, Any], ...]
 
     def epochs_to(self, top1: float) -> float | None:
-        """Epochs after which an evaluation first found that top-1; None where none did."""
+        """Return the epochs after which an evaluation first found that top-1; None where none did."""
         return next((e["epoch"] for e in self.evaluations if e["top1"] >= top1), None)
 
     @cached_property
@@ -32,7 +32,7 @@ class FinishedRun:
 
 
 def read_run(rundir: RunDir) -> FinishedRun:
-    """Raises: RunFolderError where the folder is none of a run that was evaluated; ConfigError."""
+    """Read a run folder. Raises: RunFolderError where the folder is none of a run that was evaluated; ConfigError."""
     config = load_run_config(rundir, [], prog="bigbatch verify")
     records = list(read_records(rundir.metrics))
     starts = [record for record in records if record["kind"] == "start"]
@@ -45,7 +45,7 @@ def read_run(rundir: RunDir) -> FinishedRun:
 
 
 def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:
-    """The run in MLPerf's events, up to the evaluation that reached the target.
+    """Tell the run in MLPerf's events, up to the evaluation that reached the target.
 
     What comes before the run's first record is not known, so initialization takes no time. No cache was cleared.
     """
@@ -92,7 +92,7 @@ def _lars_facts(run: FinishedRun) -> dict[str, Any]:
 
 
 def _evaluation_events(run: FinishedRun, *, target_top1: float) -> list[Event]:
-    """Blocks of training, the evaluation after each, and the end."""
+    """Yield blocks of training, the evaluation after each, and the end."""
     events: list[Event] = []
     before, since, status = 0, float(run.start["time"]), "aborted"
     for record in run.evaluations:

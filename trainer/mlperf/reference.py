@@ -45,7 +45,7 @@ class Event:
 
 
 def read_reference(global_batch_size: int) -> Reference | None:
-    """MLPerf's record of that batch size, or one interpolated between its neighbours, as its RCP checker does.
+    """Return MLPerf's record of that batch size, or one interpolated between its neighbours, as its RCP checker does.
 
     Below the smallest batch it is that of the smallest; None above the largest, where MLPerf asks for a new record.
     Raises: UserError where mlperf-logging is not installed.
@@ -61,7 +61,7 @@ def read_reference(global_batch_size: int) -> Reference | None:
 
 
 def fewest_epochs(reference: Reference, *, num_runs: int) -> float:
-    """The smallest mean of so many runs, less the fastest and the slowest, that chance alone explains.
+    """Return the smallest mean of so many runs, less the fastest and the slowest, that chance alone explains.
 
     The smallest that a one-sided t-test with pooled variance, at SIGNIFICANCE, tells from no difference, if the runs
     spread as the reference's. Equal to the RCP checker's Min Epochs for five runs, which it finds by bisection.
@@ -100,7 +100,7 @@ def _require() -> None:
 
 
 def _read_records() -> list[tuple[int, dict[str, Any]]]:
-    """Batch sizes and records, in order."""
+    """Read batch sizes and records, in order."""
     _require()
     from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 

@@ -68,7 +68,7 @@ class Verdict:
 
 
 def check_rules(config: Config, job: Mapping[str, Any]) -> list[Verdict]:
-    """A verdict for each rule. job: a run's own words on its pictures (FinishedRun.job)."""
+    """Return a verdict for each rule. job: a run's own words on its pictures (FinishedRun.job)."""
     exact = [
         _exactly(key, lookup(config, key), legal, because=because)
         for because, rules in (("rule", FIXED), ("reference", REFERENCE), ("as in the recipes", RECIPES))
@@ -104,7 +104,7 @@ def _check_choices(config: Config) -> list[Verdict]:
 
 
 def _is_power_of_two(factor: float) -> bool:
-    """Within the 1e-5 of an exponent that MLPerf's compliance checker grants."""
+    """Compare within the 1e-5 of an exponent that MLPerf's compliance checker grants."""
     return factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-5
 
 
@@ -113,7 +113,7 @@ def _exactly(rule: str, value: object, legal: object, *, because: str) -> Verdic
 
 
 def _text(value: object) -> str:
-    """For people: null, true, 1,000."""
+    """Write a value for people: null, true, 1,000."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
-    """Raises: ConfigError where the runs are not one recipe with several seeds."""
+    """Compare the runs' configs. Raises: ConfigError where the runs are not one recipe with several seeds."""
     first = runs[0]
     for run in runs[1:]:
         changed = changes(dump_config(first.config), dump_config(run.config))
@@ -88,7 +88,7 @@ def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
 
 
 def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) -> Verdict:
-    """Of three runs or more, MLPerf's test that they are not faster than the reference; of fewer, their epochs."""
+    """Apply MLPerf's test, not faster than the reference, to three runs or more; of fewer tell the epochs."""
     rule = f"epochs to {100 * TARGET_TOP1:.1f}%"
     epochs = _epochs_to_target(runs)
     value = " ".join(f"{e:g}" if e < math.inf else "not reached" for e in epochs)
@@ -108,7 +108,7 @@ def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) 
 
 
 def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> str | None:
-    """What to say of runs that are too few for a test, where the first to arrive is far ahead of the reference."""
+    """Say it where the first run to arrive is far ahead of the reference, of runs too few for a test."""
     if reference is None or len(runs) >= FEWEST_RUNS:
         return None
     soonest, (fastest, _) = _epochs_to_target(runs)[0], reference.range_epochs or (reference.mean_epochs, None)
@@ -125,7 +125,7 @@ def _epochs_to_target(runs: Sequence[FinishedRun]) -> list[float]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """One line a rule: verdict, rule, value, what is legal."""
+    """Write one line a rule: verdict, rule, value, what is legal."""
     rows = [("holds", "rule", "value", "legal"), *((VERDICTS[v.holds], v.rule, v.value, v.legal) for v in verdicts)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
