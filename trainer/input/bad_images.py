@@ -49,7 +49,7 @@ def require_few(reasons: Sequence[str], *, max_skipped: int | None) -> None:
 
 
 def too_many(number: int, *, max_skipped: int, last: str) -> DataError:
-    """The error that ends a run with more bad pictures than it may skip."""
+    """Return the error that ends a run with more bad pictures than it may skip."""
     return DataError(
         f"{number} pictures are bad, and data.max_skipped={max_skipped}: see all by `bigbatch data check`; the last is "
         f"{last}"

@@ -75,11 +75,11 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, position: int) -> str:
-        """Where the picture lies, for messages; without I/O."""
+        """Tell where the picture lies, for messages; without I/O."""
         ...
 
     def read(self, position: int) -> bytes:
-        """The picture as it is stored; from any thread. Raises: StorageError naming the picture."""
+        """Return the picture as it is stored; from any thread. Raises: StorageError naming the picture."""
         ...
 
 
@@ -87,7 +87,7 @@ class ImageSource(Images, Protocol):
     """What loaders read from: class folders or packed shards."""
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
-        """(height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""
+        """Return (height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ class UnsupportedImageError(DataError):
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) from a JPEG's frame header in a few microseconds; None if it is no complete JPEG."""
+    """Read (height, width) from a JPEG's frame header in a few microseconds; None if it is no complete JPEG."""
     if data[:2] != b"\xff\xd8":
         return None
     at, length = 2, len(data)
@@ -36,7 +36,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def png_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) from a PNG's header; None if it is no complete PNG, or one of 16-bit grey."""
+    """Read (height, width) from a PNG's header; None if it is no complete PNG, or one of 16-bit grey."""
     if not data.startswith(PNG_START) or data[12:16] != b"IHDR" or data.rfind(PNG_END, 33) < 0:
         return None
     depth_and_colour = data[24:26]
@@ -45,7 +45,7 @@ def png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def encoded_size(data: bytes, *, path: str) -> tuple[int, int]:
-    """(height, width) of a JPEG or an 8-bit PNG, whatever its name says (ImageNet has a PNG named .JPEG).
+    """Read (height, width) of a JPEG or an 8-bit PNG, whatever its name says (ImageNet has a PNG named .JPEG).
 
     From the header, in a few microseconds. Raises: DataError if it is neither, cut off, or far too large.
     """
@@ -57,7 +57,7 @@ def encoded_size(data: bytes, *, path: str) -> tuple[int, int]:
 
 
 def _is_too_large(size: tuple[int, int]) -> bool:
-    """Pillow refuses it: decoded it would fill the memory."""
+    """Tell whether Pillow refuses it: decoded it would fill the memory."""
     most_pixels = Image.MAX_IMAGE_PIXELS
     return most_pixels is not None and size[0] * size[1] > 2 * most_pixels
 

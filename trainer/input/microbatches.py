@@ -2,7 +2,7 @@
 
 
 def rank_microbatches(*, rank: int, accumulation_steps: int, ranks_per_ghost: int) -> range:
-    """This rank's microbatches of a step, as the global batch numbers them: microbatch i holds its i-th equal part.
+    """Return the numbers of this rank's microbatches in a step: number i holds the global batch's i-th equal part.
 
     A rank takes neighbours, where it holds whole ghost batches. Where ranks_per_ghost neighbouring ranks share each of
     theirs, microbatch k of each rank is its part of the group's k-th ghost batch. So a ghost batch consists of the same

@@ -27,7 +27,7 @@ class ImageIndex:
     """Position of each picture's class in classes, int64."""
 
     def full_path(self, position: int) -> str:
-        """Where the picture at position lies on disk."""
+        """Return where the picture at position lies on disk."""
         return f"{self.root}/{self.paths[position]}"
 
     def __len__(self) -> int:
@@ -37,18 +37,18 @@ class ImageIndex:
         return self.full_path(position)
 
     def read(self, position: int) -> bytes:
-        """Raises: StorageError naming the path."""
+        """Return the picture's bytes. Raises: StorageError naming the path."""
         return read_file(self.full_path(position))
 
     def sizes(self, positions_B: np.ndarray) -> None:
         return None
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Do nothing: nothing stays open between reads."""
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a picture. Raises: StorageError naming path."""
+    """Return the bytes of a picture. Raises: StorageError naming path."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -57,7 +57,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_problem(error: OSError, *, file: str = "it") -> str:
-    """Why reading failed, and what to do."""
+    """Say why reading failed, and what to do."""
     if error.errno == errno.EMFILE:
         return "too many open files; raise the limit, such as by `ulimit -n 65536`"
     return f"cannot be read ({error.strerror or error}); was {file} moved since the start?"
@@ -89,7 +89,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
 
 
 def list_names(folder: Path, *, want_folders: bool) -> tuple[list[str], list[str]]:
-    """Of what lies directly in folder: sorted names of class folders, or of pictures, and those of all else.
+    """Return what lies directly in folder: sorted names of class folders, or of pictures, and those of all else.
 
     Raises: DataError.
     """
@@ -123,7 +123,7 @@ def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequen
 
 
 def epoch_order(*, seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    """The order of an epoch: a permutation of num_samples positions (int64), from (seed, epoch) alone.
+    """Return the order of an epoch: a permutation of num_samples positions (int64), from (seed, epoch) alone.
 
     Sorts raw Philox words instead of calling Generator.permutation: numpy promises that a bit generator's
     stream never changes (NEP 19), but not that a shuffle's does, and a resumed run may meet a newer numpy.
@@ -144,7 +144,7 @@ def train_requests(
     end_step: int,
     ranks_per_ghost: int = 1,
 ) -> Iterator[Request]:
-    """This rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
+    """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
     Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. Each rank, or
     group of ranks_per_ghost ranks, takes one contiguous part of every global batch, so all world sizes see the same
@@ -198,7 +198,7 @@ def _train_requests(
 
 
 def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_size: int) -> Iterator[Request]:
-    """This rank's microbatches of one pass in which every picture is valid exactly once over all ranks.
+    """Yield this rank's microbatches of one pass in which every picture is valid exactly once over all ranks.
 
     All ranks get equally many, full microbatches (a collective may follow each); what exceeds the split
     repeats its last picture with valid_B False.

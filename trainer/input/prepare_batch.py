@@ -52,7 +52,7 @@ class PrepareBatch:
         self._mix = mix
 
     def copy(self, batch: Batch) -> Tensor:
-        """The pictures on the device, uint8."""
+        """Return the pictures on the device, uint8."""
         return batch.images_BCHW.to(self._device, non_blocking=True)
 
     def __call__(self, batch: Batch) -> Prepared:

@@ -81,7 +81,7 @@ class EncodedReader:
         return _stopping(ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches), self._reads)
 
     def interrupt(self) -> None:
-        """Nobody wants the batches of the last read any more: closing it need not wait for a storage to answer."""
+        """Stop the last read, whose batches nobody wants: closing it need not wait for a storage to answer."""
         if self._reads is not None:
             self._reads.stop()
 
@@ -95,7 +95,7 @@ class EncodedReader:
                 yield self._read_batch(request, threads, reads)
 
     def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
-        """Raises: ValueError if the request has not microbatch_size samples; StuckError."""
+        """Read one batch. Raises: ValueError if the request has not microbatch_size samples; StuckError."""
         if len(request.indices_B) != self._microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self._microbatch_size}")
         asked = request.indices_B.tolist()
@@ -142,7 +142,7 @@ class EncodedReader:
             found[row] = self._read_usable(asked[row], size, part, reads)
 
     def _read_usable(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
-        """The picture at position, or the next one behind it that is not bad."""
+        """Read the picture at position, or the next one behind it that is not bad."""
         while True:
             if position not in self.bad.reasons:
                 try:
@@ -158,7 +158,7 @@ class EncodedReader:
 
 
 def _stopping(batches: Generator[EncodedBatch, None, None], reads: PatientReads) -> Generator[EncodedBatch, None, None]:
-    """The same batches; closing it stops the reads before it waits for the batch in progress."""
+    """Yield the same batches; closing it stops the reads before it waits for the batch in progress."""
     with closing(batches):
         try:
             for batch in batches:  # noqa: UP028 ("yield from" would close batches before the reads are stopped)

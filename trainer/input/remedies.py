@@ -14,7 +14,7 @@ AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.nam
 
 
 def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
-    """Share of the pixels of pictures (height, width) that is left when no shorter side exceeds max_side."""
+    """Return the share of the pixels of pictures (height, width) that is left when no shorter side exceeds max_side."""
     pairs = [(height * width, min(1.0, max_side / min(height, width)) ** 2) for height, width in sizes]
     return sum(pixels * share for pixels, share in pairs) / sum(pixels for pixels, _ in pairs)
 

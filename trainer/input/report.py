@@ -29,7 +29,7 @@ LARGE_SHARE = 0.5
 
 
 def over_ranks(ranks: Sequence[Rates]) -> Rates:
-    """Of all ranks together: they work in lock-step, so each takes no more pictures than the slowest one."""
+    """Put all ranks together: they work in lock-step, so each takes no more pictures than the slowest one."""
     return {part: _least(part, ranks) for part in PARTS}
 
 
@@ -39,19 +39,19 @@ def _least(part: str, ranks: Sequence[Rates]) -> float | None:
 
 
 def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
-    """The stage with the fewest pictures per second."""
+    """Return the stage with the fewest pictures per second."""
     there = {stage: rate for stage in among if (rate := rates[stage]) is not None}
     return min(there, key=lambda stage: there[stage])
 
 
 def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
-    """The record of kind "input" of a run that starts after step."""
+    """Return the record of kind "input" of a run that starts after step."""
     named = {f"{part}_images_per_second": rates[part] for part in PARTS}
     return {"step": step, **named, "slowest_stage": slowest_stage(rates)}
 
 
 def describe_input(ranks: Sequence[Rates]) -> str:
-    """All rates in one line, and the slowest rank where it is far behind."""
+    """Describe all rates in one line, and the slowest rank where it is far behind."""
     rates = over_ranks(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
@@ -90,7 +90,7 @@ class MeasuredInput:
 
 
 def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -> list[str]:
-    """What helps a run whose steps wait for pictures, or do little else than copy and augment them.
+    """Say what helps a run whose steps wait for pictures, or do little else than copy and augment them.
 
     was_probed: measuring was asked for, though it may have come to no figures.
     """

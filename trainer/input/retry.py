@@ -82,7 +82,7 @@ class PatientReads:
 
     @contextmanager
     def threads(self) -> Iterator[ThreadPoolExecutor]:
-        """Where to read in. They end on leaving, but for those that StuckError gives up."""
+        """Give threads to read in. They end on leaving, but for those that StuckError gives up."""
         threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
         is_stuck = False
         try:
@@ -96,7 +96,7 @@ class PatientReads:
             threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
     def read(self, position: int, *, thread: int) -> bytes:
-        """A picture, tried again while the system refuses it.
+        """Read a picture, tried again while the system refuses it.
 
         Raises: StorageError, saying for how long it was tried; CancelledError after stop.
         """

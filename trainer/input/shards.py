@@ -60,7 +60,7 @@ class SplitIndex:
 
 
 def parse_facts(text: str, *, path: Path) -> SplitIndex:
-    """The inverse of to_json. Raises: DataError for another version, or what is no such file."""
+    """Read what to_json wrote. Raises: DataError for another version, or what is no such file."""
     try:
         found = json.loads(text)
         version = found["version"]
@@ -92,13 +92,13 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
 
 
 def read_entries(folder: Path) -> tuple[SplitIndex, np.ndarray]:
-    """The index of a packed split, whether its shards exist or not. Raises: DataError."""
+    """Read the index of a packed split, whether its shards exist or not. Raises: DataError."""
     facts = read_facts(folder)
     return facts, _load_entries(folder / ENTRIES, facts)
 
 
 def read_facts(folder: Path) -> SplitIndex:
-    """What a packed split states about itself. Raises: DataError."""
+    """Read what a packed split states about itself. Raises: DataError."""
     path = folder / FACTS
     try:
         return parse_facts(path.read_text(encoding="utf-8"), path=path)
@@ -109,7 +109,7 @@ def read_facts(folder: Path) -> SplitIndex:
 
 
 def _load_entries(path: Path, facts: SplitIndex) -> np.ndarray:
-    """In memory, not mapped: a file that is cut later must not end the process."""
+    """Load into memory, not mapped: a file that is cut later must not end the process."""
     try:
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
@@ -123,7 +123,7 @@ def _load_entries(path: Path, facts: SplitIndex) -> np.ndarray:
 
 
 def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
-    """What is wrong with the index, or None."""
+    """Say what is wrong with the index, or None."""
     if entries_N.dtype != ENTRY or entries_N.shape != (facts.num_images,) or not facts.num_images:
         return f"{entries_N.shape} entries of {entries_N.dtype} for {facts.num_images} pictures"
     if list(facts.classes) != sorted(set(facts.classes)):
@@ -151,12 +151,12 @@ def _require_whole(path: Path, *, num_bytes: int) -> None:
 
 
 def is_packed(folder: Path) -> bool:
-    """A split that holds, or is to hold, shards."""
+    """Tell whether a split holds, or is to hold, shards."""
     return (folder / FACTS).exists() or (folder / SETTINGS).exists()
 
 
 def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-    """root/split, packed or as class folders; classes, if given, are those that it must have (train's).
+    """Open root/split, packed or as class folders; classes, if given, are those that it must have (train's).
 
     Raises: DataError, as read_packed and read_index do.
     """
@@ -165,7 +165,7 @@ def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) 
 
 
 def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
-    """Sorted class names of root/split, whose pictures are not listed; None where there is no such split.
+    """Return sorted class names of root/split, whose pictures are not listed; None where there is no such split.
 
     Raises: DataError.
     """
@@ -194,7 +194,7 @@ class PackedIndex:
         return len(self.entries_N)
 
     def name(self, position: int) -> str:
-        """The shard, and the number with which the picture's key in it begins."""
+        """Return the shard, and the number with which the picture's key in it begins."""
         return f"{self._paths[self.entries_N[position]['shard']]}: picture {key_number(position)}"
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray:
@@ -202,7 +202,7 @@ class PackedIndex:
         return np.stack([entries_B["height"], entries_B["width"]], axis=1).astype(np.int64)
 
     def read(self, position: int) -> bytes:
-        """Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
+        """Read a picture. Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
         path = self._paths[shard]
         try:
@@ -224,17 +224,17 @@ class PackedIndex:
         self._files.close()
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
-        """To another process goes the folder alone; that process opens it anew."""
+        """Send to another process the folder alone; that process opens it anew."""
         return read_packed, (self._folder,)
 
 
 def key_number(position: int) -> str:
-    """How the key of the picture at position begins."""
+    """Return how the key of the picture at position begins."""
     return f"{position:08d}"
 
 
 def _pread(descriptor: int, *, length: int, offset: int) -> bytes:
-    """length bytes from offset, or fewer at the end of the file; a network file system may hand over parts."""
+    """Read length bytes from offset, or fewer at the file's end; a network file system may hand over parts."""
     data = os.pread(descriptor, length, offset)
     while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
         data += more
@@ -274,7 +274,7 @@ class OpenFiles:
         self._by_path: dict[str, OpenFile] = {}  # the latest used last
 
     def get(self, path: str) -> OpenFile:
-        """Raises: OSError."""
+        """Return an open shard. Raises: OSError."""
         with self._lock:
             file = self._by_path.pop(path, None)
             if file is not None:
@@ -300,7 +300,7 @@ class OpenFiles:
                     self._close_oldest()
 
     def forget(self, path: str) -> None:
-        """Open it anew when it is next asked for."""
+        """Forget a file, and open it anew when it is next asked for."""
         with self._lock:
             self._by_path.pop(path, None)
 

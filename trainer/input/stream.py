@@ -33,7 +33,7 @@ class InputStream:
         """Positions of bad pictures for which others stood in since the last take_replaced: first step, and why."""
 
     def draw(self, *, step: int) -> Batch:
-        """The next batch. Raises: DataError if there never was one."""
+        """Return the next batch. Raises: DataError if there never was one."""
         start = time.perf_counter()
         if self.failure is None:
             try:
@@ -49,18 +49,18 @@ class InputStream:
         return self._last
 
     def take_wait_seconds(self) -> float:
-        """Time spent in draw since the last call."""
+        """Return the seconds spent in draw since the last call."""
         seconds, self.wait_seconds = self.wait_seconds, 0.0
         return seconds
 
     def take_replaced(self, *, before: int) -> dict[int, str]:
-        """Positions of the bad pictures met since the last call, and why; those from step before on are dropped."""
+        """Return positions of bad pictures met since the last call, and why; those from step before on are dropped."""
         replaced, self.replaced = self.replaced, {}
         return {position: reason for position, (step, reason) in replaced.items() if step < before}
 
 
 def gather_replaced(communicator: Communicator, replaced: Mapping[int, str]) -> dict[int, str]:
-    """Positions of the bad pictures that the ranks met, and why, put together in rank order. Collective."""
+    """Gather positions of the bad pictures that the ranks met, and why, in rank order. Collective."""
     together: dict[int, str] = {}
     for text in communicator.gather_text(json.dumps(list(replaced.items()))):
         together |= dict(json.loads(text))

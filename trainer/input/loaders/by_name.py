@@ -25,7 +25,7 @@ def make_image_loader(
     patience_seconds: float = 20.0,
     max_skipped: int | None = None,
 ) -> ImageLoader:
-    """A loader that reads and decodes prefetch_batches ahead, in num_threads threads.
+    """Make a loader that reads and decodes prefetch_batches ahead, in num_threads threads.
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
     copies to a GPU). patience_seconds and max_skipped: see EncodedReader; hardware_share: see DaliDecoder.

@@ -123,7 +123,7 @@ class DaliDecoder:
             raise
 
     def _run(self) -> Any:
-        """The next pictures as a DALI tensor list, or None at the end of the stream. Raises: RuntimeError of DALI."""
+        """Return the next as DALI's tensor list, None at the end of the stream. Raises: DALI's RuntimeError."""
         try:
             return self._pipeline.run(_current_stream(self._device_id))[0]
         except StopIteration:
@@ -158,7 +158,7 @@ def _import_dali() -> tuple[Any, Any, Any]:
 
 
 def _inputs(encoded: EncodedBatch, *, with_resize: bool) -> tuple[Any, ...]:
-    """Pictures, top and left, height and width; and output sizes and flips where DALI is to resize, too."""
+    """Return pictures, top and left, height and width; and output sizes and flips where DALI is to resize, too."""
     images = [np.frombuffer(image, np.uint8) for image in encoded.images]
     starts_B2, shapes_B2 = (np.ascontiguousarray(half) for half in np.split(encoded.boxes_B4, 2, axis=1))
     if not with_resize:
@@ -214,7 +214,7 @@ def _current_stream(device_id: int | None) -> Any:
 
 
 def _as_torch(images: Any) -> Tensor:
-    """A DALI tensor list (B, H, W, C) as a tensor that shares its memory and keeps it from reuse."""
+    """Return a DALI tensor list (B, H, W, C) as a tensor that shares its memory and keeps it from reuse."""
     return from_dlpack(images.as_tensor())
 
 
@@ -244,7 +244,7 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
 
 
 def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
-    """Each whole picture as a batch of its own."""
+    """Return each whole picture as a batch of its own."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
         box_14 = np.array([(0, 0, *encoded_size(data, path=name))], np.int32)
         no_flip_1 = np.zeros(1, bool)
@@ -252,7 +252,7 @@ def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
 
 
 def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> EncodedBatch | None:
-    """The first that DALI cannot decode alone."""
+    """Find the first that DALI cannot decode alone."""
     feed = (_inputs(row, with_resize=device_id is not None) for row in rows)
     pipeline: Any = None
     for row in rows:

@@ -15,7 +15,7 @@ from bigbatch.trainer.input.retry import Draw
 
 
 def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
-    """The batch that answers a request, with its pictures."""
+    """Return the batch that answers a request, with its pictures."""
     return Batch(
         images_BCHW=images_BHWC.permute(0, 3, 1, 2),
         labels_B=torch.from_numpy(encoded.labels_B),

@@ -33,7 +33,7 @@ class PillowDecoder:
         return ahead(self._batches(encoded), depth=self._prefetch_batches)
 
     def close(self) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing: nothing is kept between calls."""
 
     def _batches(self, encoded: Generator[EncodedBatch, None, None]) -> Iterator[Batch]:
         with closing(encoded), ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-decode") as threads:
@@ -52,7 +52,7 @@ class PillowDecoder:
 
 
 def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
-    """The box of one picture, uint8 (height, width, 3). Raises: UndecodableError naming the picture."""
+    """Decode the box of one picture, uint8 (height, width, 3). Raises: UndecodableError naming the picture."""
     try:
         image = open_image(batch.images[row], path=batch.names[row])
     except DataError as error:

@@ -76,7 +76,7 @@ def probe_input(
 def rate(
     batches: Iterator[Batch | EncodedBatch], *, seconds: float, num_fill: int, clock: Callable[[], float]
 ) -> float:
-    """Pictures per second of an iterator that does not end.
+    """Measure pictures per second of an iterator that does not end.
 
     The first batch, and up to num_fill within FILL_SHARE of the seconds, are not counted: they start threads and fill
     queues. At least one is, however long it takes.
@@ -130,14 +130,14 @@ def _repeated(items: Sequence[T]) -> Generator[T, None, None]:
 
 
 def _kept(items: Iterable[T], last: "deque[T]") -> Iterator[T]:
-    """items as they are; the last ones stay in last."""
+    """Yield items as they are; the last ones stay in last."""
     for item in items:
         last.append(item)
         yield item
 
 
 def _ready(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """batches, each when the device has made it. The stream, not the device: decoding of later ones goes on."""
+    """Yield batches, each when the device has made it. The stream, not the device: decoding of later ones goes on."""
     for batch in batches:
         if batch.images_BCHW.is_cuda:
             torch.cuda.current_stream(batch.images_BCHW.device).synchronize()

@@ -52,7 +52,7 @@ class ResidentLoader:
             yield self._gather(request)
 
     def uncropped(self) -> "ResidentLoader":
-        """The same pictures in the same memory, each whole and as it is."""
+        """Return the same pictures in the same memory, each whole and as it is."""
         whole = copy.copy(self)
         whole._crop = center_crop(fraction=1.0)
         return whole
@@ -63,7 +63,7 @@ class ResidentLoader:
         self._images_NHWC = self._images_NHWC[:0]
 
     def _gather(self, request: Request) -> Batch:
-        """Raises: ValueError if the request has not microbatch_size samples, or a box is not image_size."""
+        """Gather it. Raises: ValueError if the request has not microbatch_size samples, or a box is not image_size."""
         indices_B = request.indices_B
         size = self._images_NHWC.shape[1]
         if len(indices_B) != self._microbatch_size:
@@ -81,7 +81,7 @@ class ResidentLoader:
 
 
 def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:
-    """Square pictures of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
+    """Return square pictures of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
 
     Without a host sync: the index tables are made on the host and copied over once per batch.
     """
@@ -99,7 +99,7 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
 
 
 def _decode_all(index: ImageSource, reads: PatientReads, *, image_size: int, num_threads: int) -> Tensor:
-    """Every picture of the split, uint8 (N, image_size, image_size, 3)."""
+    """Decode every picture of the split, uint8 (N, image_size, image_size, 3)."""
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
     def fill(part: int, positions: list[int]) -> None:
@@ -118,7 +118,7 @@ def _decode_all(index: ImageSource, reads: PatientReads, *, image_size: int, num
 
 
 def _decoded(data: bytes, *, path: str, image_size: int) -> np.ndarray:
-    """uint8 (image_size, image_size, 3). Raises: DataError."""
+    """Decode a picture: uint8 (image_size, image_size, 3). Raises: DataError."""
     image = open_image(data, path=path)
     if image.size != (image_size, image_size):
         wide, high = image.size

@@ -21,7 +21,7 @@ def resize_all(
     num_threads: int,
     pin_memory: bool = False,
 ) -> Tensor:
-    """The pictures of a batch, uint8 (B, size, size, 3), flipped where asked.
+    """Resize the pictures of a batch, uint8 (B, size, size, 3), flipped where asked.
 
     box: row -> what is to become of it, uint8 (height, width, 3); called in the threads. Raises: what box raised.
     In a few tasks: one for each row costs more than the Python of a resize. In more than there are threads, as
