@@ -41,13 +41,13 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int = 0) -> Any:
-    """root_rank's value, on all ranks: anything that pickles. Tensors keep their device. Collective."""
+    """Return root_rank's value, on all ranks: anything that pickles. Tensors keep their device. Collective."""
     payload = pickle.dumps(value) if communicator.rank == root_rank else b""
     return pickle.loads(_broadcast_bytes(payload, communicator, root_rank))
 
 
 def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "allreduce") -> Tensor:
-    """A new tensor: the average or sum of tensor over all ranks, unrounded by a narrower wire. Collective.
+    """Return a new tensor: the average or sum of tensor over all ranks, unrounded by a narrower wire. Collective.
 
     For a loss or a count; gradients go through DistributedOptimizer or GradientReducer. Integers, and what the
     backend cannot sum, travel as float64, exact up to 2**53.
@@ -67,7 +67,7 @@ def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average"
 
 
 def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:
-    """root_rank's payload; the others' does not matter."""
+    """Return root_rank's payload; the others' does not matter."""
     label = f"broadcast of an object from rank {root_rank}"
     size_1 = torch.tensor([len(payload)])
     _broadcast_([size_1], communicator, root_rank, label=label)
@@ -79,7 +79,7 @@ def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int)
 
 
 def _broadcast_(tensors: Sequence[Tensor], communicator: Communicator, root_rank: int, *, label: str) -> None:
-    """By their bytes, so that every dtype travels over every backend, on the device where it reads tensors.
+    """Send them by their bytes, so that every dtype travels over every backend, on the device where it reads tensors.
 
     Copies to that device and back are made on the calling thread, in the order of its stream.
     """

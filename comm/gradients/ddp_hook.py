@@ -15,7 +15,7 @@ Hook = Callable[[object, GradBucket], FutureTensor]
 
 
 def ddp_comm_hook(communicator: Communicator) -> Hook:
-    """A communication hook with which DDP averages its gradients over the communicator's ranks and algorithm.
+    """Make a communication hook with which DDP averages its gradients over the communicator's ranks and algorithm.
 
     Algorithm, wire precision and predivide factor are the communicator's. Use:
 
@@ -38,7 +38,7 @@ def ddp_comm_hook(communicator: Communicator) -> Hook:
 
 
 def _future(work: InFlight, bucket_N: Tensor) -> FutureTensor:
-    """The operation as a future of its tensor; done is known by waiting, which only a thread or stream can do."""
+    """Make the operation a future of its tensor; done is known by waiting, which only a thread or stream can do."""
     if bucket_N.is_cuda:
         future = FutureTensor(devices=[bucket_N.device])
         with torch.cuda.stream(torch.cuda.Stream(bucket_N.device)):  # backward's own must not wait yet

@@ -16,7 +16,7 @@ OPS = ("average", "sum")
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step() first averages the gradients over all ranks, as Horovod's of the same name.
+    """Averages the gradients over all ranks before each step(), as Horovod's of the same name.
 
     Gradients travel during the last of backward_passes_per_step backward passes; passes add up, they are not
     averaged. To clip, or with a GradScaler, wait for them first:
@@ -67,12 +67,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.is_active = backward_passes_per_step == 1
 
     def __getattr__(self, name: str) -> Any:
-        """What only the wrapped optimizer has: param_groups, state, defaults, its hooks."""
+        """Return what only the wrapped optimizer has: param_groups, state, defaults, its hooks."""
         return getattr(object.__getattribute__(self, "_optimizer"), name)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """No: GradScaler unscales by itself, and here reads this before it does.
+        """Say no: GradScaler unscales by itself, and here reads this before it does.
 
         Raises: RuntimeError where it would unscale gradients that are still on their way.
         """
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, step() takes the gradients as synchronize() and the caller have left them."""
+        """Let step(), within it, take the gradients as synchronize() and the caller have left them."""
         self._should_synchronize = False
         try:
             yield
@@ -155,15 +155,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises: RuntimeError: the buffers are made."""
+        """Refuse. Raises: RuntimeError: the buffers are made."""
         raise RuntimeError("add parameter groups to the optimizer before it is wrapped by DistributedOptimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, so that runs with and without a wrapper read each other's checkpoints."""
+        """Return the wrapped optimizer's, so that runs with and without a wrapper read each other's checkpoints."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer."""
+        """Load into the wrapped optimizer."""
         self._optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _require_distributable(optimizer: torch.optim.Optimizer) -> None:
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Those of named_parameters that the optimizer updates: the others keep the gradients of their rank."""
+    """List those of named_parameters that the optimizer updates: the others keep the gradients of their rank."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     named = [(name, parameter) for name, parameter in named_parameters if id(parameter) in own]
     left_out = own.keys() - {id(parameter) for _, parameter in named}

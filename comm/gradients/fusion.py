@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One gradient: its parameter's name, number of elements, bytes per element and dtype name."""
+    """Describes one gradient: its parameter's name, number of elements, bytes per element and dtype name."""
 
     name: str
     num_elements: int
@@ -15,24 +15,24 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the gradient."""
+        """Return the size of the gradient."""
         return self.num_elements * self.element_bytes
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One fusion buffer: the gradients in it, in the order in which backward finishes them."""
+    """Lists the gradients of one fusion buffer, in the order in which backward finishes them."""
 
     tensors: tuple[TensorSpec, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffer."""
+        """Return the size of the buffer."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_elements(self) -> int:
-        """Elements in the buffer."""
+        """Count the elements in the buffer."""
         return sum(tensor.num_elements for tensor in self.tensors)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class BufferPlan:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """All buffers, in the order in which they are sent."""
+    """Lists all buffers, in the order in which they are sent."""
 
     buffers: tuple[BufferPlan, ...]
 
@@ -92,7 +92,7 @@ def plan_fusion(
 
 @dataclass
 class _Filling:
-    """A buffer in the making; position is that of its last gradient."""
+    """Holds a buffer in the making; position is that of its last gradient."""
 
     position: int
     members: list[TensorSpec]
@@ -106,7 +106,7 @@ class _Filling:
 
 @dataclass(frozen=True)
 class PlanSizes:
-    """The three sizes that make a fusion plan, in bytes."""
+    """Holds the three sizes that make a fusion plan, in bytes."""
 
     threshold_bytes: int
     buffer_bytes: int
@@ -119,7 +119,7 @@ class PlanSizes:
                 raise ValueError(f"{name}={value!r} must be a positive number of bytes")
 
     def plan(self, tensors: Sequence[TensorSpec]) -> FusionPlan:
-        """The plan for gradients in the order in which they become ready."""
+        """Make the plan for gradients in the order in which they become ready."""
         return plan_fusion(
             tensors,
             threshold_bytes=self.threshold_bytes,

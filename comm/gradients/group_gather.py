@@ -14,7 +14,7 @@ GroupGather = Callable[[Tensor], Tensor]
 
 
 def make_group_gather(communicator: Communicator, *, group_size: int, exposed: ExposedTime, what: str) -> GroupGather:
-    """What gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
+    """Make what gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
 
     Each gather is submitted like a sum of gradients and waits its turn among them, so all ranks keep one order; the
     wait counts as exposed. All groups gather at the same places of forward and backward. what names it in messages.

@@ -141,7 +141,7 @@ class GradientReducer:
             self._start_next()
 
     def _bring_home(self, name: str) -> None:
-        """Into its buffer with a gradient that someone replaced; one set to None counts as zero."""
+        """Copy a gradient that someone replaced into its buffer; one set to None counts as zero."""
         parameter, view = self._parameters[name], self._views[name]
         if parameter.grad is view:
             return
@@ -211,12 +211,12 @@ class GradientReducer:
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
-    """What fusion needs to know of a gradient."""
+    """Describe a gradient as fusion needs to know it."""
     return TensorSpec(name, parameter.numel(), parameter.element_size(), dtype_name(parameter.dtype))
 
 
 def describe(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Names, shapes and dtypes of parameters, a line each, in their order."""
+    """List names, shapes and dtypes of parameters, a line each, in their order."""
     return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
 
 
@@ -250,7 +250,7 @@ def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -
 def gradient_views(
     buffer: BufferPlan, buffer_N: Tensor, parameters: Mapping[str, Tensor]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Each tensor of a buffer, by name, as a view with its parameter's own strides (channels-last weights stay so)."""
+    """Yield each tensor of a buffer, by name, as a view with its parameter's own strides: channels-last stays so."""
     offset = 0
     for tensor in buffer.tensors:
         p = parameters[tensor.name]
@@ -259,12 +259,12 @@ def gradient_views(
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Its own; without the gaps between its elements where it has some, for which a buffer has no room."""
+    """Return its own; without the gaps between its elements where it has some, for which a buffer has no room."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 class ExposedTime:
-    """Seconds that the update waited for communication: what backward did not hide.
+    """Counts the seconds that the update waited for communication: what backward did not hide.
 
     On a GPU the wait is on the device, so it is timed by events and read only when asked for.
     """
@@ -291,7 +291,7 @@ class ExposedTime:
             self._fold(*self._events.popleft())
 
     def take_seconds(self) -> float:
-        """Seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
+        """Return the seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
         while self._events:
             self._fold(*self._events.popleft())
         seconds, self._seconds = self._seconds, 0.0

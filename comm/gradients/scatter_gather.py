@@ -10,7 +10,7 @@ from bigbatch.comm.communicator import Communicator
 
 
 class ScatterGather:
-    """Reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
+    """Does reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
 
     Each rank has the rank-th of equal parts of a buffer. They go by the backend's own collectives, in the tensors' own
     precision, whatever algorithm and wire the communicator has. Buffers from communicator.allocate() travel without
@@ -23,7 +23,7 @@ class ScatterGather:
         self._all_gather_ = partial(all_gather_, backend=communicator.backend, staging=Staging())
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
-        """This rank's part of a buffer, as a view. Raises: ValueError where it has no equal parts."""
+        """Return this rank's part of a buffer, as a view. Raises: ValueError where it has no equal parts."""
         return own_part(buffer_N, rank=self._communicator.rank, world_size=self._communicator.world_size)
 
     def start_reduce_scatter(self, buffer_N: Tensor, *, label: str) -> InFlight:

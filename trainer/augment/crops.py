@@ -10,19 +10,19 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, a bijection of 64-bit words. Source: Steele, Lea and Flood 2014."""
+    """Finish a hash as splitmix64 does, a bijection of 64-bit words. Source: Steele, Lea and Flood 2014."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _absorb(state: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """A new state from a state and one more key; a chain of these is the hash of all keys."""
+    """Make a new state from a state and one more key; a chain of these is the hash of all keys."""
     return _mix(state + (value + np.uint64(1)) * _GOLDEN_GAMMA)
 
 
 def uniforms(*, seed: int, epoch: int, indices_B: np.ndarray, num_draws: int, stream: int = 0) -> np.ndarray:
-    """Uniform draws in [0, 1), float64 (B, num_draws), the same for a sample in whatever batch it comes.
+    """Draw uniformly in [0, 1), float64 (B, num_draws), the same for a sample in whatever batch it comes.
 
     stream keeps apart the draws of different purposes for one sample.
     """
@@ -35,7 +35,7 @@ def uniforms(*, seed: int, epoch: int, indices_B: np.ndarray, num_draws: int, st
 
 
 def _place(draws_B2: np.ndarray, free_B2: np.ndarray) -> np.ndarray:
-    """Top and left, each uniform over 0..free inclusive."""
+    """Place top and left, each uniformly over 0..free inclusive."""
     return np.floor(draws_B2 * (free_B2 + 1))
 
 
@@ -44,7 +44,7 @@ def _boxes(tops_lefts_B2: np.ndarray, extents_B2: np.ndarray) -> np.ndarray:
 
 
 def _fallback_extents(sizes_B2: np.ndarray, ratio: tuple[float, float]) -> np.ndarray:
-    """The largest central box whose width / height is within ratio, as height and width."""
+    """Find the largest central box whose width / height is within ratio, as height and width."""
     heights_B, widths_B = sizes_B2[:, 0], sizes_B2[:, 1]
     return np.stack(
         [
@@ -63,7 +63,7 @@ def random_resized_crop(
     attempts: int = 10,
     flip: bool = True,
 ) -> Crop:
-    """Boxes of random area (share of the picture) and aspect ratio, the first attempt that fits, and flips.
+    """Draw boxes of random area (share of the picture) and aspect ratio, the first attempt that fits, and flips.
 
     The distribution of torchvision's RandomResizedCrop, with its fallback to a central crop.
     """
@@ -89,7 +89,7 @@ def random_resized_crop(
 
 
 def center_crop(*, fraction: float = 0.875) -> Crop:
-    """The central square of fraction * the short side, never flipped.
+    """Take the central square of fraction * the short side, never flipped.
 
     Up to rounding the same as torchvision's Resize(size) and CenterCrop(fraction * size), without
     computing the pixels that are cut off. fraction 1.0 on a square picture is the whole of it.
@@ -104,7 +104,7 @@ def center_crop(*, fraction: float = 0.875) -> Crop:
 
 
 def padded_crop(*, seed: int, size: int, padding: int = 4, flip: bool = True) -> Crop:
-    """A size x size box anywhere in the picture padded by padding on each side, and flips (CIFAR).
+    """Draw a size x size box anywhere in the picture padded by padding on each side, and flips (CIFAR).
 
     Coordinates are those of the unpadded picture, so top and left may be negative: for loaders that pad.
     """

@@ -18,7 +18,7 @@ STREAM = 4
 
 
 def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
-    """Beta(alpha, alpha) from two uniform draws in [0, 1) each, exact for every alpha > 0, without rejection.
+    """Draw from Beta(alpha, alpha) by two uniform draws in [0, 1) each, exact for every alpha > 0, without rejection.
 
     A Student-t value T of 2 * alpha degrees of freedom by the polar method, mapped by
     1/2 + T / (2 * sqrt(2 * alpha + T^2)). Sources: Bailey 1994 (Math. Comp. 62), Devroye 1996 (WSC).
@@ -30,7 +30,7 @@ def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
 
 
 def cutmix_box(*, lam: float, centre: tuple[float, float], height: int, width: int) -> tuple[int, int, int, int]:
-    """x1, y1, x2, y2 of a box of about 1 - lam of the area around centre (draws for x, y), cut at the border.
+    """Return x1, y1, x2, y2 of a box of about 1 - lam of the area around centre (draws for x, y), cut at the border.
 
     Source: Yun et al. 2019 (arXiv 1905.04899), as torchvision's CutMix rounds it.
     """
@@ -49,7 +49,7 @@ class Mix:
     def __init__(
         self, *, seed: int, num_classes: int, bn_span: int, mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0
     ) -> None:
-        """Raises: ValueError naming the senseless setting."""
+        """Check the settings. Raises: ValueError naming the senseless one."""
         for name, alpha in (("mixup_alpha", mixup_alpha), ("cutmix_alpha", cutmix_alpha)):
             if not 0 <= alpha < math.inf:
                 raise ValueError(f"{name}={alpha} must be a number of at least 0")
@@ -70,7 +70,7 @@ class Mix:
     def __call__(
         self, images_BCHW: Tensor, labels_B: Tensor, *, epoch: int, indices_B: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Mixed pictures in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
+        """Return mixed pictures in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
 
         Raises: ValueError if the batch is no whole number of ghost batches.
         """
@@ -87,7 +87,7 @@ class Mix:
         return mixed_BCHW, mixed_BK
 
     def _mix_ghost(self, images_BCHW: Tensor, targets_BK: Tensor, *, draws_5: np.ndarray) -> tuple[Tensor, Tensor]:
-        """draws_5: which of the two, two for lam, two for the centre of the box."""
+        """Mix one ghost batch. draws_5: which of the two, two for lam, two for the centre of the box."""
         share_of_mixup = self._mixup_alpha and (0.5 if self._cutmix_alpha else 1.0)
         # the library's arithmetic with our parameters: its own come from torch's hidden random state
         params = {"labels": targets_BK, "batch_size": len(targets_BK)}

@@ -29,6 +29,6 @@ class Normalize:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(1, 3, 1, 1)
 
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        """Pictures in the compute dtype, on the device."""
+        """Return pictures in the compute dtype, on the device."""
         pixels = images_BCHW.to(self._device, non_blocking=True)
         return torch.addcmul(self._shift, pixels, self._scale).to(self._dtype, memory_format=self._memory_format)

@@ -23,12 +23,12 @@ class Augmentation(Protocol):
 
     @property
     def stream(self) -> int:
-        """Number of its draws among those of a sample, its own for ever: another one changes every run's pictures."""
+        """Number its draws among those of a sample, for ever: another number changes every run's pictures."""
         ...
 
     @property
     def num_draws(self) -> int:
-        """How many it needs of each sample."""
+        """Say how many it needs of each sample."""
         ...
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:

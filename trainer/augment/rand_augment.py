@@ -24,14 +24,14 @@ MAX_MAGNITUDE = 30
 
 @cache
 def vision() -> ModuleType:
-    """torchvision's operations. To import them takes a second, which only who augments has to wait."""
+    """Import torchvision's operations, which takes a second that only who augments has to wait."""
     from torchvision.transforms.v2 import functional
 
     return functional
 
 
 class Op(IntEnum):
-    """The 14 operations, in torchvision's order; those that work on the same groups are neighbours."""
+    """Numbers the 14 operations, in torchvision's order; those that work on the same groups are neighbours."""
 
     IDENTITY = 0
     SHEAR_X = 1
@@ -75,7 +75,7 @@ class RandAugment:
 
     @property
     def num_draws(self) -> int:
-        """Two per operation: which one, and its sign where it has one."""
+        """Return two per operation: which one, and its sign where it has one."""
         return 2 * self.num_ops
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
@@ -88,7 +88,7 @@ class RandAugment:
 
 
 def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """One operation per picture; what each family of operations does is computed for its samples only."""
+    """Do one operation per picture; what each family of operations does is computed for its samples only."""
     order_B = np.argsort(ops_B, kind="stable")
     rows_B = on_device(order_B, images_BCHW.device)
     images_BHWC = images_BCHW.permute(0, 2, 3, 1)  # index_select keeps the order of dimensions, not channels-last
@@ -105,7 +105,7 @@ def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, ma
 
 
 def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> Tensor:
-    """factor * image + (1 - factor) * other, cut to 0..255 and truncated, as torchvision's adjust_* do.
+    """Compute factor * image + (1 - factor) * other, cut to 0..255 and truncated, as torchvision's adjust_* do.
 
     other is black for BRIGHTNESS, the grey picture for COLOR (saturation) and its mean for CONTRAST.
     """
@@ -119,7 +119,7 @@ def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> T
 
 
 def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int, height: int, width: int) -> np.ndarray:
-    """Where an output pixel (x, y, 1) comes from, (B, 2, 3), in pixels from the centre of the picture.
+    """Compute where an output pixel (x, y, 1) comes from, (B, 2, 3), in pixels from the centre of the picture.
 
     Shears hold the top left corner, rotations the centre; translations are whole pixels.
     """
@@ -137,12 +137,12 @@ def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int,
 
 
 def _level(end: float, *, magnitude: int, start: float = 0.0) -> float:
-    """The magnitude's bin between start and end, in torchvision's float32, so that pixels come out equal."""
+    """Return the magnitude's bin between start and end, in torchvision's float32, so that pixels come out equal."""
     return float(torch.linspace(start, end, MAX_MAGNITUDE + 1)[magnitude])
 
 
 def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Shear, translate or rotate: the nearest pixel, black outside.
+    """Shear, translate or rotate, by the nearest pixel, black outside.
 
     The grid is made by products and sums, not by affine_grid: its matrix product may round by batch size,
     and with TF32 by about a tenth of a pixel.
@@ -161,12 +161,12 @@ def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magni
 
 
 def _blended(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Brightness, colour or contrast."""
+    """Change brightness, colour or contrast."""
     return blend(images_BCHW, ops_B=ops_B, factors_B=1 + signs_B * _level(0.9, magnitude=magnitude))
 
 
 def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """torchvision's adjust_sharpness with a factor per sample; its own copies a kernel to the GPU and waits.
+    """Do torchvision's adjust_sharpness with a factor per sample; its own copies a kernel to the GPU and waits.
 
     The blur's weighted sums are whole numbers and never tie when divided by 13, so it is exact everywhere.
     """
@@ -182,13 +182,13 @@ def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, m
 
 
 def _posterized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """The highest 8 to 4 bits."""
+    """Keep the highest 8 to 4 bits."""
     posterized: Tensor = vision().posterize(images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4)))
     return posterized
 
 
 def _solarized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Inverted from a threshold on, which falls from 255 to 0."""
+    """Invert from a threshold on, which falls from 255 to 0."""
     threshold = 255 * _level(0.0, magnitude=magnitude, start=1.0)
     solarized: Tensor = vision().solarize(images_BCHW, threshold=threshold)
     return solarized

@@ -24,7 +24,7 @@ MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def memory_format(compute: ComputeConfig) -> torch.memory_format:
-    """Of weights and pictures."""
+    """Return that of weights and pictures."""
     return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 
@@ -36,7 +36,7 @@ def set_up_compute_(
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> list[str]:
-    """Compile and recompute, in place, as the config asks for it; lines for the log. Collective.
+    """Compile and recompute, in place, as the config asks for it; return lines for the log. Collective.
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
     forward: makes what surrounds the model's forward, as Precision.forward does.
@@ -75,7 +75,7 @@ def require_capturable(communicator: Communicator, *, accumulation_steps: int) -
 
 
 def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
-    """How steps get to the device."""
+    """Make what gets steps to the device."""
     if not config.compute.cuda_graph:
         return EagerExecution()
     # no operation of its own: the stall inspector sees when the device has not come to the end of the replay
@@ -90,7 +90,7 @@ def _run_once(
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """All that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
+    """Run all that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
 
     model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
     """
@@ -117,7 +117,7 @@ def _run_once(
 
 
 def _common_failure(own: str, communicator: Communicator) -> str:
-    """The first rank's that has one, by name where there are several ranks. Collective."""
+    """Find the first rank's that has one, by name where there are several ranks. Collective."""
     for rank, failure in enumerate(communicator.gather_text(own)):
         if failure:
             return f"rank {rank}: {failure}" if communicator.world_size > 1 else failure

@@ -28,7 +28,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 @dataclass(frozen=True)
 class Split:
-    """One part of the data: how many samples, and a loader for them (index is None for generated ones)."""
+    """Holds one part of the data: how many samples, and a loader for them (index is None for generated ones)."""
 
     num_samples: int
     loader: Loader
@@ -36,7 +36,7 @@ class Split:
 
 
 def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
-    """Training and validation data. Collective. Raises: DataError; ConfigError."""
+    """Make training and validation data. Collective. Raises: DataError; ConfigError."""
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
         return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
@@ -46,7 +46,7 @@ def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Spli
 
 
 def make_eval_split(config: Config, communicator: Communicator) -> Split:
-    """Validation data alone: of training, only the class names are read. Collective. Raises: DataError; ConfigError."""
+    """Make validation data alone; of training, class names are read. Collective. Raises: DataError; ConfigError."""
     if config.data.loader == "synthetic":
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
     root = Path(config.data.root)
@@ -77,7 +77,7 @@ def _require_num_classes(config: Config, index: ImageSource) -> None:
 
 
 def _digest(index: ImageSource) -> str:
-    """Of class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
+    """Digest class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
     digest = _digest_of_labels(index)
     sizes_N2 = index.sizes(np.arange(len(index)))
     if sizes_N2 is not None:
@@ -86,7 +86,7 @@ def _digest(index: ImageSource) -> str:
 
 
 def samples_digest(split: Split) -> str | None:
-    """Of class names and labels: the same for folders and packed copies; None for generated samples.
+    """Digest class names and labels: the same for folders and packed copies; None for generated samples.
 
     Where it differs, the positions in an epoch's order are those of other pictures.
     """
@@ -129,7 +129,7 @@ def _train_crop(config: Config) -> Crop:
 
 
 def split_of(config: Config, communicator: Communicator, index: ImageSource) -> Split:
-    """Any pictures, cropped and resized as for evaluation."""
+    """Make a split of any pictures, cropped and resized as for evaluation."""
     crop = center_crop(fraction=config.data.eval_crop_fraction)
     return _image_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
 
@@ -167,7 +167,7 @@ def _image_split(
 
 
 def make_normalize(config: Config, communicator: Communicator) -> Normalize:
-    """From the loader's bytes to the model's numbers."""
+    """Make what turns the loader's bytes into the model's numbers."""
     return Normalize(
         mean=config.data.mean,
         std=config.data.std,
@@ -178,7 +178,7 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
 
 
 def make_prepare(config: Config, communicator: Communicator, *, normalize: Normalize) -> PrepareBatch:
-    """From a training batch to what a step takes."""
+    """Make what turns a training batch into what a step takes."""
     augment = config.augment
     mix = None
     if augment.mixup_alpha or augment.cutmix_alpha:
@@ -195,7 +195,7 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
 
 
 def train_requests(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Request]:
-    """Those of this rank's microbatches from first_step to the end of the run."""
+    """Return those of this rank's microbatches from first_step to the end of the run."""
     return imagenet.train_requests(
         seed=config.run.seed,
         num_samples=split.num_samples,
@@ -210,12 +210,12 @@ def train_requests(config: Config, communicator: Communicator, split: Split, *, 
 
 
 def train_batches(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Batch]:
-    """This rank's microbatches from first_step to the end of the run, across epochs without a pause."""
+    """Return this rank's microbatches from first_step to the end of the run, across epochs without a pause."""
     return split.loader.load(train_requests(config, communicator, split, plan=plan))
 
 
 def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:
-    """This rank's share of a split, in whole microbatches with padding marked."""
+    """Return this rank's share of a split, in whole microbatches with padding marked."""
     return split.loader.load(
         imagenet.eval_requests(
             num_samples=split.num_samples,

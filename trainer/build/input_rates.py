@@ -18,7 +18,7 @@ from bigbatch.trainer.step.plan import Plan
 def measure_input(
     config: Config, communicator: Communicator, split: build_input.Split, *, plan: Plan, prepare: PrepareBatch
 ) -> MeasuredInput | None:
-    """What the training input delivers on its own, on all ranks at once; None where no step is to come. Collective."""
+    """Measure what the input delivers alone, on all ranks at once; None where no step is to come. Collective."""
     if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
         return None
     num_cores = cores_per_rank(communicator)  # after which all ranks start together
@@ -37,6 +37,6 @@ def measure_input(
 
 
 def gather_rates(probe: Probe | None, communicator: Communicator) -> tuple[Rates, ...] | None:
-    """Of every rank, in rank order; None where one of them could not measure. Collective."""
+    """Gather them of every rank, in rank order; None where one of them could not measure. Collective."""
     texts = communicator.gather_text(json.dumps(asdict(probe.rates)) if probe else "")
     return tuple(json.loads(text) for text in texts) if all(texts) else None

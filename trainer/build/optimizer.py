@@ -19,7 +19,7 @@ Groups = list[dict[str, Any]]
 def make_optimizer(
     settings: OptimizerConfig, model: nn.Module, masters: Mapping[str, Tensor], *, lr: float
 ) -> torch.optim.Optimizer:
-    """The optimizer of a config over the masters of a model's parameters. Raises: ConfigError."""
+    """Make the optimizer of a config over the masters of a model's parameters. Raises: ConfigError."""
     groups = param_groups(
         model,
         weight_decay=settings.weight_decay,
@@ -41,7 +41,7 @@ def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torc
 
 
 def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:
-    """Which settings of groups a resumed run takes from its config, not from the checkpoint; None for all of them."""
+    """List the settings of groups that a resumed run takes from its config, not from the checkpoint; None for all."""
     if not is_foreign(settings.name):
         return None
     return ("params", "names", "adapt", "lr", "lr_factor", "weight_decay", *(settings.options or {}))

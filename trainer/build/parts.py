@@ -52,7 +52,7 @@ from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
 
 
 def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
-    """Meet the other ranks, and make sure that all run the same experiment; and what comm.table holds. Collective.
+    """Meet the other ranks, make sure that all run the same experiment, and read what comm.table holds. Collective.
 
     Raises: ConfigError; CommError; TunedError.
     """
@@ -90,7 +90,7 @@ def _settle_arithmetic(config: Config, device: torch.device) -> None:
 
 
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:
-    """Keep this process near its GPU or its memory, where data.bind_numa asks for it; a line for the log.
+    """Keep this process near its GPU or its memory, where data.bind_numa asks for it; return a line for the log.
 
     Call it before any other: it holds for threads that start later.
     """
@@ -101,7 +101,7 @@ def bind_rank(config: Config, env: ProcessEnv) -> str | None:
 
 
 def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
-    """What comm.table holds, as rank 0 reads it, if it is of this cluster; None where there is none. Collective.
+    """Return what comm.table holds, as rank 0 reads it, if it is of this cluster; None where there is none. Collective.
 
     Raises: TunedError, on all ranks alike.
     """
@@ -122,7 +122,7 @@ def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
 
 
 def without_choices(config: Config, *, world_size: int) -> Config:
-    """The config for work that has no global batch and sums no gradients: any number of ranks on any cluster."""
+    """Return the config for work that has no global batch and sums no gradients: any number of ranks on any cluster."""
     microbatch_size = config.batch.microbatch_size
     batch = replace(
         config.batch,
@@ -135,7 +135,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
 
 
 def stated_sizes(config: Config) -> PlanSizes:
-    """What the config states; DEFAULT_SIZES where it leaves them to a table."""
+    """Return what the config states; DEFAULT_SIZES where it leaves them to a table."""
     comm = config.comm
     return PlanSizes(
         comm.threshold_bytes or DEFAULT_SIZES.threshold_bytes,
@@ -145,7 +145,7 @@ def stated_sizes(config: Config) -> PlanSizes:
 
 
 def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTime | None = None) -> nn.Module:
-    """The classifier in fp32, on the device, the same weights on every rank. Collective. Raises: ConfigError.
+    """Make the classifier in fp32, on the device, the same weights on every rank. Collective. Raises: ConfigError.
 
     exposed: counts what training waits for the other ranks of a ghost batch.
     """
@@ -162,7 +162,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
 
 
 def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: ExposedTime) -> RankGroup | None:
-    """The ranks that share a ghost batch with this one; None where it holds its own whole. Collective."""
+    """Find the ranks that share a ghost batch with this one; None where it holds its own whole. Collective."""
     num_ranks = ranks_per_ghost(batch)
     if num_ranks == 1:
         return None
@@ -171,7 +171,7 @@ def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: Expo
 
 
 def make_plain_model(config: Config, *, weights: Path) -> nn.Module:
-    """The classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
+    """Make the classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
 
     Raises: CheckpointError.
     """
@@ -204,7 +204,7 @@ def make_parts(
     tuned: Tuned | None,
     gradient_order: str | None = None,
 ) -> Parts:
-    """Everything that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
+    """Make all that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
 
     model.weights are read for the first step of a run only. Raises: ConfigError; TunedError; CheckpointError;
     ComputeError.
@@ -260,7 +260,7 @@ def make_parts(
 def _make_optimizer(
     config: Config, model: nn.Module, precision: Precision, *, reducer: GradientReducer, communicator: Communicator
 ) -> torch.optim.Optimizer:
-    """Over all weights, or, in a sharded update, over this rank's share, which precision then holds."""
+    """Make it over all weights, or, in a sharded update, over this rank's share, which precision then holds."""
     make = partial(make_optimizer, config.optimizer, model, lr=config.schedule.base_lr)
     if not config.optimizer.sharded:
         return make(precision.masters)
@@ -268,7 +268,7 @@ def _make_optimizer(
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:
-    """The precision in which a model of that config trains."""
+    """Make the precision in which a model of that config trains."""
     settings = config.optimizer
     scaling = None
     if settings.loss_scale is not None:
@@ -277,7 +277,7 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
 
 
 def _make_average(config: Config, precision: Precision) -> WeightAverage:
-    """Of the weights, and of batch norm's running statistics, which are theirs (docs/decisions/027)."""
+    """Average the weights, and batch norm's running statistics, which are theirs (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
         return NoAverage()
@@ -286,7 +286,7 @@ def _make_average(config: Config, precision: Precision) -> WeightAverage:
 
 
 def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
-    """What ends a run that does no better than a guess; None where the config does not ask for it."""
+    """Make what ends a run that does no better than a guess; None where the config does not ask for it."""
     if config.run.divergence_steps is None:
         return None
     return GuessWatch(
@@ -298,7 +298,7 @@ def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
 
 
 def _fusion_sizes(config: Config, model: nn.Module, tuned: Tuned | None) -> dict[str, Any]:
-    """The config's own sizes, and the tuned ones where it gives none. Raises: TunedError."""
+    """Return the config's own sizes, and the tuned ones where it gives none. Raises: TunedError."""
     sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}
     if tuned is None:
         return sizes
@@ -330,7 +330,7 @@ def _make_schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _schedule_steps(config: Config, plan: Plan) -> int:
-    """Steps of warm-up and decay together."""
+    """Count the steps of warm-up and decay together."""
     schedule = config.schedule
     # not plan.num_steps, which is less where a run was ended before
     epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
@@ -352,7 +352,7 @@ def _warmup_steps(config: Config, *, steps_per_epoch: int) -> int:
 
 
 def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
-    """The numbers of a run. An epoch leaves out what does not fill a global batch. Raises: ConfigError."""
+    """Work out the numbers of a run. An epoch leaves out what does not fill a global batch. Raises: ConfigError."""
     steps_per_epoch = num_samples // config.batch.global_batch_size
     if steps_per_epoch == 0:
         raise ConfigError(

@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:
-    """The config with data.root at the copy, and a line for the log; as it was where data.stage is null. Collective.
+    """Return the config with data.root at the copy, and a line for the log; as it was without data.stage. Collective.
 
     The first rank of a node copies, the others wait for it. Raises: DataError, on all ranks alike, as soon as one
     node fails, or gets no byte for comm.timeout_seconds.
@@ -49,7 +49,7 @@ def _nothing_to_copy() -> State:
 
 
 def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> list[State]:
-    """The last state of each rank; rank 0 tells now and then of the node that is furthest behind. Collective."""
+    """Return the last state of each rank; rank 0 tells now and then of the node that is furthest behind. Collective."""
     said = time.monotonic()
     while True:
         states = [json.loads(text) for text in communicator.gather_text(json.dumps(state()))]
@@ -65,7 +65,7 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
 
 
 class _Copy:
-    """One node's copy, made by a thread of its own."""
+    """Makes one node's copy, by a thread of its own."""
 
     def __init__(self, source: Path, target: Path, *, host: str, timeout_seconds: float) -> None:
         self._source, self._target, self._host, self._timeout_seconds = source, target, host, timeout_seconds
@@ -86,7 +86,7 @@ class _Copy:
         self._waits = True
 
     def state(self) -> State:
-        """What came of it, or after a beat how far it is. Raises: what is no DataError, a defect."""
+        """Tell what came of it, or after a beat how far it is. Raises: what is no DataError, a defect."""
         wait([self._copy], timeout=BEAT_SECONDS)
         if not self._copy.done():
             return {"failure": self._stuck()} if self._is_stuck() else self._under_way()
@@ -98,7 +98,7 @@ class _Copy:
         return {"failure": str(error)}
 
     def _is_stuck(self) -> bool:
-        """Nothing was copied or checked for too long, neither by this process nor by the one that it waits for."""
+        """Tell whether nothing was copied or checked for too long, neither by this process nor by whom it waits for."""
         seen = self._done_bytes, bytes_in(self._target)
         if seen != self._seen:
             self._seen, self._seen_at = seen, time.monotonic()
@@ -118,7 +118,7 @@ class _Copy:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files of the splits that are staged in folder, finished or not."""
+    """Add up all files of the splits that are staged in folder, finished or not."""
     total = 0
     for path in folder.glob("*/*"):
         try:

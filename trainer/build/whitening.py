@@ -41,7 +41,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
 
 
 def _batches(split: Split, *, config: Config, communicator: Communicator) -> Iterator[Batch]:
-    """This rank's share: whole pictures with resident, whose crops reach over the edge, else crops of epoch 0."""
+    """Load this rank's share: whole pictures with resident, whose crops reach over the edge, else crops of epoch 0."""
     chosen_N = np.linspace(0, split.num_samples - 1, min(NUM_IMAGES, split.num_samples)).round().astype(np.int64)
     requests = imagenet.eval_requests(
         num_samples=len(chosen_N),

@@ -26,7 +26,7 @@ def ghost_momentum(ghost_index: int, *, momentum: float, ghosts_per_step: int) -
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm over groups of exactly bn_span samples, taken in sample order (Hoffer et al. 2017).
+    """Normalises groups of exactly bn_span samples, taken in sample order (Hoffer et al. 2017).
 
     ghosts_per_step (K) counts the ghost batches this rank sees between two optimizer updates, over all
     microbatches. After them the running statistics are (1-m) * old + m * mean over the K ghost statistics,

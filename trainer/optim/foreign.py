@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """The class of that dotted name. Raises: ValueError saying what is missing, and how to get it."""
+    """Import the class of that dotted name. Raises: ValueError saying what is missing, and how to get it."""
     module_name, _, class_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     try:
@@ -38,7 +38,7 @@ def start_training(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]) -> Iterator[list[Tensor]]:
-    """Within it the parameters are those to evaluate and keep, such as Schedule-Free's average.
+    """Make the parameters, within it, those to evaluate and keep, such as Schedule-Free's average.
 
     Gives copies of the ones in training, an empty list where they are the same. After it, those are back bit by bit,
     as train() after eval() would only be up to rounding. on_change is called whenever parameters have changed.
@@ -68,5 +68,5 @@ def resume_training(optimizer: torch.optim.Optimizer, in_training: list[Tensor])
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """It has two sets of weights, those that it trains and those that it means."""
+    """Tell whether it has two sets of weights, those that it trains and those that it means."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

@@ -13,12 +13,12 @@ Norms = Callable[[list[Tensor]], Tensor]
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of each tensor, where all of it is here."""
+    """Return the L2 norm of each tensor, where all of it is here."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that have a gradient, in lists that one kernel can work on."""
+    """Put those that have a gradient in lists that one kernel can work on."""
     buckets: dict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
         if weight.grad is not None:
@@ -27,7 +27,7 @@ def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
-    """Gradients laid out like their weights, without the loss scale: copies where there is one, to be read elsewhere.
+    """Return gradients laid out like their weights, without the loss scale: copies where there is one.
 
     Raises: ValueError for a gradient that is not dense.
     """
@@ -39,13 +39,13 @@ def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> l
 
 
 def overflow_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | None:
-    """The kernels' flag: exactly 1 means skip, while GradScaler's is a sum over devices. Without a dimension."""
+    """Return the kernels' flag: exactly 1 means skip, while GradScaler's is a sum over devices. Without a dimension."""
     found_inf = getattr(optimizer, "found_inf", None)
     return None if found_inf is None else (found_inf > 0).to(device, torch.float32, non_blocking=True).view(())
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """What step() returns: the closure's loss, with gradients on."""
+    """Return what step() returns: the closure's loss, with gradients on."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -60,7 +60,7 @@ def drop_last_group_if(optimizer: torch.optim.Optimizer, problem: str | None) ->
 
 
 def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tensor:
-    """The trust ratios of tensors with these norms of weights and of gradients or updates."""
+    """Return the trust ratios of tensors with these norms of weights and of gradients or updates."""
     return torch.where((w_N > 0) & (u_N > 0), ratios_N, torch.ones_like(ratios_N))
 
 
@@ -75,7 +75,7 @@ def write_(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> None:
-    """The kernel of SGD(fused=True): momentum and weights in one pass, and where overflow is 1 no write at all."""
+    """Run the kernel of SGD(fused=True): momentum and weights in one pass, and where overflow is 1 no write at all."""
     torch._fused_sgd_(
         weights,
         updates,
@@ -92,7 +92,7 @@ def write_(
 
 
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """tensor in weight's strides: the fused kernels walk raw memory and on CPU do not check."""
+    """Return tensor in weight's strides: the fused kernels walk raw memory and on CPU do not check."""
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)
 
 
@@ -104,7 +104,7 @@ def _dense_grad(weight: Tensor, *, asked_by: str) -> Tensor:
 
 
 def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | None:
-    """Why an optimizer cannot work on one of these."""
+    """Say why an optimizer cannot work on one of these."""
     for weight in weights:
         if weight.dtype not in (torch.float32, torch.float64):
             return (
@@ -117,7 +117,7 @@ def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | N
 
 
 def problem_with_number(key: str, value: object, *, below: float = math.inf) -> str | None:
-    """Why a setting cannot have this value."""
+    """Say why a setting cannot have this value."""
     if isinstance(value, int | float) and 0 <= value < below:
         return None
     legal = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"

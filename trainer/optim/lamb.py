@@ -24,7 +24,7 @@ from bigbatch.trainer.optim.fused import (
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam's direction with decoupled weight decay, at the length that the trust ratio gives each tensor.
+    """Follows Adam's direction with decoupled weight decay, at the length that the trust ratio gives each tensor.
 
     With gradient g, weight w, and t steps done with this one:
     m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g ** 2
@@ -52,7 +52,7 @@ class LAMB(torch.optim.Optimizer):
         *,
         adapt: bool = True,
     ) -> None:
-        """Raises: ValueError for a setting that is out of range, and for unusable parameters."""
+        """Check the settings. Raises: ValueError for one that is out of range, and for unusable parameters."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
         self.norms: Norms = norms_of
         """Replaced where the parameters are parts of tensors: a trust ratio is that of the whole tensor."""
@@ -75,7 +75,7 @@ class LAMB(torch.optim.Optimizer):
         return loss
 
     def _update_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """One update of weights that share device and dtype."""
+        """Make one update of weights that share device and dtype."""
         overflow = overflow_flag(self, weights[0].device)
         updates = self._directions(weights, group, overflow)
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
@@ -85,7 +85,7 @@ class LAMB(torch.optim.Optimizer):
         write_(weights, updates, [], lr=group["lr"], overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any], overflow: Tensor | None) -> list[Tensor]:
-        """Adam's bias-corrected directions; the moments and step counts move on.
+        """Return Adam's bias-corrected directions; the moments and step counts move on.
 
         The kernel of Adam(fused=True), given zeros for weights and -1 for a learning rate; on overflow it leaves
         the zeros and the moments, so that no inf or NaN gets into what follows.
@@ -115,7 +115,7 @@ class LAMB(torch.optim.Optimizer):
         return directions
 
     def _moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Running means of gradients and of their squares, and counts of steps; made where there are none yet."""
+        """Return running means of gradients and of their squares, and counts of steps, made where there are none."""
         for w in weights:
             state = self.state[w]
             for name in ("exp_avg", "exp_avg_sq"):

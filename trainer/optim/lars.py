@@ -38,14 +38,14 @@ def trust_ratios(
     eps: float,
     norms: Norms = norms_of,
 ) -> Tensor:
-    """trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), one per tensor; 1 where |w| or |g| is 0."""
+    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), one per tensor; 1 where |w| or |g| is 0."""
     w_N, g_N = norms([*weights, *grads]).view(2, -1)
     ratios_N = trust_coefficient * w_N / (g_N + weight_decay * w_N + eps)
     return one_where_a_norm_is_zero(ratios_N, w_N, g_N)
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with the learning rate of each tensor scaled by its trust ratio r (see trust_ratios).
+    """Does SGD with the learning rate of each tensor scaled by its trust ratio r (see trust_ratios).
 
     With gradient g, weight w, momentum buffer v or u:
     lr_inside (MLPerf's reference):     v = momentum * v + lr * r * (g + weight_decay * w);  w -= v
@@ -77,7 +77,7 @@ class LARS(torch.optim.Optimizer):
         momentum_form: str = "lr_inside",
         adapt: bool = True,
     ) -> None:
-        """Raises: ValueError for a setting that is negative or unknown, and for unusable parameters."""
+        """Check the settings. Raises: ValueError for one that is negative or unknown, and for unusable parameters."""
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -113,7 +113,7 @@ class LARS(torch.optim.Optimizer):
         return loss
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """One update of weights that share device and dtype: few kernels, and a product with its ratio a weight."""
+        """Make one update of weights that share device and dtype: few kernels, and one product a weight."""
         grads = unscaled_grads(self, weights)
         updates = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         torch._foreach_mul_(updates, self._scales(weights, grads, group).unbind())
@@ -121,7 +121,7 @@ class LARS(torch.optim.Optimizer):
         write_(weights, updates, self._momenta(weights, group), overflow=overflow, **_writing(group))
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """The same for what its cache holds at a time: reading scales costs nothing here, memory traffic does."""
+        """Do the same for what its cache holds at a time: reading scales costs nothing here, memory traffic does."""
         overflow, writing = overflow_flag(self, weights[0].device), _writing(group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)
@@ -134,7 +134,7 @@ class LARS(torch.optim.Optimizer):
                     write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
 
     def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """What multiplies each decayed gradient before it meets the momentum."""
+        """Return what multiplies each decayed gradient before it meets the momentum."""
         inner = group["lr"] if group["momentum_form"] == "lr_inside" else 1.0
         if not group["adapt"]:
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
@@ -142,7 +142,7 @@ class LARS(torch.optim.Optimizer):
         return trust_ratios(weights, grads, norms=self.norms, **settings) * inner
 
     def _momenta(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """The buffers; none without momentum."""
+        """Return the buffers; none without momentum."""
         if not group["momentum"]:
             return []
         for w in weights:
@@ -172,13 +172,13 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
 
 
 def _writing(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the kernel that ends a step."""
+    """Return settings of the kernel that ends a step."""
     lr = 1.0 if group["momentum_form"] == "lr_inside" else group["lr"]
     return {"lr": lr, "momentum": group["momentum"], "nesterov": group["nesterov"]}
 
 
 def _portions(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive weights of at most _CPU_PORTION elements together, or a single larger one."""
+    """Yield consecutive weights of at most _CPU_PORTION elements together, or a single larger one."""
     portion: list[Tensor] = []
     num_elements = 0
     for weight in weights:
@@ -191,7 +191,7 @@ def _portions(weights: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _pieces(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one layout; those larger than a portion in flat pieces, as their memory lies."""
+    """Yield tensors of one layout; those larger than a portion in flat pieces, as their memory lies."""
     if tensors[0].numel() <= _CPU_PORTION:
         yield tensors
         return

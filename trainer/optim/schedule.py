@@ -18,7 +18,7 @@ Schedule = Callable[[int], float]
 def polynomial(
     *, base_lr: float, warmup_steps: int, total_steps: int, power: float = 2.0, end_lr: float = 1e-4
 ) -> Schedule:
-    """end_lr + (base_lr - end_lr) * (1 - fraction) ** power; MLPerf's rules for LARS fix these defaults."""
+    """Return end_lr + (base_lr - end_lr) * (1 - fraction) ** power; MLPerf's rules for LARS fix these defaults."""
     if not power > 0:
         raise ValueError(f"power must be positive, not {power}")
     return _warmup_then_decay(
@@ -31,7 +31,7 @@ def polynomial(
 
 
 def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
-    """Half a cosine from base_lr to end_lr (Loshchilov and Hutter 2017, arXiv 1608.03983), no restarts."""
+    """Follow half a cosine from base_lr to end_lr (Loshchilov and Hutter 2017, arXiv 1608.03983), no restarts."""
     return _warmup_then_decay(
         lambda fraction: 0.5 * (1 + math.cos(math.pi * fraction)),
         base_lr=base_lr,
@@ -42,7 +42,7 @@ def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
 
 
 def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
-    """Straight up to the peak base_lr, straight down to end_lr: the triangle of Page's ResNet-9 and FFCV.
+    """Go straight up to the peak base_lr, straight down to end_lr: the triangle of Page's ResNet-9 and FFCV.
 
     Not torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too.
     """
@@ -50,7 +50,7 @@ def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: fl
 
 
 def step_decay(*, base_lr: float, warmup_steps: int, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
-    """base_lr * gamma ** (number of milestones reached); a milestone is the first step of the lower rate."""
+    """Return base_lr * gamma ** (number of milestones reached); a milestone is the first step of the lower rate."""
     _check_base(base_lr, warmup_steps)
     milestones = tuple(milestones)
     if not gamma > 0:
@@ -75,7 +75,7 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(name: str, **settings: object) -> Schedule:
-    """The schedule of that name; settings go to its constructor. Raises: ValueError for an unknown name."""
+    """Make the schedule of that name; settings go to its constructor. Raises: ValueError for an unknown name."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {name!r}")
     return SCHEDULES[name](**settings)
@@ -84,7 +84,7 @@ def make_schedule(name: str, **settings: object) -> Schedule:
 def _warmup_then_decay(
     shape: Callable[[float], float], *, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
 ) -> Schedule:
-    """shape falls from 1 at fraction 0 to 0 at fraction 1."""
+    """Warm up, then follow shape, which falls from 1 at fraction 0 to 0 at fraction 1."""
     _check_base(base_lr, warmup_steps)
     if total_steps < 1 or warmup_steps > total_steps:
         raise ValueError(f"total_steps must be at least 1 and warmup_steps {warmup_steps}, not {total_steps}")

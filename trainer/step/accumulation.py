@@ -25,7 +25,7 @@ class WideAccumulation:
 
     @contextmanager
     def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """Around the backward of one microbatch, before which the gradients are zero."""
+        """Surround the backward of one microbatch, before which the gradients are zero."""
         self._is_last = is_last
         if is_first and self._sums:
             torch._foreach_zero_(self._sums)
@@ -42,5 +42,5 @@ class WideAccumulation:
 
 
 def half_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those whose gradients lose bits when many are added up."""
+    """List those whose gradients lose bits when many are added up."""
     return [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]

@@ -51,7 +51,7 @@ class GuessWatch:
         self._windows: deque[tuple[int, float]] = deque()  # steps of a report, and their mean loss
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """A report of the training loop. Raises: TrainingDiverged, on all ranks alike."""
+        """Take in a report of the training loop. Raises: TrainingDiverged, on all ranks alike."""
         start, self._last_step = self._last_step, record["step"]
         if start < self._warmup_steps:
             return

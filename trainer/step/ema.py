@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class WeightAverage(Protocol):
-    """What training asks of an average."""
+    """Says what training asks of an average."""
 
     def update_(self, done: int, *, skip_1: Tensor) -> None:
-        """After step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
+        """Move on after step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
         ...
 
     def in_place_of_weights(self, done: int) -> Any:
-        """A context in which the model has the average's weights, after step done."""
+        """Give the model the average's weights within the context, after step done."""
         ...
 
     def state_dict(self, done: int) -> dict[str, Tensor]:
-        """After step done, by name; empty where there is no average."""
+        """Return the average after step done, by name; empty where there is none."""
         ...
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -29,26 +29,26 @@ class WeightAverage(Protocol):
 
 
 class NoAverage:
-    """The weights are evaluated as they are."""
+    """Stands in for an average where the weights are evaluated as they are."""
 
     def update_(self, done: int, *, skip_1: Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @contextmanager
     def in_place_of_weights(self, done: int) -> Iterator[None]:
-        """Nothing changes."""
+        """Change nothing."""
         yield
 
     def state_dict(self, done: int) -> dict[str, Tensor]:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class MovingAverage:
-    """average = decay * average + (1 - decay) * weights, every so many steps; the first time, the weights as they are.
+    """Keeps average = decay * average + (1 - decay) * weights, every so many steps; at first, the weights as they are.
 
     tensors: fp32 weights and running statistics of batch norm, by name; on_change is called after they were exchanged.
     The average follows the weights, whether or not the update before was skipped for an overflow.
@@ -66,7 +66,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update_(self, done: int, *, skip_1: Tensor) -> None:
-        """After step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
+        """Move on after step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
         if done % self._every_steps:
             return
         if done == self._every_steps:  # nothing sees an average that was made in a step which did not count
@@ -79,7 +79,7 @@ class MovingAverage:
 
     @contextmanager
     def in_place_of_weights(self, done: int) -> Iterator[None]:
-        """The model has the average's weights inside, and its own bits after."""
+        """Give the model the average's weights inside, and its own bits after."""
         if done < self._every_steps:
             yield
             return
@@ -96,7 +96,7 @@ class MovingAverage:
         self._on_change()
 
     def state_dict(self, done: int) -> dict[str, Tensor]:
-        """After step done, by name; empty before the first step of the average."""
+        """Return the average after step done, by name; empty before its first step."""
         return {} if done < self._every_steps else dict(zip(self._names, self._average, strict=True))
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -109,5 +109,5 @@ class MovingAverage:
 
 
 def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of a checkpoint's state, the model's state_dict that its accuracy is of: the average, where the run had one."""
+    """Return the model's state_dict that a checkpoint's accuracy is of: the average, where the run had one."""
     return {**state["model"], **state.get("average", {})}

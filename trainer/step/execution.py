@@ -37,27 +37,27 @@ class Execution(Protocol):
 
 
 class EagerExecution:
-    """Kernel by kernel, as Python comes to them."""
+    """Runs kernel by kernel, as Python comes to them."""
 
     measures_waits = True
 
     def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
-        """Microbatches are drawn when the work asks for them."""
+        """Run the work, for which microbatches are drawn when it asks for them."""
         return work(microbatches)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept."""
 
 
 class Capture(Protocol):
-    """What turns work into something that can be replayed."""
+    """Turns work into something that can be replayed."""
 
     def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
         """Run the work as the capture will, and return what it returns."""
         ...
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """A function that runs the work's kernels again, and the tensor into which these write what it returned.
+        """Return a function that runs the work's kernels again, and the tensor into which these write what it returned.
 
         The work itself is not done here, and may not wait for the device.
         """
@@ -65,14 +65,14 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs of one device, in memory that they share: they may be replayed in any order, one at a time."""
+    """Makes CUDA graphs of one device, in memory that they share: they may be replayed in any order, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
-        """On the stream of the capture: autograd and cuBLAS keep things by stream."""
+        """Run it on the stream of the capture: autograd and cuBLAS keep things by stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -81,7 +81,7 @@ class CudaCapture:
         return result
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Waits for the device once. Other threads may go on: they decode pictures and watch NCCL."""
+        """Capture, and wait for the device once. Other threads may go on: they decode pictures and watch NCCL."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -144,7 +144,7 @@ class CudaGraphExecution:
         self._graphs.clear()
 
     def _fill_rates(self, *, device: torch.device) -> None:
-        """One fill for each: a copy from the host would have to keep its source until the device comes to it."""
+        """Fill each by itself: a copy from the host would have to keep its source until the device comes to it."""
         groups = self._optimizer.param_groups
         if not self._rates:
             self._rates = [torch.zeros((), device=device) for _ in groups]
@@ -171,7 +171,7 @@ def _shape_of(batch: Prepared) -> object:
 
 @contextmanager
 def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """The optimizer's groups have learning rates on the device inside, and their own numbers after.
+    """Give the optimizer's groups learning rates on the device inside, and their own numbers after.
 
     capturable: Adam of torch asks for it, fused as it is.
     """
@@ -188,7 +188,7 @@ def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> It
 
 
 def _explained(error: BaseException, batch: Prepared) -> BaseException:
-    """What to raise for a capture that failed: the first error counts, the later ones come of the broken capture."""
+    """Choose what to raise for a capture that failed: the first error, of which the later ones come."""
     while error.__context__ is not None:
         error = error.__context__
     if isinstance(error, UserError | torch.OutOfMemoryError):

@@ -10,14 +10,14 @@ CLIP_EPS = 1e-6
 
 
 def clip_divisor(norm: Tensor, *, largest: float) -> Tensor:
-    """What gradients of that norm are divided by so that it is at most largest; 1 where it is already."""
+    """Return what gradients of that norm are divided by so that it is at most largest; 1 where it is already."""
     return ((norm + CLIP_EPS) / largest).clamp(min=1.0)
 
 
 def step_or_skip_(
     optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], *, divisor: Tensor | None, skip: Tensor
 ) -> None:
-    """One step with the gradients divided by divisor (None: as they are), or no trace of one where skip (bool) is true.
+    """Make one step with the gradients divided by divisor (None: as they are), or none where skip (bool) is true.
 
     Fused optimizers, ours too, divide and skip in their own kernels. For the others the host waits for skip.
     """

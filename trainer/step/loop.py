@@ -56,7 +56,7 @@ class TrainStep:
             yield prepared
 
     def learn_from(self, microbatches: Iterable[Prepared]) -> Tensor:
-        """Go from pictures to new weights; whether (bool, one element) a rank had none, so that all stays.
+        """Go from pictures to new weights; return whether (bool, one element) a rank had none, so that all stays.
 
         This is what a CUDA graph captures: what changes from step to step is read from tensors that stay where they
         are, but for the learning rates.

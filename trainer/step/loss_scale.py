@@ -19,7 +19,7 @@ are, so no later step is likelier to succeed: what overflows in every second ste
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The scale at first, and the steps without overflow after which it doubles; None: it stays as it is."""
+    """States the scale at first, and the steps without overflow after which it doubles; None: it stays as it is."""
 
     initial: float
     growth_steps: int | None
@@ -27,7 +27,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleState:
-    """Scalars on the device; where a LossScale keeps them, they are written in place."""
+    """Holds scalars on the device; where a LossScale keeps them, they are written in place."""
 
     scale: Tensor
     clean_steps: Tensor
@@ -38,7 +38,7 @@ class ScaleState:
 
 
 def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None) -> ScaleState:
-    """The state after a step whose gradients overflowed or not (bool). No host sync."""
+    """Return the state after a step whose gradients overflowed or not (bool). No host sync."""
     scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)
     if growth_steps is not None:
         grows = clean_steps >= growth_steps
@@ -54,35 +54,35 @@ def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None)
 
 
 class Unscaled:
-    """What stands in for a loss scale where there is none: in fp32 and bf16."""
+    """Stands in for a loss scale where there is none: in fp32 and bf16."""
 
     divisor: Tensor | None = None
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss itself."""
+        """Return the loss itself."""
         return loss
 
     def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
-        """Whether to skip (bool) a step: only if it failed."""
+        """Decide whether to skip (bool) a step: only if it failed."""
         return failed
 
     def figures(self) -> dict[str, float | None]:
-        """What a report states."""
+        """Return what a report states."""
         return {"loss_scale": 1.0, "overflow_steps": 0}
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Nothing is skipped."""
+        """Do nothing: nothing is skipped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
+        """Return nothing to keep."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """A scale of fp16 has no meaning here."""
+        """Do nothing: a scale of fp16 has no meaning here."""
 
 
 class LossScale:
-    """Dynamic: doubled after so many steps without overflow, halved at each overflow; or static."""
+    """Keeps a scale: doubled after so many steps without overflow, halved at each overflow; or static."""
 
     def __init__(self, scaling: Scaling, *, device: torch.device) -> None:
         self._scaling = scaling
@@ -95,15 +95,15 @@ class LossScale:
 
     @property
     def divisor(self) -> Tensor | None:
-        """What the gradients of a scaled loss are to be divided by: a copy, since judge_ sets the next step's."""
+        """Return what gradients of a scaled loss are to be divided by: a copy, since judge_ sets the next step's."""
         return self.state.scale.clone()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale."""
+        """Return the loss times the loss scale."""
         return loss * self.state.scale
 
     def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
-        """Whether to skip (bool) a step whose scaled gradients have that norm; sets the scale of the next one.
+        """Decide whether to skip (bool) a step whose scaled gradients have that norm; set the scale of the next one.
 
         A step that failed (bool) is to be skipped as if it had never been.
         """
@@ -115,7 +115,7 @@ class LossScale:
         return overflow | failed
 
     def figures(self) -> dict[str, float | None]:
-        """What a report states. Waits for the device."""
+        """Return what a report states. Waits for the device."""
         return {"loss_scale": float(self.state.scale), "overflow_steps": int(self.state.overflow_steps)}
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
@@ -134,7 +134,7 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers. Waits for the device."""
+        """Return plain numbers. Waits for the device."""
         return {name: tensor.item() for name, tensor in asdict(self.state).items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from bigbatch.trainer.optim.fused import norms_of
 
 
 class Weights(Protocol):
-    """A model's weights as the optimizer sees them. All methods are called by all ranks alike."""
+    """Shows a model's weights as the optimizer sees them. All methods are called by all ranks alike."""
 
     masters: Mapping[str, Tensor]
     """What the optimizer updates, in fp32, by the names of the model's parameters."""
@@ -24,23 +24,23 @@ class Weights(Protocol):
         ...
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """The L2 norm of each tensor that lies as the masters do; of the whole one, however it is divided."""
+        """Return the L2 norm of each tensor that lies as the masters do; of the whole one, however it is divided."""
         ...
 
     def half_grads(self) -> list[Tensor]:
-        """The summed gradients that are in half precision, as far as they are here."""
+        """List the summed gradients that are in half precision, as far as they are here."""
         ...
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """Counts of what is here -> of all of it; in place where there is more."""
+        """Turn counts of what is here into counts of all of it; in place where there is more."""
         ...
 
     def is_finite(self) -> bool:
-        """Every weight is a number: the same verdict on all ranks. Waits for the device."""
+        """Tell whether every weight is finite: the same verdict on all ranks. Waits for the device."""
         ...
 
     def whole(self) -> dict[str, Tensor]:
-        """Every master, whole."""
+        """Return every master, whole."""
         ...
 
     def load_(self, state: Mapping[str, Tensor]) -> None:
@@ -49,7 +49,7 @@ class Weights(Protocol):
 
 
 class WholeWeights:
-    """Every rank has all of it. The masters of fp32 parameters are the parameters themselves."""
+    """Holds all of it on every rank. The masters of fp32 parameters are the parameters themselves."""
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
         self.masters: Mapping[str, Tensor] = dict(masters)
@@ -60,7 +60,7 @@ class WholeWeights:
             master.grad = torch.zeros_like(master)
 
     def fetch_grads_(self) -> None:
-        """Half-precision gradients, in fp32."""
+        """Copy half-precision gradients into fp32."""
         if self._half:
             torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
 
@@ -71,33 +71,33 @@ class WholeWeights:
             torch._foreach_copy_(self._half, self._full)
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """All of each is here."""
+        """Return the norms: all of each is here."""
         return norms_of(tensors)
 
     def half_grads(self) -> list[Tensor]:
-        """All of them."""
+        """List all of them."""
         return grads_of(self._half)
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """There is one part."""
+        """Return the counts: there is one part."""
         return counts_N
 
     def is_finite(self) -> bool:
-        """All ranks have the same bits."""
+        """Tell it of this rank's weights: all ranks have the same bits."""
         return all(bool(master.isfinite().all()) for master in self.masters.values())
 
     def whole(self) -> dict[str, Tensor]:
-        """The masters."""
+        """Return the masters."""
         return {key: master.detach() for key, master in self.masters.items()}
 
     @torch.no_grad()
     def load_(self, state: Mapping[str, Tensor]) -> None:
-        """Copy."""
+        """Copy, and publish."""
         for key, master in self.masters.items():
             master.copy_(state[key])
         self.publish_()
 
 
 def grads_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Of those that have one."""
+    """List the gradients of those that have one."""
     return [t.grad for t in tensors if t.grad is not None]

@@ -29,7 +29,7 @@ AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float
 
 
 class Precision:
-    """The form in which Jia et al. 2018 train: half weights, activations and gradients; fp32 for the rest.
+    """Trains in the form of Jia et al. 2018: half weights, activations and gradients; fp32 for the rest.
 
     Or autocast: half activations alone. Batch norm stays fp32. For every half-precision weight there is an fp32 master,
     which the optimizer updates and checkpoints keep. With a scaling, the loss is scaled and an update that overflows is
@@ -64,19 +64,19 @@ class Precision:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """What the optimizer updates, by the names of the model's parameters."""
+        """Return what the optimizer updates, by the names of the model's parameters."""
         return self.weights.masters
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around every forward of the model, not around backward."""
+        """Return what is around every forward of the model, not around backward."""
         return in_forward(self._name, device=self._device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale."""
+        """Return the loss times the loss scale."""
         return self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the loss times the loss scale."""
+        """Run backward of the loss times the loss scale."""
         self.scaled(loss).backward()
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class Precision:
         self.write_half_()
 
     def _total_norm(self) -> Tensor:
-        """L2, of the gradients of all masters. Collective where they are shared out."""
+        """Compute the L2 norm of the gradients of all masters. Collective where they are shared out."""
         return torch.linalg.vector_norm(self.weights.norms(grads_of(self.masters.values())))
 
     def write_half_(self) -> None:
@@ -108,7 +108,7 @@ class Precision:
 
     @torch.no_grad()
     def figures(self) -> dict[str, float | None]:
-        """What a report states of the last step, on all ranks alike. Collective; waits for the device.
+        """Return what a report states of the last step, on all ranks alike. Collective; waits for the device.
 
         grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
         gradients, the elements that are 0 or have lost digits; None where weights and gradients are fp32.
@@ -125,11 +125,11 @@ class Precision:
         self._scale.require_progress(done, is_last=is_last)
 
     def is_finite(self) -> bool:
-        """Every weight is a number. Waits for the device."""
+        """Tell whether every weight is finite. Waits for the device."""
         return self.weights.is_finite()
 
     def model_state(self) -> dict[str, Tensor]:
-        """The model's state_dict with fp32 masters in place of half-precision weights."""
+        """Return the model's state_dict with fp32 masters in place of half-precision weights."""
         return {**self._model.state_dict(), **self.weights.whole()}
 
     def load_model_state(self, state: Mapping[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ class Precision:
         self.weights.load_(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the loss scale; empty where there is none."""
+        """Return the state of the loss scale; empty where there is none."""
         return self._scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,9 +147,9 @@ class Precision:
 
 
 def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor], Tensor]) -> float | None:
-    """Share of elements below the smallest number with all its digits (fp16: 2**-14), 0 included; None without any.
+    """Return the share of elements below the smallest number with all its digits (fp16: 2**-14), 0 included.
 
-    sum_parts: counts of these -> of the whole gradients.
+    None without any. sum_parts: counts of these -> of the whole gradients.
     """
     if not grads_half:
         return None
@@ -169,7 +169,7 @@ def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any]:
-    """What surrounds the forward of a model in that precision: autocast, or nothing."""
+    """Return what surrounds the forward of a model in that precision: autocast, or nothing."""
     if name not in AUTOCAST_DTYPES:
         return nullcontext()
     # each weight is used once in a forward, so a cache of rounded ones would only keep memory
@@ -177,7 +177,7 @@ def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any
 
 
 def set_tf32(is_allowed: bool) -> None:
-    """Whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
+    """Set whether fp32 convolutions and matrix products of GPUs round their factors to TF32, in this whole process."""
     with warnings.catch_warnings():
         # torch announces another way, with which its max-autotune fails (docs/decisions/042)
         warnings.simplefilter("ignore")

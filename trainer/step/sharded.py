@@ -20,7 +20,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of a tensor. Elements of a tensor count in the order of its memory.
+    """Says what a rank has of a tensor. Elements of a tensor count in the order of its memory.
 
     A rank has a piece of every tensor, most of them empty, so that all ranks do the same to as many tensors.
     """
@@ -37,7 +37,7 @@ class Piece:
 
 
 def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
-    """A rank's piece of each tensor, where it has the rank-th of equal parts of each buffer."""
+    """Find a rank's piece of each tensor, where it has the rank-th of equal parts of each buffer."""
     pieces = {}
     for index, buffer in enumerate(plan.buffers):
         part = -(-buffer.num_elements // world_size)
@@ -52,7 +52,7 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
 
 
 class ShardedWeights:
-    """A model's weights, of which each rank updates its own parts: Weights, with the memory of a share.
+    """Holds a model's weights, of which each rank updates its own parts: Weights, with the memory of a share.
 
     The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
     where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter.
@@ -92,7 +92,7 @@ class ShardedWeights:
             parameter.data = view
 
     def _view(self, name: str, buffers: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        """A tensor whole, in whole buffers, with its parameter's strides."""
+        """Show a tensor whole, in whole buffers, with its parameter's strides."""
         parameter = self._parameters[name]
         piece = self._pieces[name]
         return buffers[piece.buffer].as_strided(parameter.size(), dense_strides(parameter), piece.first)
@@ -105,7 +105,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def fetch_grads_(self) -> None:
-        """Half-precision gradients of the own parts, in fp32."""
+        """Copy half-precision gradients of the own parts into fp32."""
         half = [(f, g) for f, g in zip(self._full_grads, self._grads, strict=True) if f is not g]
         if half:
             torch._foreach_copy_([f for f, _ in half], [g for _, g in half])
@@ -125,29 +125,29 @@ class ShardedWeights:
                 work.wait()
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Sums of squares of the pieces, summed over ranks in fp64. Collective."""
+        """Add up the squares of the pieces over ranks in fp64. Collective."""
         squares_N = torch.stack(torch._foreach_norm(tensors)).double().square_()
         with self._exposed.measure([squares_N]):
             self._communicator.sum_(squares_N, label="all-reduce of norms")
         return squares_N.sqrt_().float()
 
     def half_grads(self) -> list[Tensor]:
-        """Of the own parts, without what fills them up."""
+        """List those of the own parts, without what fills them up."""
         half = {index for index, grads_M in enumerate(self._grads) if grads_M.dtype != torch.float32}
         pieces = [piece for piece in self._pieces.values() if piece.buffer in half]
         return [self._grads[piece.buffer][piece.start : piece.stop] for piece in pieces]
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """Over ranks. Collective."""
+        """Add up over ranks. Collective."""
         return self._communicator.sum_(counts_N, label="all-reduce of counts")
 
     def is_finite(self) -> bool:
-        """Of the masters, as without shares. Collective."""
+        """Tell it of the masters, as without shares. Collective."""
         odd_N = torch.stack([~full_M.isfinite().all() for full_M in self._full])
         return not self.sum_parts(odd_N.double()).any()
 
     def whole(self) -> dict[str, Tensor]:
-        """Every master, gathered, on the host. Collective."""
+        """Return every master, gathered, on the host. Collective."""
         return self._gather(self._full)
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class ShardedWeights:
         self.publish_()
 
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's elements of a whole tensor."""
+        """Take this rank's elements of a whole tensor."""
         parameter, piece = self._parameters[name], self._pieces[name]
         like = torch.empty_strided(parameter.size(), dense_strides(parameter), dtype=whole.dtype, device=whole.device)
         flat_N = like.copy_(whole).as_strided((whole.numel(),), (1,))
@@ -166,7 +166,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def _gather(self, parts: list[Tensor]) -> dict[str, Tensor]:
-        """Whole tensors out of one part of each rank, a buffer at a time, on the host."""
+        """Put whole tensors together out of one part of each rank, a buffer at a time, on the host."""
         tensors = {}
         for index, (part_M, buffer) in enumerate(zip(parts, self._plan.buffers, strict=True)):
             whole_N = part_M.new_empty(part_M.numel() * self._communicator.world_size)
@@ -230,7 +230,7 @@ def shard_update(
     *,
     make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """The optimizer over this rank's share, which precision then holds. make_optimizer: from masters. Collective."""
+    """Make the optimizer over this rank's share, which precision then holds; of masters. Collective."""
     shards = ShardedWeights(model, precision.masters, reducer, communicator)
     precision.weights = shards
     optimizer = make_optimizer(shards.masters)
@@ -239,6 +239,6 @@ def shard_update(
 
 
 def _names(state_dict: Mapping[str, Any]) -> dict[int, str]:
-    """The number that a state_dict gives a parameter -> its name."""
+    """Map the number that a state_dict gives a parameter to its name."""
     groups = state_dict["param_groups"]
     return {number: name for group in groups for number, name in zip(group["params"], group["names"], strict=True)}

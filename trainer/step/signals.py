@@ -11,7 +11,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """These signals go to the handler meanwhile. In the main thread only."""
+    """Send these signals to the handler meanwhile. In the main thread only."""
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -33,7 +33,7 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """This rank was asked to stop."""
+        """Tell whether this rank was asked to stop."""
         return self.signal_name is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ NUM_FLAGS = 1
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Batch norm's running statistics, and whether a rank's input failed: one flat fp32 tensor, so one all-reduce.
+    """Holds batch norm's running statistics, and whether a rank's input failed: one flat fp32 tensor, one all-reduce.
 
     The flag rides along because the statistics are summed in every step anyway (docs/decisions/020).
     """
@@ -21,12 +21,12 @@ class StepStatistics:
 
     @property
     def running_N(self) -> Tensor:
-        """The running statistics alone, as a view."""
+        """Show the running statistics alone, as a view."""
         return self.flat_N[:-NUM_FLAGS]
 
     @property
     def input_failed_1(self) -> Tensor:
-        """The flag, as a view: 1 on a rank that has no batch for this step; summed, above 0 where any has none."""
+        """Show the flag, as a view: 1 on a rank that has no batch for this step; summed, above 0 where any has none."""
         return self.flat_N[-NUM_FLAGS:]
 
     def tell_(self, *, input_failed: bool) -> None:
@@ -34,7 +34,7 @@ class StepStatistics:
         self.input_failed_1.fill_(float(input_failed))  # x[-1] = number would wait for a GPU
 
     def average_(self, *, num_ranks: int, before_N: Tensor) -> Tensor:
-        """Make means of the sums over ranks, or before_N where a rank had no batch: whether one had none (bool).
+        """Make means of the sums over ranks, or before_N where a rank had no batch; return whether one had none (bool).
 
         No host sync: what is returned has one element, on the device.
         """

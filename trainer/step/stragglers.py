@@ -7,7 +7,7 @@ LARGE_SHARE = 0.05
 
 
 def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:
-    """Share of a step lost to ranks that compute more slowly than others.
+    """Compute the share of a step lost to ranks that compute more slowly than others.
 
     waited_P, exposed_P: shares of the step that each rank waited for pictures, and for sums. On average a rank waits
     for the wire (as long as the one that comes last), for pictures (its own, or those of the rank that waits for them
@@ -18,7 +18,7 @@ def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> fl
 
 
 def straggler_hint(share: float, lags_P: Sequence[float], *, host_of: Callable[[int], str]) -> str | None:
-    """A line that names the slowest rank, where stragglers cost much.
+    """Name the slowest rank in a line, where stragglers cost much.
 
     lags_P: how long the rank that waited longest for sums waited for each, in any unit.
     """

@@ -12,7 +12,7 @@ from bigbatch.trainer.step.stragglers import straggler_share
 
 
 class Window:
-    """Sums since the last report; they stay on the device until then, always in the same tensors."""
+    """Keeps sums since the last report; they stay on the device until then, always in the same tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
@@ -39,7 +39,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSums:
-    """A window in numbers: those of one rank, or, after their sum over ranks, those of all (P).
+    """Holds a window in numbers: those of one rank, or, after their sum over ranks, those of all (P).
 
     waited_P and exposed_P are shares of each rank's own window; one rank's have its own at its place, and 0 elsewhere.
     The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
@@ -82,22 +82,22 @@ class WindowSums:
 
     @property
     def mean_seconds(self) -> float:
-        """Length of the window, as the mean over ranks."""
+        """Return the length of the window, as the mean over ranks."""
         return self.seconds / len(self.waited_P)
 
     @property
     def mean_exposed_seconds(self) -> float:
-        """Seconds that a rank waited for sums, as the mean over ranks."""
+        """Return the seconds that a rank waited for sums, as the mean over ranks."""
         return self.exposed_seconds / len(self.exposed_P)
 
     @property
     def wait_fraction(self) -> float:
-        """Share of the window in which training waited for pictures."""
+        """Return the share of the window in which training waited for pictures."""
         return max(self.waited_P)
 
     @property
     def straggler_fraction(self) -> float:
-        """Share of the window lost to slower ranks."""
+        """Return the share of the window lost to slower ranks."""
         return straggler_share(self.waited_P, self.exposed_P)
 
     def record(self, *, measures_waits: bool) -> dict[str, Any]:
