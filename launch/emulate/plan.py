@@ -35,9 +35,14 @@ class ClusterPlan:
         return sum(self.ranks_per_node)
 
 
-def make_plan(*, name: str, nodes: int | None, ranks_per_node: str, link: str, delay: str) -> ClusterPlan:
+def make_plan(*, name: str, nodes: int | None, ranks_per_node: str, link: str | None, delay: str | None) -> ClusterPlan:
     """Read what the command line says. Raises: LaunchOptionError."""
-    return ClusterPlan(parse_name(name), parse_ranks(ranks_per_node, nodes=nodes), parse_rate(link), parse_delay(delay))
+    return ClusterPlan(
+        parse_name(name),
+        parse_ranks(ranks_per_node, nodes=nodes),
+        parse_rate(link or "none"),
+        parse_delay(delay or "0"),
+    )
 
 
 def parse_name(text: str) -> str:

@@ -42,7 +42,7 @@ def run_job(
             _clear(counters)
         before, start = _count(cluster), time.monotonic()
         join(cluster)
-        sweep()
+        sweep()  # what an earlier job left would share the links
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
             code = run_together(starts, environ=environ, enter=enter, asks_to_stop=asks_to_stop)

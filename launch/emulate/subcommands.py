@@ -115,8 +115,8 @@ def _plan(arguments: argparse.Namespace, *, name: str) -> ClusterPlan:
         name=name,
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node or "1",
-        link=arguments.link or "none",
-        delay=arguments.delay or "0",
+        link=arguments.link,
+        delay=arguments.delay,
     )
 
 

@@ -66,7 +66,7 @@ def _wait(running: dict[int, subprocess.Popen[bytes]]) -> int:
     failed: int | None = None
     while running:
         ended = select.select(list(running), (), (), GRACE_SECONDS if failed is not None else None)[0]
-        if not ended:
+        if not ended:  # one has failed, and these did not heed the SIGTERM after it
             _send(running, signal.SIGKILL)
         for pidfd in ended:
             process = running.pop(pidfd)

@@ -129,7 +129,7 @@ def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argpar
     for each in options:
         given = stated.get(each.name, [])
         values = [each.read(value) for value in (given if isinstance(given, list) else [given])]
-        last = values[-1] if values else each.default
+        last = values[-1] if values else each.default  # as on a command line that states it twice
         setattr(read, each.name, values if each.repeats else last)
     return read
 

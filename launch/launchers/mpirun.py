@@ -94,7 +94,7 @@ def _looking(job: JobSpec) -> JobSpec:
 def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended | None, JobSpec]:
     """Look first, as --preflight says; return how that ended where the job does not start, and the job that does."""
     looked, bad = look_at_hosts(replace(job, command=preflight_command(job.command)), environ=environ)
-    if looked.was_asked:
+    if looked.was_asked:  # by Ctrl-C: nothing starts, whatever was found
         return replace(looked, code=looked.code or 130), job
     if looked.code == 0 or job.preflight == "warn":
         return None, job

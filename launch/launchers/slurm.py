@@ -67,7 +67,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)
     print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
     print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
-    return sbatch.wait()
+    return sbatch.wait()  # without --wait it ends at once
 
 
 def _status(numbers: Sequence[str]) -> None:

@@ -91,6 +91,7 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
         "input": median(record["input_wait_fraction"] for record in records),
         "stragglers": median(record["straggler_fraction"] for record in records),
     }
+    # computing is what the others leave, so that the parts add up
     parts = {"computing": seconds * (1 - sum(shares.values()))}
     return Step(seconds, parts | {name: seconds * share for name, share in shares.items()})
 
@@ -109,6 +110,7 @@ def compare(points: Sequence[Measured]) -> list[Efficiency]:
 
 def efficiency_of(point: Measured, base: Measured) -> Efficiency:
     """Divide by the base's images per second and rank."""
+    # a rank with more images is not slower for that alone: what its step has beyond the base's, scaled, is lost
     scale = point.local_batch / base.local_batch
     losses = {part: (point.step.parts[part] - scale * base.step.parts[part]) / point.step.seconds for part in PARTS}
     return Efficiency(point, base, scale * base.step.seconds / point.step.seconds, losses)

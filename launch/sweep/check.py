@@ -46,8 +46,8 @@ def _check_emulated(sweep: Sweep, point: Point, folder: SweepFolder) -> None:
         name=DEFAULT_NAME,
         nodes=point.nodes,
         ranks_per_node=str(point.ranks_per_node),
-        link=options.link or "none",
-        delay=options.delay or "0",
+        link=options.link,
+        delay=options.delay,
     )
     job = emulated.Job(train_words(folder, point.number))
     emulated.LAUNCHERS[options.launcher].starts(job, plan, emulated.Site(order=options.place))

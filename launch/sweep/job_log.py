@@ -45,7 +45,7 @@ def find_times(log: Path) -> tuple[float | None, float | None]:
     for match in filter(None, map(DATED.match, _lines(log))):
         at = datetime.fromisoformat(match[1] or match[3]).timestamp()
         if (match[2] or "").startswith("job "):
-            began, ended = at, None
+            began, ended = at, None  # a job that was requeued begins again in the same log
         else:
             ended = at
     return began, None if began is None or ended is None else ended - began

@@ -135,6 +135,7 @@ def wait_for_points(
         for number, job in jobs.items():
             if (job, number) in waiting:
                 continue
+            # it has left the queue; what it wrote may reach this host later
             is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
             if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
                 on_end(left.pop(number), record_end(folder, number))

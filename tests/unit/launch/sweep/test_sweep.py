@@ -262,6 +262,8 @@ def test_sweep_file_that_would_be_ignored_or_misread_is_refused(
         ("emulated", {"link": "1gbite"}, "f", "launch: --link '1gbite': give a rate from 1mbit to 100gbit"),
         ("emulated", {"launcher": "ssh"}, "f", "launch: argument --launcher: invalid choice: 'ssh'"),
         ("slurm", {"partition": True}, "f", "launch: argument --partition: expected one argument"),
+        ("emulated", {"launcher": "torchrun", "place": "cyclic"}, "f", "launch: --place cyclic: torchrun"),
+        ("slurm", {"gpus_per_node": "many"}, "f", "launch: argument --gpus-per-node: invalid int value: 'many'"),
         ("slurm", {"time": "soon"}, "f", "launch: --time 'soon' must be minutes"),
         (
             "slurm",
