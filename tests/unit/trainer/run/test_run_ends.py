@@ -45,7 +45,7 @@ AVERAGE = {"optimizer.ema_decay": 0.5, "optimizer.ema_every_steps": 2, "run.chec
 @pytest.fixture(autouse=True)
 def _threads_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run would take all cores of the machine, for the tests that follow, too."""
-    monkeypatch.setattr(build, "settle", lambda communicator, **_: None)
+    monkeypatch.setattr(build, "set_up_process", lambda communicator, **_: None)
 
 
 def start(run: Path, changes: Mapping[str, object] | None = None) -> int:

@@ -284,7 +284,7 @@ TINY = {
 @pytest.fixture
 def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A tiny data set; runs in this process leave its threads, memory and signals as they are."""
-    monkeypatch.setattr(build, "settle", lambda communicator, **_: None)
+    monkeypatch.setattr(build, "set_up_process", lambda communicator, **_: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     write_dataset(tmp_path / "shapes", train_per_class=10, val_per_class=2, side_pixels=(36, 48))
     yield tmp_path / "shapes"
