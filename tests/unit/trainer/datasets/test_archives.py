@@ -28,14 +28,14 @@ def read_all(path):
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_files_are_read_whatever_the_compression_and_folders_passed_over(tmp_path, mode):
+def test_archives_files_are_read_whatever_the_compression_and_folders_passed_over(tmp_path, mode):
     path = tmp_path / "misnamed.tar.gz"
     path.write_bytes(tar_of({"a": special("a", tarfile.DIRTYPE), **FILES}, mode=mode))
     assert read_all(path) == FILES
 
 
 @pytest.mark.parametrize("mode", ["w:bz2", "w:xz"])
-def test_a_compression_that_no_data_set_uses_is_no_tar(tmp_path, mode):
+def test_archives_a_compression_that_no_data_set_uses_is_no_tar(tmp_path, mode):
     path = tmp_path / "archive.tar"
     for num_bytes in (None, -20):  # whole, and cut off
         path.write_bytes(tar_of(FILES, mode=mode)[:num_bytes])
@@ -43,7 +43,7 @@ def test_a_compression_that_no_data_set_uses_is_no_tar(tmp_path, mode):
             read_all(path)
 
 
-def test_an_archive_within_an_archive_is_read_in_place(tmp_path):
+def test_archives_an_archive_within_an_archive_is_read_in_place(tmp_path):
     path = tmp_path / "outer.tar"
     path.write_bytes(tar_of({"x.tar": tar_of(FILES), "y.tar": tar_of({"b": b"2"})}))
     found = {str(outer.path): {str(i.path): i.read() for i in read_members(outer)} for outer in read_members(path)}
@@ -51,7 +51,7 @@ def test_an_archive_within_an_archive_is_read_in_place(tmp_path):
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_members_are_refused_in_one_line(tmp_path, case):
+def test_archives_hostile_members_are_refused_in_one_line(tmp_path, case):
     files, complaint = HOSTILE[case]
     path = tmp_path / "archive.tar"
     path.write_bytes(tar_of({"good": b"1", **files}))
@@ -63,7 +63,7 @@ def test_hostile_members_are_refused_in_one_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_a_cut_never_passes_for_the_whole(tmp_path, mode):
+def test_archives_a_cut_never_passes_for_the_whole(tmp_path, mode):
     path, whole = tmp_path / "archive.tar", tar_of(FILES, mode=mode)
     path.write_bytes(whole)
     assert read_all(path) == FILES
@@ -78,7 +78,7 @@ def test_a_cut_never_passes_for_the_whole(tmp_path, mode):
 
 @pytest.mark.parametrize("size", ["-1", "-1024", str(1 << 50)])
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_an_impossible_length_is_refused(tmp_path, size, mode):
+def test_archives_an_impossible_length_is_refused(tmp_path, size, mode):
     path = tmp_path / "archive.tar"
     path.write_bytes(tar_of({"good": b"1", "x": sized(size), "y": b"2"}, mode=mode))
     # newer versions of tarfile refuse what is negative themselves, as a header that cannot be read
@@ -87,7 +87,7 @@ def test_an_impossible_length_is_refused(tmp_path, size, mode):
 
 
 @pytest.mark.parametrize("size", [1 << 70, -(1 << 70)])
-def test_an_impossible_length_of_a_name_is_refused(tmp_path, size):
+def test_archives_an_impossible_length_of_a_name_is_refused(tmp_path, size):
     data = bytearray(tar_of({"n" * 120: b"1"}, tar_format=tarfile.GNU_FORMAT))
     data[124:136] = size.to_bytes(12, "big", signed=True) if size < 0 else b"\x80" + size.to_bytes(11, "big")
     data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
@@ -97,14 +97,14 @@ def test_an_impossible_length_of_a_name_is_refused(tmp_path, size):
         read_all(path)
 
 
-def test_no_tar_is_named(tmp_path):
+def test_archives_no_tar_is_named(tmp_path):
     path = tmp_path / "archive.tar"
     path.write_bytes(b"<html>404 not found</html>" * 100)
     with pytest.raises(DataError, match=r"archive\.tar: is cut off or damaged .* download the archive again"):
         read_all(path)
 
 
-def test_damage_within_compressed_data_is_named(tmp_path):
+def test_archives_damage_within_compressed_data_is_named(tmp_path):
     path = tmp_path / "archive.tgz"
     data = bytearray(gzip.compress(tar_of({"x": bytes(range(256)) * 400})))
     data[len(data) // 2] ^= 255
@@ -113,7 +113,7 @@ def test_damage_within_compressed_data_is_named(tmp_path):
         read_all(path)
 
 
-def test_a_damaged_header_in_an_inner_archive_is_not_taken_for_its_end(tmp_path):
+def test_archives_a_damaged_header_in_an_inner_archive_is_not_taken_for_its_end(tmp_path):
     inner = bytearray(tar_of({"one": b"1" * 512, "two": b"2" * 512, "three": b"3" * 512}))
     inner[2 * 512 + 150] ^= 255  # the checksum in the header of "two"
     with tarfile.open(fileobj=io.BytesIO(inner)) as peer:
@@ -126,7 +126,7 @@ def test_a_damaged_header_in_an_inner_archive_is_not_taken_for_its_end(tmp_path)
         [list(read_members(member)) for member in read_members(path)]
 
 
-def test_a_member_that_claims_too_much_is_refused(tmp_path, monkeypatch):
+def test_archives_a_member_that_claims_too_much_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "MAX_MEMBER_BYTES", 699)
     path = tmp_path / "archive.tar"
     path.write_bytes(tar_of(FILES))
@@ -134,7 +134,7 @@ def test_a_member_that_claims_too_much_is_refused(tmp_path, monkeypatch):
         read_all(path)
 
 
-def test_find_archive_takes_any_of_its_names_and_compares_the_length(tmp_path):
+def test_archives_find_archive_takes_any_of_its_names_and_compares_the_length(tmp_path):
     with pytest.raises(DataError, match=r"holds no x\.tar or y\.tar; download it there"):
         find_archive(tmp_path, Archive(names=("x.tar", "y.tar")))
     (tmp_path / "y.tar").write_bytes(b"12345")
@@ -151,7 +151,7 @@ def refuse(number):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_what_the_system_refuses_is_no_damage(tmp_path, monkeypatch, number):
+def test_archives_what_the_system_refuses_is_no_damage(tmp_path, monkeypatch, number):
     archive = Archive(names=("x.tar",), md5="0" * 32)
     path = tmp_path / "x.tar"
     path.write_bytes(tar_of(FILES))
@@ -172,7 +172,7 @@ def test_what_the_system_refuses_is_no_damage(tmp_path, monkeypatch, number):
             read_all(path)
 
 
-def test_md5_is_compared(tmp_path):
+def test_archives_md5_is_compared(tmp_path):
     path, data, seen = tmp_path / "x.tar", b"abc" * 3_000_000, []
     path.write_bytes(data)
     good = Archive(names=("x.tar",), md5=hashlib.md5(data).hexdigest())
@@ -246,7 +246,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("claims", [None, "nothing"])
-def test_a_download_gets_its_name_when_it_is_whole(server, tmp_path, claims):
+def test_archives_a_download_gets_its_name_when_it_is_whole(server, tmp_path, claims):
     http, archive = server
     http.answer = answer_with(WHOLE, claims=claims)
     seen = []
@@ -261,7 +261,7 @@ def test_a_download_gets_its_name_when_it_is_whole(server, tmp_path, claims):
     assert http.asked == ["bigbatch"]
 
 
-def test_progress_comes_by_the_megabyte(server, tmp_path):
+def test_archives_progress_comes_by_the_megabyte(server, tmp_path):
     http, archive = server
     big, seen = b"0123456789abcdef" * 200_000, []
     http.answer = answer_with(big)
@@ -272,7 +272,7 @@ def test_progress_comes_by_the_megabyte(server, tmp_path):
 
 
 @pytest.mark.parametrize("left", [b"whole", b"other archive", b""])
-def test_a_download_replaces_what_an_earlier_try_left_and_leaves_what_is_whole(server, tmp_path, left):
+def test_archives_a_download_replaces_what_an_earlier_try_left_and_leaves_what_is_whole(server, tmp_path, left):
     http, archive = server
     (tmp_path / "x.tgz").write_bytes(left)
     (tmp_path / ".x.tgz.part").write_bytes(b"of a run that was killed, longer than the archive")
@@ -283,7 +283,7 @@ def test_a_download_replaces_what_an_earlier_try_left_and_leaves_what_is_whole(s
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_failed_download_is_one_line_with_a_way_out_and_leaves_nothing(server, tmp_path, case):
+def test_archives_a_failed_download_is_one_line_with_a_way_out_and_leaves_nothing(server, tmp_path, case):
     http, archive = server
     http.answer, complaint = FAILURES[case]
     match = rf"^{archive.url}: cannot be downloaded to {tmp_path}/x\.tgz \(.*{complaint}.*\); try again, .* --archives$"
@@ -296,7 +296,7 @@ def test_a_failed_download_is_one_line_with_a_way_out_and_leaves_nothing(server,
     assert files_below(tmp_path) == {"x.tgz": WHOLE}
 
 
-def test_a_server_that_does_not_answer_is_named(tmp_path, monkeypatch):
+def test_archives_a_server_that_does_not_answer_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/x.tgz"
@@ -304,7 +304,7 @@ def test_a_server_that_does_not_answer_is_named(tmp_path, monkeypatch):
         download(tmp_path, Archive(names=("x.tgz",), md5="0" * 32, url=url), on_progress=lambda *_: None)
 
 
-def test_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
+def test_archives_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
     _, archive = server
 
     def full(path, mode):
@@ -316,7 +316,7 @@ def test_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
     assert files_below(tmp_path) == {}
 
 
-def test_a_folder_that_cannot_be_made_is_named(server, tmp_path):
+def test_archives_a_folder_that_cannot_be_made_is_named(server, tmp_path):
     _, archive = server
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match=r"cannot be downloaded to \S+/file/below/x\.tgz \(.*Not a directory"):

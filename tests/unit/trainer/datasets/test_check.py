@@ -76,7 +76,7 @@ def summary(findings):
     return [(finding.where, finding.kind, len(finding.cases)) for finding in findings]
 
 
-def test_a_good_data_set(tmp_path, capsys):
+def test_check_a_good_data_set(tmp_path, capsys):
     files = good_files() | {
         "train/a/0.JPEG": encoded(image(90, 300, 200)),
         "val/a/0.JPEG": encoded(image(91, 9, 8)),
@@ -122,7 +122,7 @@ TRAITED = {  # (file name, content, its traits)
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("kind", TRAITED)
-def test_traits_are_remarks(tmp_path, kind, decode):
+def test_check_traits_are_remarks(tmp_path, kind, decode):
     name, data, traits = TRAITED[kind]
     files = {f"train/a/{name}": data, "val/a/0.jpg": encoded(image(7))}
     report = check_dataset(write(tmp_path, files), decode=decode)
@@ -134,11 +134,11 @@ def test_traits_are_remarks(tmp_path, kind, decode):
     assert sum(report.splits["train"].forms.values()) == 1
 
 
-def test_every_trait_has_a_case():
+def test_check_every_trait_has_a_case():
     assert {trait for _, _, traits in TRAITED.values() for trait in traits} == set(TRAITS)
 
 
-def test_exif_that_pillow_cannot_parse_is_no_fault(monkeypatch):
+def test_check_exif_that_pillow_cannot_parse_is_no_fault(monkeypatch):
     def getexif(self):
         raise SyntaxError("not a TIFF file")
 
@@ -146,7 +146,7 @@ def test_exif_that_pillow_cannot_parse_is_no_fault(monkeypatch):
     assert examine(encoded(image(0), exif=exif(6)), path="0.jpg", decode=True) == ((40, 60), "JPEG RGB", 0)
 
 
-def test_16_bits_become_the_upper_8():
+def test_check_16_bits_become_the_upper_8():
     values, data = deep_png()
     np.testing.assert_array_equal(np.asarray(open_image(data, path="deep").convert("RGB")), values >> 8)
 
@@ -172,7 +172,7 @@ BAD = {  # (content, kind, without decoding too)
 
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_image_is_a_problem_and_does_not_end_the_check(tmp_path, kind, decode):
+def test_check_a_bad_image_is_a_problem_and_does_not_end_the_check(tmp_path, kind, decode):
     data, expected, is_seen_undecoded = BAD[kind]
     report = check_dataset(write(tmp_path, good_files() | {"train/b/1.JPEG": data}), decode=decode)
     if decode or is_seen_undecoded:
@@ -187,7 +187,7 @@ def test_a_bad_image_is_a_problem_and_does_not_end_the_check(tmp_path, kind, dec
 
 @pytest.mark.parametrize("name", ["torchvision", "dali"])
 @pytest.mark.parametrize("kind", [*BAD, *TRAITED])
-def test_the_judgement_is_that_of_the_loaders(tmp_path, kind, name):
+def test_check_the_judgement_is_that_of_the_loaders(tmp_path, kind, name):
     if name == "dali":
         pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     data = BAD[kind][0] if kind in BAD else TRAITED[kind][1]
@@ -206,7 +206,7 @@ def test_the_judgement_is_that_of_the_loaders(tmp_path, kind, name):
     assert reason is None or reason.startswith(f"{tmp_path}/train/a/0.jpg: ")
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_check_files_that_cannot_be_read(tmp_path):
     write(tmp_path, good_files())
     (tmp_path / "train/a/folder.jpg").mkdir()
     (tmp_path / "val/c/gone.jpg").symlink_to(tmp_path / "nowhere")
@@ -216,7 +216,7 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "val/c/gone.jpg: cannot be used (No such file or directory)" in report.problems[1].cases[0]
 
 
-def test_the_same_image_twice(tmp_path):
+def test_check_the_same_image_twice(tmp_path):
     files = good_files()
     files["val/b/0.JPEG"] = files["train/c/3.JPEG"] = files["train/a/0.JPEG"]  # leakage
     files["train/b/0.JPEG"] = files["train/c/0.JPEG"]  # two labels
@@ -232,14 +232,14 @@ def test_the_same_image_twice(tmp_path):
     }
 
 
-def test_bad_files_are_no_duplicates(tmp_path):
+def test_check_bad_files_are_no_duplicates(tmp_path):
     report = check_dataset(write(tmp_path, good_files() | {"train/a/0.JPEG": b"", "val/a/0.JPEG": b""}))
     assert {finding.kind for finding in report.problems} == {"empty file"}
     assert report.remarks == ()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=30))
-def test_equal_groups_are_those_of_a_dictionary(digests):
+def test_check_equal_groups_are_those_of_a_dictionary(digests):
     groups = {}
     for position, digest in enumerate(digests):
         groups.setdefault(digest, []).append(position)
@@ -247,12 +247,12 @@ def test_equal_groups_are_those_of_a_dictionary(digests):
     assert equal_groups(np.array(digests, np.uint64).reshape(-1, 2)) == expected
 
 
-def test_spread_of_values_and_of_nothing():
+def test_check_spread_of_values_and_of_nothing():
     assert spread(np.array([4, 1, 9, 2])) == Spread(1, 3.0, 9)
     assert spread(np.array([])) == Spread(0, 0.0, 0)
 
 
-def test_classes_that_differ_or_are_empty(tmp_path):
+def test_check_classes_that_differ_or_are_empty(tmp_path):
     write(tmp_path, good_files() | {"train/d/0.jpg": encoded(image(50)), "val/e/0.jpg": encoded(image(51))})
     (tmp_path / "train/f").mkdir()
     (tmp_path / "val/f").mkdir()
@@ -264,7 +264,7 @@ def test_classes_that_differ_or_are_empty(tmp_path):
     }
 
 
-def test_splits_that_are_not_there(tmp_path, capsys):
+def test_check_splits_that_are_not_there(tmp_path, capsys):
     with pytest.raises(DataError, match="holds neither train/ nor val/; name the folder that contains them"):
         check_dataset(tmp_path)
     (tmp_path / "val").mkdir()
@@ -274,7 +274,7 @@ def test_splits_that_are_not_there(tmp_path, capsys):
     assert "NOT fit for training: 2 problem(s); 0 pictures" in capsys.readouterr().out
 
 
-def test_folders_that_cannot_be_listed(tmp_path, monkeypatch):
+def test_check_folders_that_cannot_be_listed(tmp_path, monkeypatch):
     write(tmp_path, good_files())
     real_scandir, locked = os.scandir, [f"{tmp_path}/train/b"]
 
@@ -292,7 +292,7 @@ def test_folders_that_cannot_be_listed(tmp_path, monkeypatch):
         check_dataset(tmp_path)
 
 
-def test_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
+def test_check_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
     strays = {"train/readme.txt", "train/.hidden/a.jpg", "train/a/list.csv", "train/a/inner/b.jpg", "val/b/x.webp"}
     odd = {"train/a/B.JPG": encoded(image(60)), "train/b/ü.png": encoded(image(61), "PNG")}
     write(tmp_path, good_files() | odd | dict.fromkeys(strays, b"stray"))
@@ -331,7 +331,7 @@ def pack(folder, images, *, classes):
     (folder / "index.json").write_text(facts.to_json())
 
 
-def test_packed_images(tmp_path):
+def test_check_packed_images(tmp_path):
     train = [(label, encoded(image(number))) for number, label in enumerate([0, 0, 1] * 40)]
     train[5] = (1, with_bad_tables(train[5][1]))
     train[7] = (0, encoded(image(7), "PNG"))
@@ -354,7 +354,7 @@ def test_packed_images(tmp_path):
     assert facts.forms == {"JPEG RGB": 118, "PNG RGB": 1}
 
 
-def test_a_packed_image_that_was_overwritten(tmp_path):
+def test_check_a_packed_image_that_was_overwritten(tmp_path):
     pack(tmp_path / "train", [(0, encoded(image(0)))], classes="a")
     pack(tmp_path / "val", [(0, encoded(image(1)))], classes="a")
     path = tmp_path / "val/shard-000000.tar"
@@ -364,7 +364,7 @@ def test_a_packed_image_that_was_overwritten(tmp_path):
     assert "shard-000000.tar: picture 00000000: is not the picture" in problems[0].cases[0]
 
 
-def test_a_packed_split_without_its_shard(tmp_path):
+def test_check_a_packed_split_without_its_shard(tmp_path):
     pack(tmp_path / "train", [(0, encoded(image(0)))], classes="a")
     (tmp_path / "train/shard-000000.tar").unlink()
     with pytest.raises(DataError, match=r"shard-000000.tar: cannot be found"):
@@ -417,13 +417,13 @@ WNIDS = tuple(f"n{number:08d}" for number in range(1000))
         ("val", ("dog", *WNIDS[:999]), [5] * 1000, ()),
     ],
 )
-def test_the_counts_of_imagenet(split, classes, counts, cases):
+def test_check_the_counts_of_imagenet(split, classes, counts, cases):
     findings = imagenet_findings(split, Fake(classes, np.repeat(np.arange(len(classes)), counts)))
     assert [finding.cases for finding in findings] == ([cases] if cases else [])
     assert all("50,000 in val" in finding.meaning and not finding.is_problem for finding in findings)
 
 
-def test_processes_find_the_same_in_the_same_order(tmp_path):
+def test_check_processes_find_the_same_in_the_same_order(tmp_path):
     files = good_files() | {f"train/a/{n}.jpg": encoded(image(n, 20, 20)) for n in range(100, 260)}
     write(tmp_path, files | {"train/a/130.jpg": b"", "val/a/0.JPEG": files["train/a/120.jpg"]})
     reports, seen = [], []
@@ -436,7 +436,7 @@ def test_processes_find_the_same_in_the_same_order(tmp_path):
 
 
 @pytest.mark.long
-def test_a_process_that_dies_ends_in_one_line():
+def test_check_a_process_that_dies_ends_in_one_line():
     images = Fake(("a",), np.zeros(400, np.int64))
     with pytest.raises(DataError, match=r"a worker process died: .* give fewer --workers"):
         list(examine_all({"train": images}, decode=True, num_workers=2))
@@ -446,7 +446,7 @@ def bad_set(root):
     return write(root, good_files() | {f"train/c/{number}.JPEG": b"" for number in range(3)})
 
 
-def test_the_command_names_the_first_and_writes_all(tmp_path, capsys):
+def test_check_the_command_names_the_first_and_writes_all(tmp_path, capsys):
     bad_set(tmp_path / "set")
     out = tmp_path / "report.json"
     assert main(["data", "check", str(tmp_path / "set"), "--workers", "1", "--no-decode", "--json", str(out)]) == 1
@@ -471,7 +471,7 @@ def shown(report: CheckReport, **options):
     return stream.getvalue()
 
 
-def test_a_terminal_gets_a_table_and_a_pipe_gets_none(tmp_path):
+def test_check_a_terminal_gets_a_table_and_a_pipe_gets_none(tmp_path):
     report = check_dataset(bad_set(tmp_path))
     plain, fancy = shown(report), shown(report, force_terminal=True)
     assert plain.isascii()
@@ -481,7 +481,7 @@ def test_a_terminal_gets_a_table_and_a_pipe_gets_none(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file names are text here")
-def test_a_file_name_that_is_no_text(tmp_path):
+def test_check_a_file_name_that_is_no_text(tmp_path):
     path = os.fsencode(tmp_path) + b"/train/a/\xff.jpg"
     write(tmp_path, good_files())
     try:
@@ -494,13 +494,13 @@ def test_a_file_name_that_is_no_text(tmp_path):
     assert "\udcff.jpg" in json.loads((tmp_path / "report.json").read_text())["problems"][0]["cases"][0]
 
 
-def test_a_report_that_cannot_be_written(tmp_path):
+def test_check_a_report_that_cannot_be_written(tmp_path):
     report = check_dataset(write(tmp_path, good_files()))
     with pytest.raises(DataError, match=r"nowhere/report.json: cannot be written \(No such file or directory\)"):
         write_json(report, tmp_path / "nowhere/report.json")
 
 
-def test_real_images_are_what_their_list_says():
+def test_check_real_images_are_what_their_list_says():
     manifest = REAL_DATA / "manifest.csv"
     if not manifest.is_file():
         pytest.skip(f"no {manifest}; name a folder with manifest.csv and train/ in BIGBATCH_REAL_DATA")

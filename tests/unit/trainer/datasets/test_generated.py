@@ -29,13 +29,13 @@ def _bytes_by_name(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
-def test_number_of_workers_and_chunking_do_not_change_a_byte(small_set, tmp_path, monkeypatch):
+def test_generated_number_of_workers_and_chunking_do_not_change_a_byte(small_set, tmp_path, monkeypatch):
     monkeypatch.setattr(generated, "CHUNK_IMAGES", 3)
     assert write_dataset(tmp_path / "set", **SMALL, num_workers=2)
     assert _bytes_by_name(tmp_path / "set") == _bytes_by_name(small_set)
 
 
-def test_layout_is_imagenets_with_sorted_class_folders(small_set):
+def test_generated_layout_is_imagenets_with_sorted_class_folders(small_set):
     assert len(CLASSES) == 10
     for split, per_class in (("train", 4), ("val", 2)):
         assert sorted(os.listdir(small_set / split)) == list(CLASSES)
@@ -44,7 +44,7 @@ def test_layout_is_imagenets_with_sorted_class_folders(small_set):
     assert os.listdir(small_set.parent) == ["set"], "an unfinished folder was left behind"
 
 
-def test_images_decode_to_about_what_render_drew(small_set):
+def test_generated_images_decode_to_about_what_render_drew(small_set):
     for path in small_set.rglob("*.JPEG"):
         split, name, number = path.parts[-3], path.parts[-2], int(path.stem.split("_")[-1])
         drawn_HW3 = render(seed=3, split=split, label=CLASSES.index(name), number=number, side_pixels=(40, 56))
@@ -54,13 +54,13 @@ def test_images_decode_to_about_what_render_drew(small_set):
         assert np.abs(decoded_HW3.astype(int) - drawn_HW3).mean() < 12  # JPEG blurs hue and noise
 
 
-def test_sizes_vary_within_their_bounds_and_reach_both():
+def test_generated_sizes_vary_within_their_bounds_and_reach_both():
     sides = [render(seed=0, split="train", label=0, number=n, side_pixels=(40, 43)).shape[:2] for n in range(40)]
     assert {side for shape in sides for side in shape} == {40, 41, 42, 43}
     assert len(set(sides)) > 8
 
 
-def test_no_two_images_are_equal_across_splits_labels_numbers_and_seeds():
+def test_generated_no_two_images_are_equal_across_splits_labels_numbers_and_seeds():
     drawn = {
         render(seed=seed, split=split, label=label, number=number, side_pixels=(40, 40)).tobytes()
         for seed in (0, 1)
@@ -71,7 +71,7 @@ def test_no_two_images_are_equal_across_splits_labels_numbers_and_seeds():
     assert len(drawn) == 200
 
 
-def test_areas_of_the_shapes_have_their_closed_forms():
+def test_generated_areas_of_the_shapes_have_their_closed_forms():
     u, v = np.meshgrid(np.linspace(-1.5, 1.5, 301), np.linspace(-1.5, 1.5, 301))
     rng = np.random.default_rng(0)
     area = {name: (generated.SHAPES[name](u, v, rng) < 0).mean() * 9 for name in CLASSES}
@@ -82,7 +82,7 @@ def test_areas_of_the_shapes_have_their_closed_forms():
         assert area[name] == pytest.approx(np.pi * 1.1**2 / 2, rel=0.15), "a texture covers half its patch"
 
 
-def test_second_call_changes_nothing(small_set):
+def test_generated_second_call_changes_nothing(small_set):
     times = {path: path.stat().st_mtime_ns for path in small_set.rglob("*")}
     calls: list[tuple[int, int]] = []
     assert not write_dataset(small_set, **SMALL, on_progress=lambda *call: calls.append(call))
@@ -90,7 +90,7 @@ def test_second_call_changes_nothing(small_set):
     assert calls == []
 
 
-def test_progress_rises_to_the_total(tmp_path):
+def test_generated_progress_rises_to_the_total(tmp_path):
     (tmp_path / "set").mkdir()  # an empty folder is as good as none
     calls: list[tuple[int, int]] = []
     assert write_dataset(tmp_path / "set", **SMALL, on_progress=lambda *call: calls.append(call))
@@ -99,18 +99,18 @@ def test_progress_rises_to_the_total(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"train_per_class": 5}, {"side_pixels": (40, 57)}])
-def test_other_parameters_in_the_same_folder_are_refused(small_set, change):
+def test_generated_other_parameters_in_the_same_folder_are_refused(small_set, change):
     with pytest.raises(DataError, match=r"manifest\.json: states another data set .*delete the folder"):
         write_dataset(small_set, **{**SMALL, **change})
 
 
-def test_another_version_is_refused(small_set, monkeypatch):
+def test_generated_another_version_is_refused(small_set, monkeypatch):
     monkeypatch.setattr(generated, "DATASET_VERSION", generated.DATASET_VERSION + 1)
     with pytest.raises(DataError, match="states another data set"):
         write_dataset(small_set, **SMALL)
 
 
-def test_missing_image_is_noticed(tmp_path):
+def test_generated_missing_image_is_noticed(tmp_path):
     write_dataset(tmp_path / "set", **SMALL)
     next((tmp_path / "set" / "val").rglob("*.JPEG")).unlink()
     with pytest.raises(DataError, match="val: holds 19 of 20 pictures"):
@@ -118,13 +118,13 @@ def test_missing_image_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "\xff"])
-def test_unreadable_manifest_is_refused(tmp_path, text):
+def test_generated_unreadable_manifest_is_refused(tmp_path, text):
     (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"manifest\.json: cannot be read"):
         write_dataset(tmp_path, **SMALL)
 
 
-def test_foreign_folder_and_plain_file_stay_untouched(tmp_path):
+def test_generated_foreign_folder_and_plain_file_stay_untouched(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     for root in (tmp_path, tmp_path / "mine.txt"):
         with pytest.raises(DataError, match="holds something else than a generated data set"):
@@ -132,14 +132,14 @@ def test_foreign_folder_and_plain_file_stay_untouched(tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "keep"
 
 
-def test_folder_that_cannot_be_made_is_named(tmp_path):
+def test_generated_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "sub" / "set"
     with pytest.raises(DataError, match=r"file/sub/set: cannot write the generated data set: Not a directory"):
         write_dataset(root, **SMALL)
 
 
-def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_generated_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     def save(self, path, *args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -149,7 +149,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_process_that_was_faster_wins(tmp_path, monkeypatch):
+def test_generated_process_that_was_faster_wins(tmp_path, monkeypatch):
     root, whole = tmp_path / "set", generated._write_all
 
     def overtaken(folder, **kwargs):
@@ -161,7 +161,7 @@ def test_process_that_was_faster_wins(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [root]
 
 
-def test_script_without_main_guard_gets_the_advice(tmp_path):
+def test_generated_script_without_main_guard_gets_the_advice(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(
         "from pathlib import Path\n"
@@ -187,19 +187,19 @@ def test_script_without_main_guard_gets_the_advice(tmp_path):
         ("num_workers", 0),
     ],
 )
-def test_impossible_setting_is_named(tmp_path, key, value):
+def test_generated_impossible_setting_is_named(tmp_path, key, value):
     with pytest.raises(ConfigError, match=rf"^{key}={value}".replace("(", r"\(").replace(")", r"\)")):
         write_dataset(tmp_path / "set", **{**SMALL, key: value})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_brings_no_torch():
+def test_generated_import_brings_no_torch():
     code = "import sys, bigbatch.trainer.datasets.generated; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-def test_manifest_states_the_parameters(small_set):
+def test_generated_manifest_states_the_parameters(small_set):
     stated = json.loads((small_set / MANIFEST).read_text())
     assert {key: stated[key] for key in SMALL} == {**SMALL, "side_pixels": [40, 56]}
     assert stated["classes"] == sorted(os.listdir(small_set / "train"))
@@ -236,7 +236,7 @@ def _flat_pixels(split: str, numbers: range) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.long
-def test_linear_classifier_on_pixels_fails_here_and_succeeds_on_an_easy_set():
+def test_generated_linear_classifier_on_pixels_fails_here_and_succeeds_on_an_easy_set():
     train_NP, train_labels_N = _flat_pixels("train", range(100))
     val_NP, val_labels_N = _flat_pixels("val", range(50))
     accuracy = _linear_accuracy(train_NP, train_labels_N, val_NP, val_labels_N)

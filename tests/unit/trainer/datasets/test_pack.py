@@ -75,7 +75,7 @@ def identities(root):
     return {str(p.relative_to(root)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.tar")}
 
 
-def test_layout_is_webdatasets(source, tmp_path):
+def test_packing_layout_is_webdatasets(source, tmp_path):
     """Its rule: the key of a member ends at the first dot of its base name; a sample is a run of one key."""
     pack(source, tmp_path / "packed", recipe=RECIPE)
     samples, members = [], []
@@ -96,7 +96,7 @@ def test_layout_is_webdatasets(source, tmp_path):
     assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.isreg()) for m in members} == {(0, 0, 0, "", "", True)}
 
 
-def test_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
+def test_packing_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train = tmp_path / "packed/train"
     stated, entries_N = json.loads((train / "index.json").read_text()), np.load(train / "index.npy")
@@ -123,7 +123,7 @@ def test_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=60),
     shard_bytes=st.integers(1, 20_000),
 )
-def test_shards_are_filled_in_order_and_not_over(sizes, shard_bytes):
+def test_packing_shards_are_filled_in_order_and_not_over(sizes, shard_bytes):
     shards = cut_into_shards(sizes, shard_bytes=shard_bytes)
     filled = [sum(512 + -(-sizes[n] // 512) * 512 + 1024 for n in shard) for shard in shards]
     assert [position for shard in shards for position in shard] == list(range(len(sizes)))
@@ -136,7 +136,7 @@ def test_shards_are_filled_in_order_and_not_over(sizes, shard_bytes):
     name=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=200),
     data=st.binary(max_size=2000),
 )
-def test_tarfile_reads_every_member(name, data):
+def test_packing_tarfile_reads_every_member(name, data):
     header, block = tar_member(name, data)
     with tarfile.open(fileobj=io.BytesIO(header + block + bytes(1024))) as tar:
         (member,) = tar.getmembers()
@@ -145,7 +145,7 @@ def test_tarfile_reads_every_member(name, data):
         assert tar.extractfile(member).read() == data
 
 
-def test_shrinking_is_antialiased():
+def test_packing_shrinking_is_antialiased():
     """Of a board of single black and white pixels a quarter of the size leaves an even grey."""
     board = Image.fromarray((np.indices((400, 600)).sum(axis=0) % 2 * 255).astype(np.uint8))
     buffer = io.BytesIO()
@@ -158,7 +158,7 @@ def test_shrinking_is_antialiased():
 @pytest.mark.parametrize(
     ("width", "height", "small"), [(101, 333, (50, 165)), (333, 101, (165, 50)), (80, 80, (50, 50))]
 )
-def test_shrunk_images_are_torchvisions(width, height, small):
+def test_packing_shrunk_images_are_torchvisions(width, height, small):
     data = encoded(3, width, height, mode="L", quality=95)  # in colour, JPEG's halved chroma would dominate
     ours = decoded(shrink(data, path="x", max_side=50, quality=95))
     theirs = vision.resize(vision.pil_to_tensor(decoded(data)), list(small[::-1]), CUBIC, antialias=True)
@@ -167,13 +167,13 @@ def test_shrunk_images_are_torchvisions(width, height, small):
     assert apart.mean() < 1
 
 
-def test_what_is_small_enough_stays_byte_for_byte():
+def test_packing_what_is_small_enough_stays_byte_for_byte():
     for data in (encoded(0, 50, 90), encoded(0, 90, 50), encoded(0, 50, 50, kind="PNG")):
         assert shrink(data, path="x", max_side=50, quality=10) is data
         assert shrink(data, path="x", max_side=None, quality=10) is data
 
 
-def test_shrinking_drops_exif_alpha_and_palette_and_obeys_quality():
+def test_packing_shrinking_drops_exif_alpha_and_palette_and_obeys_quality():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be displayed rotated, which the loaders do not
     rotated = decoded(shrink(encoded(1, exif=exif.tobytes()), path="x", max_side=40, quality=90))
@@ -186,7 +186,7 @@ def test_shrinking_drops_exif_alpha_and_palette_and_obeys_quality():
     )
 
 
-def test_shrunk_set(source, tmp_path):
+def test_packing_shrunk_set(source, tmp_path):
     summary = pack(source, tmp_path / "packed", recipe=PackRecipe(12_000, max_side=40, quality=80))
     index = open_split(tmp_path / "packed", "train")
     assert index.sizes(np.arange(13)).tolist() == [[40, 50]] * 13
@@ -197,7 +197,7 @@ def test_shrunk_set(source, tmp_path):
     assert verify(tmp_path / "packed") == 15
 
 
-def test_the_same_images_give_the_same_bytes(source, tmp_path):
+def test_packing_the_same_images_give_the_same_bytes(source, tmp_path):
     pack(source, tmp_path / "one", recipe=RECIPE)
     shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile)  # later times
     pack(tmp_path / "copy", tmp_path / "two", recipe=RECIPE, num_workers=2)
@@ -205,7 +205,7 @@ def test_the_same_images_give_the_same_bytes(source, tmp_path):
     assert len(identities(tmp_path / "one/train")) > 3
 
 
-def test_progress_and_summary(source, tmp_path):
+def test_packing_progress_and_summary(source, tmp_path):
     calls = []
     summary = pack(source, tmp_path / "packed", recipe=RECIPE, on_progress=lambda *call: calls.append(call))
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
@@ -214,7 +214,7 @@ def test_progress_and_summary(source, tmp_path):
     assert summary.num_shards == len(list((tmp_path / "packed").rglob("*.tar"))) == len(calls)
 
 
-def test_a_second_call_changes_nothing(source, tmp_path):
+def test_packing_a_second_call_changes_nothing(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     before, whole = identities(tmp_path / "packed"), contents(tmp_path / "packed", but=())
     summary = pack(source, tmp_path / "packed", recipe=RECIPE)
@@ -244,7 +244,7 @@ def environment():
 
 
 @pytest.mark.parametrize("last", ["train/a/2.JPEG", "train/b/8.JPEG", "val/b/21.JPEG"])
-def test_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
+def test_packing_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     target = tmp_path / "packed"
     killed = subprocess.run([sys.executable, "-c", KILLED, source, target, last], env=environment())
     assert killed.returncode == -signal.SIGKILL
@@ -258,7 +258,7 @@ def test_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     assert contents(target) == contents(tmp_path / "at-once")
 
 
-def test_missing_and_cut_shards_are_made_anew(source, tmp_path):
+def test_packing_missing_and_cut_shards_are_made_anew(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
     before = identities(train)
@@ -271,7 +271,7 @@ def test_missing_and_cut_shards_are_made_anew(source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["index.json", "index.npy"])
-def test_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, name):
+def test_packing_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, name):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     whole = contents(tmp_path / "packed")
     for damage in (Path.unlink, lambda path: path.write_bytes(b"?")):
@@ -296,7 +296,7 @@ def shorten_rows(found):
         shorten_rows,
     ],
 )
-def test_a_record_that_is_broken_is_made_anew(source, tmp_path, change):
+def test_packing_a_record_that_is_broken_is_made_anew(source, tmp_path, change):
     target = tmp_path / "packed"
     with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
         pack_with_a_bad_image(source, target)
@@ -319,7 +319,7 @@ def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
         (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
 
 
-def test_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, tmp_path):
+def test_packing_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, tmp_path):
     target = tmp_path / "packed"
     with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
         pack_with_a_bad_image(source, target)
@@ -332,7 +332,7 @@ def test_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, tmp_path
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
+def test_packing_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
     """With fewer pictures and another class in front: nothing of before fits, and the last shards are in excess."""
     target, whole_replacing = tmp_path / "packed", pack_module.new_shard_file
     with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
@@ -373,7 +373,9 @@ def insert_image(source):
 
 
 @pytest.mark.parametrize(("change", "shard_bytes"), [(insert_class, 1), (insert_image, 11_000)])
-def test_images_that_stay_but_get_another_label_or_number_are_packed_again(source, tmp_path, change, shard_bytes):
+def test_packing_images_that_stay_but_get_another_label_or_number_are_packed_again(
+    source, tmp_path, change, shard_bytes
+):
     target, recipe = tmp_path / "packed", PackRecipe(shard_bytes=shard_bytes)
     with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
         pack_with_a_bad_image(source, target, recipe=recipe)
@@ -391,7 +393,7 @@ def test_images_that_stay_but_get_another_label_or_number_are_packed_again(sourc
         (PackRecipe(13_000), r"with other settings \(shard_bytes 12000 -> 13000\)"),
     ],
 )
-def test_another_recipe_is_refused(source, tmp_path, recipe, message):
+def test_packing_another_recipe_is_refused(source, tmp_path, recipe, message):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     whole = contents(tmp_path / "packed", but=())
     with pytest.raises(DataError, match=rf"packed/train: was packed {message}; delete its folder to pack anew"):
@@ -400,7 +402,7 @@ def test_another_recipe_is_refused(source, tmp_path, recipe, message):
 
 
 @pytest.mark.parametrize("change", ["new", "gone", "grown", "same length"])
-def test_another_source_is_refused(source, tmp_path, change):
+def test_packing_another_source_is_refused(source, tmp_path, change):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     path = source / "train/a/2.JPEG"
     if change == "gone":
@@ -416,7 +418,7 @@ def test_another_source_is_refused(source, tmp_path, change):
         pack(source, tmp_path / "packed", recipe=RECIPE)
 
 
-def test_foreign_folders_stay_untouched(source, tmp_path):
+def test_packing_foreign_folders_stay_untouched(source, tmp_path):
     (tmp_path / "foreign/train").mkdir(parents=True)
     (tmp_path / "foreign/train/mine.txt").write_text("keep")
     for target in (tmp_path / "foreign", source):
@@ -426,7 +428,7 @@ def test_foreign_folders_stay_untouched(source, tmp_path):
         assert contents(target, but=()) == before
 
 
-def test_settings_that_cannot_be_read_are_refused(source, tmp_path):
+def test_packing_settings_that_cannot_be_read_are_refused(source, tmp_path):
     (tmp_path / "packed/train").mkdir(parents=True)
     (tmp_path / "packed/train/pack.json").write_text("{")
     with pytest.raises(DataError, match=r"pack.json: cannot be read or made"):
@@ -444,21 +446,21 @@ def test_settings_that_cannot_be_read_are_refused(source, tmp_path):
     ("data", "message"),
     [(b"<html>", "is not a picture"), (encoded(0)[:-200], "cannot be decoded"), (encoded(0, kind="GIF"), "is GIF")],
 )
-def test_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, message, num_workers):
+def test_packing_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, message, num_workers):
     (source / "train/b/6.JPEG").write_bytes(data)
     with pytest.raises(DataError, match=rf"source/train/b/6.JPEG: {message}"):
         pack(source, tmp_path / "packed", recipe=RECIPE, num_workers=num_workers)
     assert not list((tmp_path / "packed").rglob("*.unfinished"))
 
 
-def test_a_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
+def test_packing_a_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
     message = r"train/a/wide.png: shrunk to 70000 x 2 it cannot be saved as JPEG \(.*\); remove it, or give another"
     (source / "train/a/wide.png").write_bytes(encoded(0, 140_000, 4, mode="L", kind="PNG"))
     with pytest.raises(DataError, match=message):
         pack(source, tmp_path / "packed", recipe=PackRecipe(max_side=2))
 
 
-def test_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
+def test_packing_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
     def overtaken():
         with shard_writer.new_shard_file(tmp_path / "shard.tar"):
             next(tmp_path.glob(".*.unfinished")).unlink()
@@ -469,14 +471,14 @@ def test_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
         overtaken()
 
 
-def test_a_image_that_went_away_is_named(source, tmp_path):
+def test_packing_a_image_that_went_away_is_named(source, tmp_path):
     (source / "train/b/dangling.jpg").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"train/b/dangling.jpg: cannot be read \(No such file or directory\)"):
         pack(source, tmp_path / "packed", recipe=RECIPE)
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(source, tmp_path, monkeypatch):
+def test_packing_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(source, tmp_path, monkeypatch):
     sync, left = os.fsync, [5]  # pack.json of two splits, then a shard and its record, then a shard
 
     def full(descriptor):
@@ -507,12 +509,12 @@ def test_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(source, tmp_
         ({"quality": 101}, "quality=101"),
     ],
 )
-def test_an_impossible_recipe_is_named(options, message):
+def test_packing_an_impossible_recipe_is_named(options, message):
     with pytest.raises(ConfigError, match=f"{message} is not possible; give"):
         PackRecipe(**options)
 
 
-def test_impossible_settings_are_named(source, tmp_path):
+def test_packing_impossible_settings_are_named(source, tmp_path):
     with pytest.raises(ConfigError, match="num_workers=0 is not possible"):
         pack(source, tmp_path / "packed", recipe=RECIPE, num_workers=0)
     for splits in ([], [""], ["train", "../val"], [".."], ["train", "train"]):
@@ -595,7 +597,7 @@ def add_member(train):
         (lambda train: (train / "index.json").unlink(), r"train: packing has not finished"),
     ],
 )
-def test_verify_finds_damage(source, tmp_path, capsys, damage, message):
+def test_packing_verify_finds_damage(source, tmp_path, capsys, damage, message):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     calls = []
     assert verify(tmp_path / "packed", on_progress=lambda *call: calls.append(call)) == 15
@@ -620,7 +622,7 @@ def test_verify_finds_damage(source, tmp_path, capsys, damage, message):
         (add_member, "shard-000000.tar"),
     ],
 )
-def test_what_verify_advises_mends_it_and_packs_nothing_else(source, tmp_path, damage, name):
+def test_packing_what_verify_advises_mends_it_and_packs_nothing_else(source, tmp_path, damage, name):
     train = tmp_path / "packed/train"
     pack(source, tmp_path / "packed", recipe=RECIPE)
     whole, before = contents(tmp_path / "packed"), identities(train)
@@ -634,12 +636,12 @@ def test_what_verify_advises_mends_it_and_packs_nothing_else(source, tmp_path, d
     assert {shard for shard, identity in identities(train).items() if identity != before[shard]} == {name}
 
 
-def test_verify_wants_shards(tmp_path):
+def test_packing_verify_wants_shards(tmp_path):
     with pytest.raises(DataError, match=r"holds no packed split; name the DST of `bigbatch data pack`"):
         verify(tmp_path)
 
 
-def test_the_command(source, tmp_path, capsys):
+def test_packing_the_command(source, tmp_path, capsys):
     target = str(tmp_path / "packed")
     argv = ["data", "pack", str(source), target, "--max-side", "40", "--workers", "1"]
     assert main(argv) == 0
@@ -655,13 +657,13 @@ def test_the_command(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv", [[], ["source"], ["source", "target", "--verify", "target"]])
-def test_a_wrong_command_line_is_explained(argv, capsys):
+def test_packing_a_wrong_command_line_is_explained(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["data", "pack", *argv])
     assert "give SRC and DST, or --verify DST alone" in capsys.readouterr().err
 
 
-def test_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_path, capsys):
+def test_packing_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_path, capsys):
     with pytest.raises(ConfigError, match="num_workers=0 is not possible; give 1 or more"):
         in_parallel(len, [], num_workers=0)
     pack(source, tmp_path / "packed", recipe=RECIPE)
@@ -671,7 +673,7 @@ def test_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_pa
         assert "num_workers=0 is not possible" in line
 
 
-def test_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path, monkeypatch):
+def test_packing_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path, monkeypatch):
     class Interrupted(processes.ProcessPoolExecutor):
         num_submitted = 0
 
@@ -687,7 +689,7 @@ def test_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path, monkeyp
     assert len(list(tmp_path.iterdir())) < 100
 
 
-def test_a_process_that_dies_is_reported():
+def test_packing_a_process_that_dies_is_reported():
     with pytest.raises(DataError, match=r"a worker process died: .* give fewer --workers"):
         list(in_parallel(os._exit, [1, 1], num_workers=2))
 
@@ -705,7 +707,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
-def test_workers_end_with_a_parent_that_was_killed(tmp_path):
+def test_packing_workers_end_with_a_parent_that_was_killed(tmp_path):
     (tmp_path / "script.py").write_text(ORPHANS)
     (tmp_path / "pids").mkdir()
     parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path / "pids"], env=environment())

@@ -79,7 +79,7 @@ def assert_heals(root, official):
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
-def test_imagenet_lies_as_a_run_reads_it(tmp_path, official, num_threads):
+def test_prepare_imagenet_lies_as_a_run_reads_it(tmp_path, official, num_threads):
     seen = []
     root = tmp_path / "new/folder"
     assert run(root, official, num_threads=num_threads, on_progress=lambda *s: seen.append(s)) == ["train", "val"]
@@ -96,14 +96,14 @@ def test_imagenet_lies_as_a_run_reads_it(tmp_path, official, num_threads):
     }
 
 
-def test_what_is_complete_stays_untouched_and_needs_no_archives(tmp_path, official):
+def test_prepare_what_is_complete_stays_untouched_and_needs_no_archives(tmp_path, official):
     run(tmp_path / "root", official)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "root").rglob("*")}
     assert run(tmp_path / "root", tmp_path / "nowhere") == []
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "root").rglob("*")} == before
 
 
-def test_a_split_that_is_missing_is_added(tmp_path, official):
+def test_prepare_a_split_that_is_missing_is_added(tmp_path, official):
     root = tmp_path / "root"
     run(root, official)
     for path in sorted((root / "val").rglob("*"), reverse=True):
@@ -115,7 +115,7 @@ def test_a_split_that_is_missing_is_added(tmp_path, official):
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 6, 7, 8, 9, 10, 12, 14])
-def test_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at):
+def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at):
     root, calls = tmp_path / "root", []
 
     def interrupt(*state):
@@ -135,7 +135,7 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at):
     assert all(now[path.name] == state for path, state in done.items()), "a picture was written twice"
 
 
-def test_a_class_that_is_complete_is_not_read_again(tmp_path, official):
+def test_prepare_a_class_that_is_complete_is_not_read_again(tmp_path, official):
     root = tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
         run(root, official, on_progress=raising_at(7, KeyboardInterrupt), num_threads=1)
@@ -153,7 +153,7 @@ def with_holes(data):
 
 
 @pytest.mark.parametrize("stop_at", [3, 7, 9])
-def test_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, official, stop_at):
+def test_prepare_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, official, stop_at):
     root = tmp_path / "root"
     (official / TRAIN).write_bytes(with_holes((official / TRAIN).read_bytes()))
     os.utime(official / TRAIN, ns=(0, 0))
@@ -165,7 +165,7 @@ def test_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, offic
 
 
 @pytest.mark.parametrize("name", [VAL, KIT])
-def test_each_archive_of_a_split_counts(tmp_path, official, name):
+def test_prepare_each_archive_of_a_split_counts(tmp_path, official, name):
     root = tmp_path / "root"
     with pytest.raises(KeyboardInterrupt):
         run(root, official, on_progress=raising_at(12, KeyboardInterrupt), num_threads=1)
@@ -176,7 +176,7 @@ def test_each_archive_of_a_split_counts(tmp_path, official, name):
     assert images_below(root) == EXPECTED
 
 
-def test_an_archive_that_went_away_since_is_named(tmp_path, official):
+def test_prepare_an_archive_that_went_away_since_is_named(tmp_path, official):
     def take_away(what, done, total):
         (official / VAL).unlink(missing_ok=True)
 
@@ -186,7 +186,7 @@ def test_an_archive_that_went_away_since_is_named(tmp_path, official):
     assert_heals(tmp_path / "root", official)
 
 
-def test_what_cannot_be_thrown_away_is_named(tmp_path, official, monkeypatch):
+def test_prepare_what_cannot_be_thrown_away_is_named(tmp_path, official, monkeypatch):
     (tmp_path / "root/.imagenet.unfinished/train").mkdir(parents=True)
 
     def refuse(path):
@@ -197,7 +197,7 @@ def test_what_cannot_be_thrown_away_is_named(tmp_path, official, monkeypatch):
         run(tmp_path / "root", official)
 
 
-def test_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
+def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
     done, replace_file = [], os.replace
 
     def rename(old, new):
@@ -212,7 +212,7 @@ def test_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, m
     assert [done[position - 1] for position, name in enumerate(done) if name in named] == ["sync"] * 5
 
 
-def test_a_second_run_is_refused(tmp_path, official):
+def test_prepare_a_second_run_is_refused(tmp_path, official):
     root = tmp_path / "root"
     with (
         class_folders.only_run(root, TINY),
@@ -223,7 +223,7 @@ def test_a_second_run_is_refused(tmp_path, official):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
-def test_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, number):
+def test_prepare_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, number):
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
@@ -236,7 +236,7 @@ def test_a_file_system_without_locks_will_do(tmp_path, official, monkeypatch, nu
 
 
 @pytest.mark.parametrize(("missing", "needed", "done"), [("val", VAL, TRAIN), ("train", TRAIN, VAL)])
-def test_only_the_archives_of_missing_splits_are_needed(tmp_path, official, missing, needed, done):
+def test_prepare_only_the_archives_of_missing_splits_are_needed(tmp_path, official, missing, needed, done):
     sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
     checked = replace(TINY, archives=tuple(Archive((n,), md5=m) for n, m in zip(WHOLE, sums, strict=True)))
     root, seen = tmp_path / "root", []
@@ -260,7 +260,7 @@ def raising_at(count, error):
     return on_progress
 
 
-def test_what_a_killed_run_left_is_replaced(tmp_path, official):
+def test_prepare_what_a_killed_run_left_is_replaced(tmp_path, official):
     root = tmp_path / "root"
     for split, tar in (("train", TRAIN), ("val", VAL)):
         class_folders.go_on_or_start_anew(root, TINY, split=split, archives=[official / tar, official / KIT])
@@ -276,7 +276,7 @@ def test_what_a_killed_run_left_is_replaced(tmp_path, official):
 
 
 @pytest.mark.parametrize("fails_at", range(1, 19, 3))
-def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
+def test_prepare_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
     root, calls = tmp_path / "root", []
 
     def full(path, mode):
@@ -298,7 +298,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, mo
     assert_heals(root, official)
 
 
-def test_a_name_that_cannot_be_given_is_named(tmp_path, official, monkeypatch):
+def test_prepare_a_name_that_cannot_be_given_is_named(tmp_path, official, monkeypatch):
     def refuse(old, new):
         if Path(new) == tmp_path / "root/train":
             raise PermissionError(errno.EACCES, "Permission denied")
@@ -312,7 +312,7 @@ def test_a_name_that_cannot_be_given_is_named(tmp_path, official, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [TRAIN, VAL, KIT])
-def test_a_cut_archive_never_makes_a_split(tmp_path, official, name):
+def test_prepare_a_cut_archive_never_makes_a_split(tmp_path, official, name):
     whole = (official / name).read_bytes()
     step = 1600 if name != KIT else 150
     for num_bytes in range(0, len(whole) - 10_240 if name != KIT else len(whole), step):
@@ -389,7 +389,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_as_published_makes_no_split(tmp_path, official, case):
+def test_prepare_what_is_not_as_published_makes_no_split(tmp_path, official, case):
     name, make, complaint = WRONG[case]
     (official / name).write_bytes(make())
     root = tmp_path / "root"
@@ -402,7 +402,7 @@ def test_what_is_not_as_published_makes_no_split(tmp_path, official, case):
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("place", ["train", "class", "val", "devkit"])
-def test_hostile_archives_write_nothing_outside(tmp_path, official, case, place):
+def test_prepare_hostile_archives_write_nothing_outside(tmp_path, official, case, place):
     files, complaint = HOSTILE[case]
     hostile = {
         "train": lambda: (TRAIN, tar_of(files)),
@@ -422,7 +422,7 @@ def test_hostile_archives_write_nothing_outside(tmp_path, official, case, place)
     assert {path.name for path in official.iterdir()} == {TRAIN, VAL, KIT}
 
 
-def test_a_split_of_something_else_is_left_alone(tmp_path, official):
+def test_prepare_a_split_of_something_else_is_left_alone(tmp_path, official):
     root = tmp_path / "root"
     run(root, official)
     (root / "train/n01440764/n01440764_1.JPEG").unlink()
@@ -435,7 +435,7 @@ def test_a_split_of_something_else_is_left_alone(tmp_path, official):
         run(root, official)
 
 
-def test_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypatch):
+def test_prepare_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypatch):
     stat = os.stat
 
     def refuse(path, *arguments, **options):
@@ -450,7 +450,7 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypat
     assert class_folders.class_names(tmp_path / "root/train") == []
 
 
-def test_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatch):
+def test_prepare_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatch):
     (tmp_path / "root/train").mkdir(parents=True)
     scandir = os.scandir
 
@@ -464,7 +464,7 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatc
         run(tmp_path / "root", official)
 
 
-def test_a_file_in_the_way_is_named(tmp_path, official):
+def test_prepare_a_file_in_the_way_is_named(tmp_path, official):
     (tmp_path / "root").mkdir()
     (tmp_path / "root/train").write_bytes(b"")
     with pytest.raises(DataError, match=r"root/train: cannot be listed \(Not a directory\)"):
@@ -473,7 +473,7 @@ def test_a_file_in_the_way_is_named(tmp_path, official):
         run(tmp_path / "root/train/deeper", official)
 
 
-def test_archives_are_checked_before_any_is_read(tmp_path, official):
+def test_prepare_archives_are_checked_before_any_is_read(tmp_path, official):
     sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
     sizes = [(official / name).stat().st_size for name in WHOLE]
     facts = [Archive((name,), size, md5) for name, size, md5 in zip(WHOLE, sizes, sums, strict=True)]
@@ -494,7 +494,7 @@ def test_archives_are_checked_before_any_is_read(tmp_path, official):
     assert seen[:3] == [(f"checking {name}", size, size) for name, size in zip(WHOLE, sizes, strict=True)]
 
 
-def test_the_real_kit_numbers_lead_to_the_real_labels(tmp_path):
+def test_prepare_the_real_kit_numbers_lead_to_the_real_labels(tmp_path):
     meta = REAL_DATA.parent / "imagenet-meta"
     if not meta.is_dir():
         pytest.skip("the real class list is not here; name the folder beside it in BIGBATCH_REAL_DATA")

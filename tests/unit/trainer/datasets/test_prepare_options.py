@@ -42,7 +42,7 @@ def tiny_facts(monkeypatch):
     monkeypatch.setattr(cifar, "CIFAR100", replace(CIFAR100, **facts))
 
 
-def test_the_command_prepares_every_data_set(tmp_path, official, tiny_facts, capsys):
+def test_prepare_the_command_for_every_data_set(tmp_path, official, tiny_facts, capsys):
     write_cifar(official, 10)
     write_cifar(official, 100)
     write_imagenette(official, imagenette_files())
@@ -66,7 +66,7 @@ def test_the_command_prepares_every_data_set(tmp_path, official, tiny_facts, cap
         assert "complete already" in capsys.readouterr().out
 
 
-def test_failures_are_one_line_and_exit_code_1(tmp_path, official, tiny_facts, capsys):
+def test_prepare_failures_are_one_line_and_exit_code_1(tmp_path, official, tiny_facts, capsys):
     (official / TRAIN).write_bytes(tar_of({"n01440764.tar": b"no tar"}))
     assert main(["data", "prepare", "imagenet", str(tmp_path / "root"), "--archives", str(official)]) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("writing")]
@@ -77,7 +77,7 @@ def test_failures_are_one_line_and_exit_code_1(tmp_path, official, tiny_facts, c
 
 
 @pytest.mark.parametrize(("name", "missing"), [("imagenet", "--archives"), ("imagenet-v2", "--classes-from")])
-def test_options_that_cannot_be_left_out_are_asked_for(name, missing, capsys):
+def test_prepare_options_that_cannot_be_left_out_are_asked_for(name, missing, capsys):
     given = {"--archives": "x", "--classes-from": "y"} if name == "imagenet-v2" else {}
     options = [word for option, value in given.items() if option != missing for word in (option, value)]
     with pytest.raises(SystemExit, match="2"):
@@ -86,14 +86,14 @@ def test_options_that_cannot_be_left_out_are_asked_for(name, missing, capsys):
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two"])
-def test_impossible_threads_are_refused(threads, capsys):
+def test_prepare_impossible_threads_are_refused(threads, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["data", "prepare", "cifar10", "root", f"--threads={threads}"])
     assert f"{threads} is not possible; give 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["imagenet", "cifar10", "cifar100", "imagenette", "imagenet-v2"])
-def test_help_has_an_example_that_parses(name, capsys, monkeypatch):
+def test_prepare_help_has_an_example_that_parses(name, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         main(["data", "prepare", name, "--help"])
     example = re.search(r"^example:\n  bigbatch (.*)$", capsys.readouterr().out, re.M)[1]
@@ -103,7 +103,7 @@ def test_help_has_an_example_that_parses(name, capsys, monkeypatch):
     assert len(called) == 1
 
 
-def test_published_facts_are_torchvisions():
+def test_prepare_published_facts_are_torchvisions():
     from torchvision.datasets import CIFAR10 as Peer10
     from torchvision.datasets import CIFAR100 as Peer100
     from torchvision.datasets import Imagenette as PeerImagenette

@@ -40,7 +40,7 @@ def run_cifar(root, official, data_set):
 
 
 @pytest.mark.parametrize("number", [10, 100])
-def test_cifar_is_what_torchvision_reads(tmp_path, number, monkeypatch):
+def test_prepare_cifar_is_what_torchvision_reads(tmp_path, number, monkeypatch):
     from torchvision import datasets
 
     data_set = write_cifar(tmp_path / "official", number)
@@ -108,7 +108,7 @@ BAD_CIFAR = {
 
 
 @pytest.mark.parametrize("case", BAD_CIFAR)
-def test_cifar_that_is_not_as_published_makes_no_split(tmp_path, case, monkeypatch):
+def test_prepare_cifar_that_is_not_as_published_makes_no_split(tmp_path, case, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changed, complaint = BAD_CIFAR[case]
     files = {name: data for name, data in {**cifar_files(10), **changed}.items() if data is not None}
@@ -131,7 +131,7 @@ def imagenette(folder, files):
     )
 
 
-def test_imagenettes_files_are_kept_as_they_are(tmp_path):
+def test_prepare_imagenettes_files_are_kept_as_they_are(tmp_path):
     go = imagenette(tmp_path / "official", imagenette_files())
     assert go(tmp_path / "root") == ["train", "val"]
     expected = {k.partition("/")[2]: v for k, v in imagenette_files().items() if k.count("/") == 3}
@@ -141,7 +141,7 @@ def test_imagenettes_files_are_kept_as_they_are(tmp_path):
         go(tmp_path / "root", data_set=replace(TINY_IMAGENETTE, name="imagenette2-320"))
 
 
-def test_one_split_that_is_missing_is_added(tmp_path):
+def test_prepare_one_split_that_is_missing_is_added(tmp_path):
     go = imagenette(tmp_path / "official", imagenette_files())
     go(tmp_path / "root")
     whole = files_below(tmp_path / "root")
@@ -153,14 +153,14 @@ def test_one_split_that_is_missing_is_added(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["imagenette2-160/train/x.JPEG", "x/test/n01440764/x.JPEG", "x/train/tench/x.JPEG"])
-def test_imagenettes_images_lie_where_they_should(tmp_path, path):
+def test_prepare_imagenettes_images_lie_where_they_should(tmp_path, path):
     go = imagenette(tmp_path / "official", {**imagenette_files(), path: b"1"})
     with pytest.raises(DataError, match=f"{path}': lies not in train/<class> or val/<class>"):
         go(tmp_path / "root")
     assert not (tmp_path / "root/train").exists()
 
 
-def test_without_archives_it_is_downloaded(tmp_path, monkeypatch):
+def test_prepare_without_archives_it_is_downloaded(tmp_path, monkeypatch):
     go = imagenette(tmp_path / "server", imagenette_files())
     asked = []
 
@@ -182,7 +182,7 @@ def test_without_archives_it_is_downloaded(tmp_path, monkeypatch):
     assert len(asked) == 1
 
 
-def test_a_replaced_archive_starts_anew(tmp_path):
+def test_prepare_a_replaced_archive_starts_anew(tmp_path):
     go = imagenette(tmp_path / "official", {**imagenette_files(), "x/val/n01440764/too_many.JPEG": b"1"})
     with pytest.raises(DataError, match="holds 4 of 3 pictures"):
         go(tmp_path / "root")
@@ -208,7 +208,7 @@ def run_v2(tmp_path, files, wnids=WNIDS, **options):
     )
 
 
-def test_imagenet_v2_numbers_are_positions_in_the_sorted_classes(tmp_path):
+def test_prepare_imagenet_v2_numbers_are_positions_in_the_sorted_classes(tmp_path):
     (tmp_path / "imagenet/train").mkdir(parents=True)
     for wnid in reversed(WNIDS):
         (tmp_path / "imagenet/train" / wnid).mkdir()
@@ -219,19 +219,19 @@ def test_imagenet_v2_numbers_are_positions_in_the_sorted_classes(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["x/3/0.jpeg", "x/-1/0.jpeg", "x/one/0.jpeg", "0/0.jpeg", "x/y/0/0.jpeg"])
-def test_imagenet_v2_images_lie_where_they_should(tmp_path, path):
+def test_prepare_imagenet_v2_images_lie_where_they_should(tmp_path, path):
     with pytest.raises(DataError, match=f"'{path}': lies not in a folder from 0 to 2"):
         run_v2(tmp_path, {path: b"1"})
     assert not (tmp_path / "root/val").exists()
 
 
-def test_imagenet_v2_has_no_md5(tmp_path):
+def test_prepare_imagenet_v2_has_no_md5(tmp_path):
     with pytest.raises(DataError, match="no MD5 sum was published"):
         run_v2(tmp_path, v2_files(), with_md5=True)
 
 
 @pytest.mark.parametrize("names", [[], WNIDS[:2], [*WNIDS[:2], "tench"]])
-def test_classes_come_from_a_whole_imagenet(tmp_path, names):
+def test_prepare_classes_come_from_a_whole_imagenet(tmp_path, names):
     for name in names:
         (tmp_path / "val" / name).mkdir(parents=True)
     with pytest.raises(DataError, match="has no train or val with 3 class folders as n01440764; correct --classes-f"):

@@ -95,7 +95,7 @@ def environment():
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_a_copy_holds_the_images(source, target, num_workers):
+def test_staging_a_copy_holds_the_images(source, target, num_workers):
     calls = []
     summary = stage(source, target, num_workers=num_workers, on_progress=lambda *call: calls.append(call))
     assert staged(target) == staged(source)
@@ -111,7 +111,7 @@ def test_a_copy_holds_the_images(source, target, num_workers):
     assert (calls[0], calls[-1]) == ((0, total), (total, total)), "the size is known before the first file is there"
 
 
-def test_index_json_comes_last(source, target, monkeypatch):
+def test_staging_index_json_comes_last(source, target, monkeypatch):
     """Whatever is there when it is written is whole."""
     replace, order = os.replace, []
     monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
@@ -121,7 +121,7 @@ def test_index_json_comes_last(source, target, monkeypatch):
     assert order[-2:] == ["index.json", ".staged"]
 
 
-def test_a_complete_copy_is_left_at_once(source, target, boot, read, monkeypatch):
+def test_staging_a_complete_copy_is_left_at_once(source, target, boot, read, monkeypatch):
     stage(source, target)
     read.clear()
     before = {p: p.stat().st_mtime_ns for p in target.rglob("*") if p.name != ".stage.lock"}
@@ -141,7 +141,7 @@ def flip_byte(path, position=2000):
     path.write_bytes(data)
 
 
-def test_what_a_power_cut_spoilt_is_copied_again(source, target, boot, read):
+def test_staging_what_a_power_cut_spoilt_is_copied_again(source, target, boot, read):
     """The right size, other bytes: within one start of the machine nobody looks, after a new one every byte is read."""
     stage(source, target)
     flip_byte(target / "train/shard-000001.tar")
@@ -157,7 +157,7 @@ def test_what_a_power_cut_spoilt_is_copied_again(source, target, boot, read):
     assert stage(source, target).bytes_kept == 0
 
 
-def test_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target, boot):
+def test_staging_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target, boot):
     """Its index.json is there already."""
     stage(source, target)
     for root in (source, target):
@@ -168,7 +168,7 @@ def test_a_spoilt_copy_does_not_stay_if_it_cannot_be_mended(source, target, boot
     assert not looks_whole(target / "train")
 
 
-def test_where_the_system_tells_no_start_every_call_reads_the_copy(source, target, boot, read):
+def test_staging_where_the_system_tells_no_start_every_call_reads_the_copy(source, target, boot, read):
     boot.unlink()
     stage(source, target)
     flip_byte(target / "train/shard-000000.tar")
@@ -179,7 +179,7 @@ def test_where_the_system_tells_no_start_every_call_reads_the_copy(source, targe
     assert staged(target) == staged(source)
 
 
-def test_a_copy_by_other_means_is_read_once_and_kept(source, target, boot, read):
+def test_staging_a_copy_by_other_means_is_read_once_and_kept(source, target, boot, read):
     shutil.copytree(source, target)  # pack.json, too
     assert stage(source, target).bytes_kept > 0
     assert stage(source, target).bytes_kept == 0
@@ -187,7 +187,7 @@ def test_a_copy_by_other_means_is_read_once_and_kept(source, target, boot, read)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 600)])
-def test_missing_and_cut_files_are_copied_anew(source, target, boot, read, damage):
+def test_staging_missing_and_cut_files_are_copied_anew(source, target, boot, read, damage):
     stage(source, target)
     for name in ("train/shard-000000.tar", "train/index.npy"):
         damage(target / name)
@@ -213,7 +213,7 @@ module.stage(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
-def test_a_killed_copy_goes_on_where_it_was(source, target, read):
+def test_staging_a_killed_copy_goes_on_where_it_was(source, target, read):
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, source, target, "train/shard-000002.tar"], env=environment(), timeout=60
     )
@@ -230,7 +230,7 @@ def test_a_killed_copy_goes_on_where_it_was(source, target, read):
     assert staged(target) == staged(source)
 
 
-def test_an_interrupt_leaves_no_half_file_and_frees_the_folder(source, target):
+def test_staging_an_interrupt_leaves_no_half_file_and_frees_the_folder(source, target):
     def interrupt(done, total):
         if done:
             raise KeyboardInterrupt
@@ -243,7 +243,7 @@ def test_an_interrupt_leaves_no_half_file_and_frees_the_folder(source, target):
     assert staged(target) == staged(source)
 
 
-def test_an_error_stops_the_copies_under_way(source, target, monkeypatch):
+def test_staging_an_error_stops_the_copies_under_way(source, target, monkeypatch):
     deadline = time.monotonic() + 20
 
     def chunks(path):
@@ -277,7 +277,7 @@ def take_away(path):
         (lambda path: path.write_text("{"), "index.json", r"train/index.json: is no index of packed shards"),
     ],
 )
-def test_a_damaged_source_is_named(source, target, damage, name, message, num_workers):
+def test_staging_a_damaged_source_is_named(source, target, damage, name, message, num_workers):
     damage(source / "train" / name)
     with pytest.raises(DataError, match=message) as raised:
         stage(source, target, num_workers=num_workers)
@@ -287,7 +287,7 @@ def test_a_damaged_source_is_named(source, target, damage, name, message, num_wo
 
 
 @pytest.mark.parametrize("where", ["start", "middle"])
-def test_a_source_that_vanishes_while_it_is_copied_is_named(source, target, monkeypatch, where):
+def test_staging_a_source_that_vanishes_while_it_is_copied_is_named(source, target, monkeypatch, where):
     chunks = stage_module._chunks
 
     def vanish(path):
@@ -326,7 +326,7 @@ class Full:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypatch):
+def test_staging_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypatch):
     def open_there(path, mode="r", **options):
         return Full(path, mode) if "shard-000001" in path.name and mode == "xb" else open(path, mode, **options)
 
@@ -344,7 +344,7 @@ def test_a_disk_that_fills_up_is_named_and_gone_on_with(source, target, monkeypa
     assert staged(target) == staged(source)
 
 
-def test_a_disk_that_fills_up_at_the_end_is_named(source, target, monkeypatch):
+def test_staging_a_disk_that_fills_up_at_the_end_is_named(source, target, monkeypatch):
     def refuse(path, data, *, mark):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -354,7 +354,7 @@ def test_a_disk_that_fills_up_at_the_end_is_named(source, target, monkeypatch):
     assert not looks_whole(target / "train")
 
 
-def test_room_is_looked_for_first_and_counts_what_is_there(source, target, monkeypatch, read):
+def test_staging_room_is_looked_for_first_and_counts_what_is_there(source, target, monkeypatch, read):
     total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
     free = [total - 1]
     left = {"shard-000000.tar": b"cut", ".shard-000000.tar.unfinished": b"cut", ".shard-000099.tar.unfinished": b"cut"}
@@ -373,7 +373,7 @@ def test_room_is_looked_for_first_and_counts_what_is_there(source, target, monke
     assert staged(target) == staged(source)
 
 
-def test_another_data_set_is_refused_and_stays(source, target, tmp_path):
+def test_staging_another_data_set_is_refused_and_stays(source, target, tmp_path):
     pack(sample_images.write(tmp_path / "other", FILES), tmp_path / "packed", recipe=PackRecipe(shard_bytes=60_000))
     stage(tmp_path / "packed", target)
     before = staged(target)
@@ -383,7 +383,7 @@ def test_another_data_set_is_refused_and_stays(source, target, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mine.txt", "shard-000099.tar", "pack.json", "a/0.jpg"])
-def test_a_folder_with_something_else_is_refused_and_stays(source, target, name):
+def test_staging_a_folder_with_something_else_is_refused_and_stays(source, target, name):
     sample_images.write(target / "val", {name: b"mine", "shard-000000.tar": b"mine, too"})
     with pytest.raises(DataError, match=rf"val: holds {name.split('/')[0]}, which does not come from .*source/val"):
         stage(source, target)
@@ -391,7 +391,7 @@ def test_a_folder_with_something_else_is_refused_and_stays(source, target, name)
     assert not looks_whole(target / "train")
 
 
-def test_class_folders_are_to_be_packed_first(made, source, target):
+def test_staging_class_folders_are_to_be_packed_first(made, source, target):
     with pytest.raises(DataError, match=r"folders/train: is not packed; run `bigbatch data pack SRC DST` first"):
         stage(made / "folders", target)
     with pytest.raises(DataError, match=r"nothing: holds none of train, val; name the DST of `bigbatch data pack`"):
@@ -403,7 +403,7 @@ def test_class_folders_are_to_be_packed_first(made, source, target):
     assert not target.exists()
 
 
-def test_one_split_will_do(source, target):
+def test_staging_one_split_will_do(source, target):
     """As of ImageNet-V2."""
     shutil.rmtree(source / "train")
     assert stage(source, target).num_images == 8
@@ -412,14 +412,14 @@ def test_one_split_will_do(source, target):
 
 
 @pytest.mark.parametrize("in_the_way", ["node", "node/staged", "node/staged/val"])
-def test_a_target_that_cannot_be_made_is_named(source, target, tmp_path, in_the_way):
+def test_staging_a_target_that_cannot_be_made_is_named(source, target, tmp_path, in_the_way):
     sample_images.write(tmp_path, {in_the_way: b"a file"})
     with pytest.raises(DataError, match=r"staged(/val)?: cannot be written \((Not a directory|File exists)\)"):
         stage(source, target)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
-def test_a_file_system_without_locks_is_refused(source, target, monkeypatch, number):
+def test_staging_a_file_system_without_locks_is_refused(source, target, monkeypatch, number):
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
@@ -430,7 +430,7 @@ def test_a_file_system_without_locks_is_refused(source, target, monkeypatch, num
         stage(source, target)
 
 
-def test_of_two_processes_one_copies_and_both_find_it_whole(source, target):
+def test_staging_of_two_processes_one_copies_and_both_find_it_whole(source, target):
     """This process holds the folder until both wait for it."""
     command = [sys.executable, "-m", "bigbatch", "data", "stage", source, target, "--workers", "2", "--json"]
     target.mkdir(parents=True)
@@ -448,7 +448,7 @@ def test_of_two_processes_one_copies_and_both_find_it_whole(source, target):
     assert staged(target) == staged(source)
 
 
-def test_the_command(source, target, made, capsys):
+def test_staging_the_command(source, target, made, capsys):
     assert main(["data", "stage", str(source), str(target), "--workers", "2"]) == 0
     out, err = capsys.readouterr()
     first, second = out.splitlines()
@@ -464,7 +464,7 @@ def test_the_command(source, target, made, capsys):
     assert "is not packed" in line
 
 
-def test_the_help_teaches(capsys):
+def test_staging_the_help_teaches(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["data", "stage", "--help"])
     out = capsys.readouterr().out
@@ -476,7 +476,7 @@ def test_the_help_teaches(capsys):
 @pytest.mark.skipif(
     not (sample_images.REAL_DATA / "train").is_dir(), reason=f"no real pictures in {sample_images.REAL_DATA}"
 )
-def test_real_images(tmp_path):
+def test_staging_real_images(tmp_path):
     pack(sample_images.REAL_DATA, tmp_path / "packed", recipe=PackRecipe(shard_bytes=1_000_000), splits=["train"])
     stage(tmp_path / "packed", tmp_path / "staged", num_workers=2)
     sums = [sorted(hashlib.sha256(p.read_bytes()).hexdigest() for p in tmp_path.glob(f"{root}/train/*.tar"))

@@ -92,7 +92,7 @@ def command(
         pytest.param("alexnet_bn", 64, False, marks=pytest.mark.long),
     ],
 )
-def test_any_resolution_and_crop(
+def test_evaluate_any_resolution_and_crop(
     name: str, size: int, flip: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_any_resolution_and_crop(
 
 
 @pytest.mark.long
-def test_torchvisions_weights_are_scored_as_torchvision_does(
+def test_evaluate_torchvisions_weights_are_scored_as_torchvision_does(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(1)
@@ -133,13 +133,13 @@ def test_torchvisions_weights_are_scored_as_torchvision_does(
         (["runs/a", "--weights", "a.pt"], "runs/a has a config and weights: leave out --config and --weights"),
     ],
 )
-def test_impossible_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_impossible_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["evaluate", *argv])
     assert message in capsys.readouterr().err
 
 
-def test_values_of_keys_are_not_taken_for_the_run_folder() -> None:
+def test_evaluate_values_of_keys_are_not_taken_for_the_run_folder() -> None:
     parser = trained_parser("bigbatch evaluate", description="")
     argv = ["--data.root", "else/where", "--config", "quickstart", "--weights", "a.pt", "--data.num_threads", "3"]
     arguments, config, weights = read_trained(parser, argv)
@@ -148,7 +148,7 @@ def test_values_of_keys_are_not_taken_for_the_run_folder() -> None:
 
 
 @pytest.mark.long
-def test_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> None:
+def test_evaluate_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> None:
     parser = trained_parser("bigbatch evaluate", description="")
     mixing = load_config(["--config", "quickstart", "--augment.mixup_alpha", "0.2", "--augment.cutmix_alpha", "1"])
     (tmp_path / "config.yaml").write_text(dump_config(mixing))
@@ -165,7 +165,7 @@ def test_a_microbatch_is_not_refused_for_what_training_asks(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("precision", "scale"), [("fp16", 1.0), ("fp16_autocast", 1.0), ("fp32", None)])
-def test_a_precision_is_not_refused_for_what_training_asks(precision: str, scale: float | None) -> None:
+def test_evaluate_a_precision_is_not_refused_for_what_training_asks(precision: str, scale: float | None) -> None:
     parser = trained_parser("bigbatch evaluate", description="")
     trained_in_fp16 = ["--config", "cifar10_10epochs", "--weights", "w"]
     _, config, _ = read_trained(parser, [*trained_in_fp16, "--optimizer.precision", precision])
@@ -174,7 +174,7 @@ def test_a_precision_is_not_refused_for_what_training_asks(precision: str, scale
     assert found == (precision, scale, None)
 
 
-def test_options_may_stand_before_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_options_may_stand_before_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--data.root", "else/where", str(tmp_path)]) == 1
     assert f"{tmp_path} is no run folder: it holds no config.yaml" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text(Path("configs/quickstart.yaml").read_text())

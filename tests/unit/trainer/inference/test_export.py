@@ -80,7 +80,7 @@ def facts(out: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["torchvision", "timm"])
-def test_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "resnet18.pth"
     out.parent.mkdir()
     source, code = export("resnet18", form, out)
@@ -105,7 +105,7 @@ def test_libraries_load_the_weights(form: str, tmp_path: Path, capsys: pytest.Ca
         pytest.param("resnet50", marks=pytest.mark.long),
     ],
 )
-def test_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
+def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
     out = tmp_path / "model.onnx"
     source, code = export(model, "onnx", out)
     assert code == 0
@@ -146,7 +146,7 @@ def write_run(folder: Path) -> nn.Module:
 
 
 @pytest.mark.long
-def test_a_run_is_exported_with_what_serving_needs_to_know(tmp_path: Path) -> None:
+def test_export_says_what_serving_needs_to_know(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "below" / "a.pt2"
     best = write_run(run)
     for name in "abcdefghij":
@@ -188,7 +188,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
         ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
     ],
 )
-def test_what_does_not_go_together(
+def test_export_what_does_not_go_together(
     model: str, form: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(model, form, tmp_path / name)[1] == 1
@@ -196,7 +196,7 @@ def test_what_does_not_go_together(
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
-def test_other_logits_are_an_error_and_nothing_is_left(
+def test_export_other_logits_are_an_error_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wrong in (lambda images_BCHW: torch.zeros(3, 10), lambda images_BCHW: torch.full((3, 10), torch.nan)):
@@ -209,7 +209,7 @@ def test_other_logits_are_an_error_and_nothing_is_left(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("form", "name", "library"), [("timm", "a.pth", "timm"), ("onnx", "a.onnx", "onnxruntime")])
-def test_without_their_library_it_is_written_and_said(
+def test_export_without_their_library_it_is_written_and_said(
     form: str,
     name: str,
     library: str,
@@ -224,7 +224,7 @@ def test_without_their_library_it_is_written_and_said(
 
 
 @pytest.mark.parametrize("library", ["onnx", "onnxscript"])
-def test_missing_extra_is_named(
+def test_export_missing_extra_is_named(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
@@ -232,7 +232,7 @@ def test_missing_extra_is_named(
     assert refusal(capsys).endswith("pip install 'bigbatch[export]'")
 
 
-def test_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.pth").mkdir()
     assert export("resnet18", "torchvision", tmp_path / "a.pth")[1] == 1
     assert f"--out {tmp_path / 'a.pth'} is a folder: name a file in it, such as " in refusal(capsys)
@@ -243,7 +243,7 @@ def test_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("out", "form"), [(".", "torchvision"), ("", "timm"), ("..", "onnx"), ("/", "torch_export")])
-def test_a_folder_is_no_file(out: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_a_folder_is_no_file(out: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(trained("resnet18").state_dict(), tmp_path / "weights.pt")
     command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
     assert main(["export", *command, "--format", form, "--out", out]) == 1
@@ -254,7 +254,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_only_a_full_disk_is_called_one(
+def test_export_only_a_full_disk_is_called_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = [lambda: torch.save(torch.zeros(10**6), "/dev/full"), lambda: fail(OSError(28, "No space left on device"))]
@@ -274,7 +274,7 @@ def test_only_a_full_disk_is_called_one(
     assert "torchvision: RuntimeError; choose" in without_words
 
 
-def test_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     write_run(run)
     (run / "data/train/a").mkdir(parents=True)

@@ -79,7 +79,7 @@ def test_folding_leaves_the_function_as_it_is(name: str) -> None:
     torch.testing.assert_close(logits(fold_norms(double), images), want_BK, rtol=0, atol=1e-12 * largest)
 
 
-def test_a_folded_convolution_is_the_closed_form() -> None:
+def test_folding_a_folded_convolution_is_the_closed_form() -> None:
     """Weight w s, bias b - m s, where s = g / sqrt(v + eps)."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1, eps=0.25)).double().eval()
     nn.init.constant_(model[0].weight, 3.0)
@@ -104,13 +104,13 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_convolution_with_other_readers_keeps_its_norm(twice: bool) -> None:
+def test_folding_a_convolution_with_other_readers_keeps_its_norm(twice: bool) -> None:
     assert num_norms(fold_norms(Shared(twice=twice).eval())) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["resnet18", "resnet9", "bag of tricks"])
-def test_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtype) -> None:
+def test_folding_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtype) -> None:
     model, images_BCHW = trained(name), torch.randn(8, 3, 64, 64)
     half = for_inference(model, device=CPU, dtype=dtype, fold=True)
     norms = [module for module in half.modules() if isinstance(module, nn.BatchNorm2d)]
@@ -123,7 +123,7 @@ def test_half_precision_holds_all_weights_but_norms(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.long
-def test_what_compiles_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folding_what_compiles_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By dynamo alone, whole: a graph that breaks would be an error."""
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda *a, **k: compile_module(*a, **k, backend="eager"))
@@ -151,7 +151,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
-def test_a_compile_that_fails_is_one_line() -> None:
+def test_folding_a_compile_that_fails_is_one_line() -> None:
     with pytest.raises(ComputeError, match=r"does not compile: .+; mend that, or leave out --compile") as caught:
         compile_(Breaking().eval(), torch.zeros(1))
     assert "\n" not in str(caught.value)
@@ -161,7 +161,7 @@ def test_a_compile_that_fails_is_one_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause_seconds", [0.002, 0.3])
-def test_the_rate_is_that_of_the_forward(pause_seconds: float) -> None:
+def test_folding_the_rate_is_that_of_the_forward(pause_seconds: float) -> None:
     calls: list[None] = []
 
     def forward() -> None:
@@ -190,7 +190,9 @@ def start(data: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_evaluate_states_the_speed_and_scores_the_same(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_folding_evaluate_states_the_speed_and_scores_the_same(
+    start: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     records, lines = [], []
     for options in ([], ["--fold"], ["--fold", "--optimizer.precision=bf16"]):
         assert main(["evaluate", *start, *options, "--json"]) == 0
@@ -211,14 +213,14 @@ def test_evaluate_states_the_speed_and_scores_the_same(start: list[str], capsys:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
-def test_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_folding_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", *start, "--compile"]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors[-1].startswith("bigbatch: the model does not compile: InvalidCxxCompiler: No working C++")
 
 
 @pytest.mark.long
-def test_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_folding_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
     found = []
     for options in ([], ["--compile"]):
@@ -232,7 +234,7 @@ def test_evaluate_compiles(start: list[str], capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.long
 @pytest.mark.parametrize(("form", "suffix"), [("onnx", "onnx"), ("torch_export", "pt2")])
-def test_export_folds(form: str, suffix: str, start: list[str], tmp_path: Path) -> None:
+def test_folding_export_folds(form: str, suffix: str, start: list[str], tmp_path: Path) -> None:
     out = tmp_path / f"a.{suffix}"
     assert main(["export", *start, "--fold", "--format", form, "--out", str(out)]) == 0
     facts = json.loads(Path(f"{out}.json").read_text())
@@ -246,7 +248,7 @@ def test_export_folds(form: str, suffix: str, start: list[str], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("form", ["torchvision", "timm"])
-def test_libraries_models_are_not_folded(
+def test_folding_libraries_models_are_not_folded(
     form: str, start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["--model.name=resnet18", "--model.zero_gamma=true", "--model.blurpool=false"]

@@ -46,7 +46,9 @@ def images_of(run: Path) -> list[Path]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [[], ["--data.eval_flip=true", "--data.eval_crop_fraction=0.8"]])
-def test_it_scores_what_evaluate_counts(options: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_it_scores_what_evaluate_counts(
+    options: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = predicted(capsys, run, *options, *images_of(run))
     assert main(["evaluate", str(run), *options, "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -59,7 +61,9 @@ def test_it_scores_what_evaluate_counts(options: list[str], run: Path, capsys: p
     assert sum(name in answers for answers, name in zip(ranked, names, strict=True)) == record["top5"] * 20
 
 
-def test_order_and_company_change_nothing(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_predict_order_and_company_change_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     *some, last = images_of(run)[:5]
     copy = shutil.copy(last, tmp_path / "a name.png")  # what it is tells its content
     together = predicted(capsys, run, "--batch.microbatch_size", 2, copy, *some, "--top", 10)
@@ -72,7 +76,7 @@ def test_order_and_company_change_nothing(run: Path, capsys: pytest.CaptureFixtu
     assert sum(answer["probability"] for answer in alone[0]["classes"]) == pytest.approx(1, rel=1e-5)
 
 
-def test_lines_for_people_and_weights_without_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_lines_for_people_and_weights_without_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image, other = images_of(run)[:2]
     (best, *_), _ = (each["classes"] for each in predicted(capsys, run, image, other))
     weights = next((run / "checkpoints").iterdir())
@@ -84,7 +88,7 @@ def test_lines_for_people_and_weights_without_a_run(run: Path, capsys: pytest.Ca
     assert second.startswith(f"{other}: ")
 
 
-def test_in_python(run: Path) -> None:
+def test_predict_in_python(run: Path) -> None:
     classify = load_classifier(str(run), "--optimizer.precision=bf16")
     assert list(classify([])) == []
     first, second = classify([str(path) for path in images_of(run)[:2]], top=3)
@@ -105,7 +109,7 @@ def test_in_python(run: Path) -> None:
         (["text.jpg", "--data.num_classes=11"], "holds 10 classes and data.num_classes is 11"),
     ],
 )
-def test_one_line_for_what_cannot_be_classified(
+def test_predict_one_line_for_what_cannot_be_classified(
     words: list[str],
     message: str,
     run: Path,
@@ -124,13 +128,13 @@ def test_one_line_for_what_cannot_be_classified(
 
 
 @pytest.mark.parametrize("words", [["--top=0", "a.jpg"], []])
-def test_impossible_command_lines(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_impossible_command_lines(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["predict", str(run), *words])
     assert ("name one or more pictures", "--top 0 is not possible")[bool(words)] in capsys.readouterr().err
 
 
-def test_what_it_does_not_work_with(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_what_it_does_not_work_with(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["--data.loader=synthetic", "--data.num_synthetic_samples=10", "--data.eval_crop_fraction=1"]
     with pytest.raises(ConfigError, match=r"data\.loader=synthetic reads no pictures"):
         load_classifier(str(run), *keys)

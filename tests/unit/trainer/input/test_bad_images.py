@@ -88,7 +88,7 @@ def check(loader, index, batch, bad):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_image_stands_in(make, tmp_path, kind):
+def test_bad_images_the_next_image_stands_in(make, tmp_path, kind):
     """3 is the last of its class: label, size and pixels come from the next class."""
     index = split(tmp_path, {3: KINDS[kind]})
     loader = make(index, max_skipped=1)
@@ -100,7 +100,7 @@ def test_the_next_image_stands_in(make, tmp_path, kind):
         assert all(BAD.get(kind, ("", "cannot be decoded"))[1] in bad.reason for bad in batch.replaced)
 
 
-def test_padding_stays_invalid(make, tmp_path):
+def test_bad_images_padding_stays_invalid(make, tmp_path):
     index = split(tmp_path, {6: b"", 7: UNDECODABLE})
     loader = make(index, max_skipped=2, microbatch_size=3)
     batches = list(loader.load(eval_requests(num_samples=8, microbatch_size=3, rank=0, world_size=1)))
@@ -109,7 +109,7 @@ def test_padding_stays_invalid(make, tmp_path):
     assert sum(int(batch.valid_B.sum()) for batch in batches) == 6
 
 
-def test_several_in_a_row_and_around_the_end(make, tmp_path):
+def test_bad_images_several_in_a_row_and_around_the_end(make, tmp_path):
     bad = {0: b"", 3: UNDECODABLE, 4: b"no", 5: UNDECODABLE, 6: whole(6)[:-50], 11: UNDECODABLE}
     index = split(tmp_path, bad, num_images=12)
     loader = make(index, max_skipped=len(bad), microbatch_size=6)
@@ -137,7 +137,9 @@ def by_position(found):
 @pytest.mark.parametrize(
     ("microbatch_size", "world_size", "prefetch_batches"), [(12, 1, 1), (1, 1, 4), (3, 2, 2), (2, 3, 3), (2, 1, 4)]
 )
-def test_any_split_of_the_batch_gives_the_same(make, tmp_path, microbatch_size, world_size, prefetch_batches):
+def test_bad_images_any_split_of_the_batch_gives_the_same(
+    make, tmp_path, microbatch_size, world_size, prefetch_batches
+):
     bad = {2: UNDECODABLE, 3: b"", 9: UNDECODABLE, 10: whole(2)[:-9]}
     index = split(tmp_path, bad, num_images=12)
     one = make(index, max_skipped=4, microbatch_size=4)
@@ -173,7 +175,7 @@ class Slow:
 
 @pytest.mark.long
 @pytest.mark.parametrize("prefetch_batches", [1, 2, 4])
-def test_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
+def test_bad_images_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
     """Several in one batch and in batches read ahead: each stops the decoder with another lead of the reader."""
     bad = {9: UNDECODABLE, 10: UNDECODABLE, 13: UNDECODABLE, 19: UNDECODABLE}
     index = split(tmp_path, bad, num_images=24)
@@ -193,7 +195,7 @@ def test_no_request_is_lost_or_served_twice(make, tmp_path, prefetch_batches):
         assert one[2] == other[2]
 
 
-def test_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
+def test_bad_images_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
     bad = {1: b"", 6: UNDECODABLE}
     source = Slow(split(tmp_path, bad))
     loader = make(source, max_skipped=2)
@@ -210,7 +212,7 @@ def test_what_is_known_to_be_bad_is_not_read_again(make, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
-def test_more_than_may_be_skipped_end_the_load_every_time(make, tmp_path, content):
+def test_bad_images_more_than_may_be_skipped_end_the_load_every_time(make, tmp_path, content):
     index = split(tmp_path, {1: content, 3: content, 6: content})
     loader = make(index, max_skipped=2, num_threads=1)
     asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
@@ -227,7 +229,7 @@ def test_more_than_may_be_skipped_end_the_load_every_time(make, tmp_path, conten
 
 
 @pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
-def test_none_may_be_skipped(make, tmp_path, content):
+def test_bad_images_none_may_be_skipped(make, tmp_path, content):
     index = split(tmp_path, {1: content})
     with pytest.raises(DataError, match=rf"^1 pictures are bad, and data.max_skipped=0: .*{index.full_path(1)}: "):
         list(make(index, max_skipped=0).load([ask(0, 1, 2, 3)]))
@@ -236,20 +238,20 @@ def test_none_may_be_skipped(make, tmp_path, content):
 
 
 @pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
-def test_a_split_of_bad_images_has_none_to_stand_in(make, tmp_path, content):
+def test_bad_images_a_split_of_bad_images_has_none_to_stand_in(make, tmp_path, content):
     index = split(tmp_path, dict.fromkeys(range(4), content), num_images=4)
     with pytest.raises(DataError, match=r"^all 4 pictures of the split are bad; the last is .*/0\d.jpg: "):
         list(make(index, max_skipped=99).load([ask(0, 1, 2, 3)]))
 
 
-def test_storage_is_no_images_fault(make, tmp_path):
+def test_bad_images_storage_is_no_images_fault(make, tmp_path):
     index = split(tmp_path, {})
     (tmp_path / "train/a/02.jpg").unlink()
     with pytest.raises(StorageError, match=r"02.jpg: cannot be read \(No such file"):
         list(make(index, max_skipped=8).load([ask(0, 1, 2, 3)]))
 
 
-def test_packed_images(make, tmp_path):
+def test_bad_images_packed_images(make, tmp_path):
     """The packer lets no bad picture in: it was damaged later, behind its header."""
     index = split(tmp_path / "folder", {})
     write(tmp_path / "folder", {f"val/{name}/0.jpg": whole(0) for name in "ab"})
@@ -308,7 +310,7 @@ PILLOW_ALONE = {
 
 
 @pytest.mark.parametrize("kind", PILLOW_ALONE)
-def test_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind):
+def test_bad_images_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind):
     index = split(tmp_path, {5: PILLOW_ALONE[kind]})
     asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
     is_dali = isinstance(make(index).decoder, DaliDecoder)
@@ -339,7 +341,7 @@ PILLOW_REFUSES = {
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", PILLOW_REFUSES)
-def test_what_dali_decodes_is_not_blamed_for_what_else_is_in_flight(tmp_path, kind, microbatch_size):
+def test_bad_images_what_dali_decodes_is_not_blamed_for_what_else_is_in_flight(tmp_path, kind, microbatch_size):
     """Pillow refuses picture 0 and 3, DALI refuses 3 alone."""
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     with pytest.raises(DataError):
@@ -355,7 +357,7 @@ def test_what_dali_decodes_is_not_blamed_for_what_else_is_in_flight(tmp_path, ki
     loader.close()
 
 
-def test_a_failure_that_no_single_image_causes_is_not_blamed_on_one(tmp_path):
+def test_bad_images_a_failure_that_no_single_image_causes_is_not_blamed_on_one(tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 
     def outside(epoch, indices_B, sizes_B2):

@@ -52,7 +52,7 @@ def test_order_is_the_one_that_old_checkpoints_expect():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_every_world_size_sees_the_same_global_batches(world_size, microbatch_size):
+def test_order_every_world_size_sees_the_same_global_batches(world_size, microbatch_size):
     accumulation_steps = 24 // world_size // microbatch_size
     ranks = [
         train_indices(rank=rank, world_size=world_size, microbatch_size=microbatch_size) for rank in range(world_size)
@@ -70,7 +70,7 @@ def test_every_world_size_sees_the_same_global_batches(world_size, microbatch_si
     ("world_size", "ranks_per_ghost", "microbatch_size"),
     [(2, 2, 2), (4, 2, 1), (4, 4, 3), (6, 2, 2), (6, 3, 1), (12, 4, 1)],
 )
-def test_ranks_that_share_a_ghost_batch_hold_its_parts(world_size, ranks_per_ghost, microbatch_size):
+def test_order_ranks_that_share_a_ghost_batch_hold_its_parts(world_size, ranks_per_ghost, microbatch_size):
     """Microbatch k of a group's ranks, side by side, is the group's k-th ghost batch; groups follow each other."""
     accumulation_steps, span = 24 // world_size // microbatch_size, microbatch_size * ranks_per_ghost
     options = {"world_size": world_size, "microbatch_size": microbatch_size, "ranks_per_ghost": ranks_per_ghost}
@@ -96,19 +96,19 @@ def test_ranks_that_share_a_ghost_batch_hold_its_parts(world_size, ranks_per_gho
         (3, 4, [3, 7, 11]),
     ],
 )
-def test_microbatches_of_a_rank_by_hand(rank, ranks_per_ghost, expected):
+def test_order_microbatches_of_a_rank_by_hand(rank, ranks_per_ghost, expected):
     """Four ranks of three microbatches each, as the global batch numbers them."""
     found = rank_microbatches(rank=rank, accumulation_steps=3, ranks_per_ghost=ranks_per_ghost)
     assert list(found) == expected
 
 
 @pytest.mark.parametrize("start_step", [0, 1, 3, 4, 9, 10])
-def test_resume_is_the_tail(start_step):
+def test_order_resume_is_the_tail(start_step):
     whole = train_indices(rank=1, world_size=3)
     assert train_indices(rank=1, world_size=3, start_step=start_step) == whole[start_step * 4 :]
 
 
-def test_train_requests_refuse_sizes_that_do_not_divide():
+def test_order_train_requests_refuse_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match="24 is not a multiple of world_size 5"):
         train_indices(world_size=5)
     with pytest.raises(ValueError, match="world_size 3 is not a multiple of ranks_per_ghost 2"):
@@ -128,7 +128,7 @@ def test_train_requests_refuse_sizes_that_do_not_divide():
 
 @given(num_samples=st.integers(1, 200), microbatch_size=st.integers(1, 17), world_size=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_evaluation_counts_each_image_once(num_samples, microbatch_size, world_size):
+def test_order_evaluation_counts_each_image_once(num_samples, microbatch_size, world_size):
     ranks = [
         list(eval_requests(num_samples=num_samples, microbatch_size=microbatch_size, rank=rank, world_size=world_size))
         for rank in range(world_size)
@@ -148,7 +148,7 @@ def touch(root: Path, *names: str) -> Path:
     return root
 
 
-def test_index_is_sorted_and_complete(tmp_path):
+def test_order_index_is_sorted_and_complete(tmp_path):
     touch(tmp_path, "train/b/2.JPEG", "train/b/1.png", "train/a/x.jpg", "train/a/notes.txt", "train/.c/y.jpg")
     index = read_index(tmp_path, "train")
     assert index.classes == ("a", "b")
@@ -158,7 +158,7 @@ def test_index_is_sorted_and_complete(tmp_path):
     assert Path(index.full_path(2)) == tmp_path / "train/b/2.JPEG"
 
 
-def test_index_names_what_is_wrong(tmp_path):
+def test_order_index_names_what_is_wrong(tmp_path):
     touch(tmp_path, "train/a/x.jpg", "train/b/x.txt", "empty/readme", *(f"val/{c}/x.jpg" for c in "acdef"))
     with pytest.raises(DataError, match=r"absent: no such folder; expected absent/<class>"):
         read_index(tmp_path, "absent")
@@ -171,7 +171,7 @@ def test_index_names_what_is_wrong(tmp_path):
     assert read_index(tmp_path, "val", classes=list("fedca")).classes == tuple("acdef")
 
 
-def test_index_names_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+def test_order_index_names_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
     touch(tmp_path, "train/a/x.jpg")
 
     def refuse(path):

@@ -100,7 +100,7 @@ def ask(*positions):
     return Request(0, np.array(positions), np.ones(len(positions), bool))
 
 
-def test_reads_that_fail_for_a_while_change_nothing(make, capsys):
+def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
     asked = [ask(0, 1, 2, 3), ask(4, 5, 6, 7)]
     expected = [batch.images_BCHW.clone() for batch in make(Storage()).load(asked)]
     storage = Storage(failures={1: 2, 2: 1, 7: 1})
@@ -113,7 +113,7 @@ def test_reads_that_fail_for_a_while_change_nothing(make, capsys):
     )
 
 
-def test_the_next_outage_is_told_again(monkeypatch, capsys):
+def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
     monkeypatch.setattr(patience, "CALM_SECONDS", 0.0)
     reads = patience.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=5.0, num_threads=1)
     reads.read(0, thread=0)
@@ -124,7 +124,7 @@ def test_the_next_outage_is_told_again(monkeypatch, capsys):
     ]
 
 
-def test_a_read_that_never_succeeds_ends_after_the_patience(make, capsys):
+def test_reading_a_read_that_never_succeeds_ends_after_the_patience(make, capsys):
     storage = Storage(failures={3: FOREVER})
     start = time.monotonic()
     with pytest.raises(StorageError) as caught:
@@ -138,7 +138,7 @@ def test_a_read_that_never_succeeds_ends_after_the_patience(make, capsys):
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("the shard was cut")])
-def test_what_the_system_did_not_refuse_is_not_tried_again(make, capsys, cause):
+def test_reading_what_the_system_did_not_refuse_is_not_tried_again(make, capsys, cause):
     storage = Storage(failures={0: FOREVER}, cause=cause)
     with pytest.raises(StorageError, match=r"^far/away/0.jpg: is gone$"):
         list(make(storage).load([ask(0, 1, 2, 3)]))
@@ -147,7 +147,7 @@ def test_what_the_system_did_not_refuse_is_not_tried_again(make, capsys, cause):
 
 
 @pytest.mark.parametrize("end", ["close the loader", "load anew", "close the iterator"])
-def test_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
+def test_reading_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
     storage = Storage(failures={5: FOREVER})
     # DALI hands out a batch when it has been fed as many more as it works ahead
     loader = make(storage, patience_seconds=60.0, prefetch_batches=1)
@@ -164,7 +164,7 @@ def test_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 4])
-def test_a_failure_comes_in_its_place(make, prefetch_batches):
+def test_reading_a_failure_comes_in_its_place(make, prefetch_batches):
     """What was read before is delivered: the loop saves a checkpoint after it."""
     storage = Storage(12, failures={9: FOREVER})
     batches = make(storage, patience_seconds=0.0, prefetch_batches=prefetch_batches).load(
@@ -175,7 +175,7 @@ def test_a_failure_comes_in_its_place(make, prefetch_batches):
         next(batches)
 
 
-def test_a_read_that_does_not_return_is_named(make):
+def test_reading_a_read_that_does_not_return_is_named(make):
     storage = Storage(silent={6})
     batches = make(storage, patience_seconds=0.2).load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
     start = time.monotonic()
@@ -192,7 +192,7 @@ def test_a_read_that_does_not_return_is_named(make):
     storage.release.set()
 
 
-def test_a_loader_closes_while_a_read_does_not_return(make):
+def test_reading_a_loader_closes_while_a_read_does_not_return(make):
     storage = Storage(silent={6})
     loader = make(storage, patience_seconds=60.0, prefetch_batches=1)
     batches = loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
@@ -204,7 +204,7 @@ def test_a_loader_closes_while_a_read_does_not_return(make):
     assert time.monotonic() - start < SLACK_SECONDS
 
 
-def test_the_worst_case_is_what_the_config_leaves_time_for():
+def test_reading_the_worst_case_is_what_the_config_leaves_time_for():
     """It asks for 2 * (data.patience_seconds + 1) within comm.timeout_seconds."""
     assert WORST_SECONDS <= 2
 
@@ -214,7 +214,7 @@ def slow(storage, microbatch_size, **changed):
     return make_image_loader("torchvision", storage, **(SETTINGS | settings | changed))
 
 
-def test_slow_reads_are_not_stuck():
+def test_reading_slow_reads_are_not_stuck():
     """Longer in all than one read may take; also where all are of one picture, as at the end of an evaluation."""
     loader = slow(Storage(1, seconds=0.2), 4)
     start = time.monotonic()
@@ -225,7 +225,7 @@ def test_slow_reads_are_not_stuck():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["slow", "failing"])
-def test_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
+def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
     """Each picture comes within the patience, and all together later than the other ranks wait."""
     storage = Storage(8, seconds=0.3) if how == "slow" else Storage(8, failures=dict.fromkeys(range(8), 2))
     start = time.monotonic()
@@ -245,7 +245,7 @@ def test_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
 
 
 @pytest.mark.slow
-def test_the_time_of_all_that_a_batch_waits_for_counts():
+def test_reading_the_time_of_all_that_a_batch_waits_for_counts():
     """DALI hands out its first batch when more are read: each of these comes in time alone."""
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     changed = {"patience_seconds": 0.4, "prefetch_batches": 4}
@@ -258,7 +258,7 @@ def test_the_time_of_all_that_a_batch_waits_for_counts():
 
 
 @pytest.mark.long
-def test_what_nobody_waits_for_may_be_slow():
+def test_reading_what_nobody_waits_for_may_be_slow():
     storage = Storage(8, seconds=0.2)
     loader = slow(storage, 4, prefetch_batches=1)
     batches = loader.load([ask(*range(4)), ask(*range(4, 8)), ask(*range(4))])
@@ -288,7 +288,7 @@ class Down(Storage):
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_a_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
+def test_reading_a_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
     """While what is behind it cannot be read: neither before it is skipped, nor again afterwards."""
     storage = Down(is_silent=is_silent)
     storage.images[5] = with_bad_tables(storage.images[5])
@@ -299,7 +299,7 @@ def test_a_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_sile
     assert np.diff([*times, time.monotonic()]).max() < 2 * 1.5 - 0.2
 
 
-def test_the_resident_loader_is_patient_too(capsys):
+def test_reading_the_resident_loader_is_patient_too(capsys):
     storage = Storage(failures={3: 2})
     common = {"crop": center_crop(fraction=1.0), "image_size": 50, "microbatch_size": 4, "device": "cpu"}
     storage.images = [encoded(smooth_image(n, 50, 50)) for n in range(8)]
@@ -314,7 +314,7 @@ def test_the_resident_loader_is_patient_too(capsys):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
 
 
-def test_a_file_that_does_not_open_is_named(make, tmp_path):
+def test_reading_a_file_that_does_not_open_is_named(make, tmp_path):
     files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
     index = read_index(write(tmp_path, files), "train")
     silent = as_pipe(tmp_path / "train/a/2.jpg")
@@ -323,7 +323,7 @@ def test_a_file_that_does_not_open_is_named(make, tmp_path):
     answer(silent)
 
 
-def test_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closing(make, tmp_path):
+def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closing(make, tmp_path):
     files = {f"{split}/a/{n}.jpg": encoded(smooth_image(n)) for split in ("train", "val") for n in range(4)}
     pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
     index = open_split(tmp_path / "packed", "train")
@@ -347,7 +347,7 @@ def answer(pipe):
     os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
-def test_too_many_open_files_name_the_limit_and_are_tried_again(make, tmp_path, monkeypatch, capsys):
+def test_reading_too_many_open_files_name_the_limit_and_are_tried_again(make, tmp_path, monkeypatch, capsys):
     files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
     index = read_index(write(tmp_path, files), "train")
     attempts = []
@@ -373,7 +373,7 @@ def test_too_many_open_files_name_the_limit_and_are_tried_again(make, tmp_path, 
     assert len(attempts) == 4 + 3
 
 
-def test_threads_that_wait_for_a_file_system_do_not_hold_the_process(monkeypatch, capsys):
+def test_reading_threads_that_wait_for_a_file_system_do_not_hold_the_process(monkeypatch, capsys):
     left, release = [], threading.Event()
     monkeypatch.setattr(cli.os, "_exit", left.append)
     before = bigbatch_threads()
@@ -405,7 +405,7 @@ TINY = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_run_ends_though_a_file_never_opens(tmp_path, split):
+def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
     root = tmp_path / "shapes"
     write_dataset(root, train_per_class=4, val_per_class=2, side_pixels=(36, 48))
     silent = as_pipe(sorted((root / split / "disk").iterdir())[0])
@@ -427,7 +427,7 @@ def test_a_run_ends_though_a_file_never_opens(tmp_path, split):
     assert "Traceback" not in done.stderr
 
 
-def test_storage_errors_are_data_errors():
+def test_reading_storage_errors_are_data_errors():
     """So the loop saves its state on them, as on bad pictures."""
     assert issubclass(patience.StuckError, StorageError)
     assert issubclass(StorageError, DataError)

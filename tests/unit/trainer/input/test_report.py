@@ -61,7 +61,7 @@ def advice(slowest: str, **changed: object) -> str:
     return remedies.removeprefix(": ")
 
 
-def test_record_names_every_rate_and_the_slowest_stage() -> None:
+def test_input_report_record_names_every_rate_and_the_slowest_stage() -> None:
     assert slowest_stage(RATES) == "decode"
     assert input_record(RATES, step=7) == {
         "step": 7,
@@ -82,7 +82,7 @@ def rates_of(loader: float, **changed: float) -> Rates:
     return {**RATES, "loader": loader, **changed}
 
 
-def test_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
+def test_input_report_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
     ranks = [rates_of(1336, read=60, augment=900), rates_of(57, decode=100), rates_of(1400, augment=800)]
     assert over_ranks(ranks) == {"loader": 171, "read": 180, "decode": 300, "copy": None, "augment": 2400}
     assert over_ranks([RATES]) == RATES
@@ -98,7 +98,7 @@ def test_ranks_in_lock_step_are_as_fast_as_the_slowest_one() -> None:
         ([5], ""),
     ],
 )
-def test_a_rank_far_behind_is_named(loaders: list[float], said: str) -> None:
+def test_input_report_a_rank_far_behind_is_named(loaders: list[float], said: str) -> None:
     ranks = [rates_of(loader, augment=1e6) for loader in loaders]
     assert describe_input(ranks).partition(")")[2] == said
     (text,) = hints(
@@ -107,7 +107,7 @@ def test_a_rank_far_behind_is_named(loaders: list[float], said: str) -> None:
     assert f"decoding is its slowest stage ({850 * len(ranks):,}){said}: " in text
 
 
-def test_record_with_a_stage_that_is_not_there_is_logged(tmp_path: Path) -> None:
+def test_input_report_record_with_a_stage_that_is_not_there_is_logged(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     log = MetricsLog(rundir, from_step=0)
     log.write("input", input_record(RATES, step=0))
@@ -117,20 +117,20 @@ def test_record_with_a_stage_that_is_not_there_is_logged(tmp_path: Path) -> None
     assert record == {"kind": "input", **input_record(RATES, step=0)}
 
 
-def test_pixels_left_by_hand() -> None:
+def test_input_report_pixels_left_by_hand() -> None:
     assert pixels_left([(100, 200), (400, 400)], max_side=100) == (20_000 + 10_000) / (20_000 + 160_000)
     assert pixels_left([(300, 60)], max_side=100) == 1
 
 
 @pytest.mark.parametrize(("wait", "is_hinted"), [(0.05, False), (0.051, True)])
-def test_hint_is_for_those_who_wait(wait: float, is_hinted: bool) -> None:
+def test_input_report_hint_is_for_those_who_wait(wait: float, is_hinted: bool) -> None:
     waited = replace(WAITED, wait_fraction=wait)
     assert bool(told(waited, RATES)) is is_hinted
     for was_probed in (False, True):
         assert bool(hints(waited, None, was_probed=was_probed)) is is_hinted
 
 
-def test_hint_on_slow_decoding() -> None:
+def test_input_report_hint_on_slow_decoding() -> None:
     assert told(WAITED, RATES) == [
         "the input limits this run, steps wait 66% of their time for pictures: alone the input delivers 812 images/s, "
         f"the model takes 2,400; decoding is its slowest stage (850): {THREADS}, or {SHRINK}"
@@ -149,7 +149,7 @@ def test_hint_on_slow_decoding() -> None:
         ({"is_on_gpu": True, "is_packed": True, "loader": "dali"}, THREADS),
     ],
 )
-def test_advice_on_decoding(changed: dict[str, object], expected: str) -> None:
+def test_input_report_advice_on_decoding(changed: dict[str, object], expected: str) -> None:
     assert advice("decode", **changed) == expected
 
 
@@ -172,7 +172,7 @@ def test_advice_on_decoding(changed: dict[str, object], expected: str) -> None:
         ),
     ],
 )
-def test_advice_on_reading(changed: dict[str, object], expected: str) -> None:
+def test_input_report_advice_on_reading(changed: dict[str, object], expected: str) -> None:
     assert advice("read", **changed) == expected
 
 
@@ -200,7 +200,7 @@ def test_advice_on_reading(changed: dict[str, object], expected: str) -> None:
         ("augment", {"is_on_gpu": True}, ""),
     ],
 )
-def test_stages_within_the_step_are_told_by_their_share_of_it(
+def test_input_report_stages_within_the_step_are_told_by_their_share_of_it(
     stage: str, changed: dict[str, object], expected: str
 ) -> None:
     """Steps never wait for them: reading and decoding are ahead meanwhile."""
@@ -215,13 +215,13 @@ def test_stages_within_the_step_are_told_by_their_share_of_it(
     assert " takes 100% of " in within_noise
 
 
-def test_a_run_can_be_slow_for_two_reasons() -> None:
+def test_input_report_a_run_can_be_slow_for_two_reasons() -> None:
     waiting, augmenting = told(WAITED, {**RATES, "augment": 3000.0})
     assert "decoding is its slowest stage (850)" in waiting
     assert "augmentation on the device takes 80% of" in augmenting
 
 
-def test_what_limits_waiting_steps_is_a_stage_that_works_ahead() -> None:
+def test_input_report_what_limits_waiting_steps_is_a_stage_that_works_ahead() -> None:
     (waiting, _) = told(WAITED, {**RATES, "augment": 600.0})
     assert "decoding is its slowest stage (850)" in waiting
     (waiting, _) = told(replace(WAITED, wait_fraction=0.12), {**FAST, "augment": 600.0})
@@ -240,7 +240,7 @@ def test_what_limits_waiting_steps_is_a_stage_that_works_ahead() -> None:
         ),
     ],
 )
-def test_parts_that_are_fast_alone_compete_for_cores(changed: dict[str, object], expected: str) -> None:
+def test_input_report_parts_that_are_fast_alone_compete_for_cores(changed: dict[str, object], expected: str) -> None:
     waited = replace(WAITED, wait_fraction=0.12)
     assert told(waited, FAST, **changed) == [
         "steps wait 12% of their time for pictures, though alone the input delivers 3,000 images/s, the model takes "
@@ -261,12 +261,14 @@ STORAGE = (
         ({"is_packed": True, "stage": "/dev/shm/i"}, f": {THREADS}"),
     ],
 )
-def test_a_gpu_whose_threads_have_cores_to_spare_does_not_compete(changed: dict[str, object], expected: str) -> None:
+def test_input_report_a_gpu_whose_threads_have_cores_to_spare_does_not_compete(
+    changed: dict[str, object], expected: str
+) -> None:
     (text,) = told(replace(WAITED, wait_fraction=0.12), FAST, is_on_gpu=True, **changed)
     assert text.partition("the model takes 2,400")[2].startswith(expected)
 
 
-def test_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -> None:
+def test_input_report_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -> None:
     assert told(replace(WAITED, wait_fraction=0.14, steps=10), FAST) == []
     assert told(replace(WAITED, wait_fraction=0.16, steps=10), FAST) != []
 
@@ -278,21 +280,21 @@ def test_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -> None:
         (True, "the measurement met a picture that cannot be used, which `bigbatch data check` names"),
     ],
 )
-def test_what_was_not_measured_is_not_explained(was_probed: bool, why: str) -> None:
+def test_input_report_what_was_not_measured_is_not_explained(was_probed: bool, why: str) -> None:
     assert hints(WAITED, None, was_probed=was_probed) == [
         f"steps wait 66% of their time for pictures; what limits the input was not measured: {why}"
     ]
 
 
 @pytest.mark.parametrize("loader", ["resident", "synthetic"])
-def test_loaders_that_do_not_work_ahead_say_so(loader: str) -> None:
+def test_input_report_loaders_that_do_not_work_ahead_say_so(loader: str) -> None:
     rates = {"loader": 3000.0, "read": None, "decode": None, "copy": None, "augment": 9000.0}
     (text,) = told(WAITED, rates, loader=loader)
     assert f"data.loader={loader} makes each batch within its step" in text
     assert slowest_stage(rates) == "augment"
 
 
-def test_settings_are_those_of_the_config(tmp_path: Path) -> None:
+def test_input_report_settings_are_those_of_the_config(tmp_path: Path) -> None:
     words = [
         "data.num_threads=3",
         "augment.cutout_size=8",
@@ -313,7 +315,7 @@ def test_settings_are_those_of_the_config(tmp_path: Path) -> None:
 COSTLY = {"color_jitter": 0.4, "randaugment_ops": 2, "cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0}
 
 
-def test_every_augmentation_is_known() -> None:
+def test_input_report_every_augmentation_is_known() -> None:
     words = [f"--augment.{key}={value}" for key, value in COSTLY.items()]
     config = load_config(["--config", "quickstart", *words, "--augment.randaugment_magnitude=9"])
     settings = input_settings(config, sizes=[], num_cores=1, is_on_gpu=False)
@@ -328,13 +330,13 @@ def ranks(*others: str) -> SimpleNamespace:
     return SimpleNamespace(gather_text=lambda text: [text, *others])
 
 
-def test_rates_of_all_ranks_are_known() -> None:
+def test_input_report_rates_of_all_ranks_are_known() -> None:
     theirs = {**asdict(MINE.rates), "loader": 7.0}
     found = measure_input.gather_rates(MINE, ranks(json.dumps(theirs)))
     assert found == ({"loader": 100, "read": None, "decode": 300, "copy": None, "augment": 500}, theirs)
 
 
-def test_a_rank_that_could_not_measure_leaves_none() -> None:
+def test_input_report_a_rank_that_could_not_measure_leaves_none() -> None:
     assert measure_input.gather_rates(MINE, ranks("")) is None
     assert measure_input.gather_rates(None, ranks(json.dumps(asdict(MINE.rates)))) is None
 
@@ -348,13 +350,13 @@ def test_a_rank_that_could_not_measure_leaves_none() -> None:
         (["here [0, 1, 2, 3, 4, 5]"] * 9, 1),
     ],
 )
-def test_cores_per_rank(others: list[str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_report_cores_per_rank(others: list[str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_cores", lambda: list(range(6)))
     communicator = SimpleNamespace(env=SimpleNamespace(host="here"), gather_text=lambda text: [text, *others])
     assert host.cores_per_rank(communicator) == cores
 
 
-def test_a_list_of_the_summary_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_report_a_list_of_the_summary_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:
     summary = {"loader_images_per_second": 812.5, "input_limit": None, "skipped": ["a [1]: cut off", "b: empty"]}
     Lines().finish(summary)
     printed = capsys.readouterr().out.splitlines()

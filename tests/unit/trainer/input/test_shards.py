@@ -85,7 +85,7 @@ def stored(split_folder):
     return found
 
 
-def test_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
+def test_shards_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
     index, expected, source = open_split(packed, "train"), stored(packed / "train"), read_index(folder, "train")
     assert isinstance(index, PackedIndex)
     assert len(list((packed / "train").glob("*.tar"))) > 2
@@ -98,7 +98,7 @@ def test_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
     index.close()
 
 
-def test_sizes_are_pillows(packed):
+def test_shards_sizes_are_pillows(packed):
     index = open_split(packed, "val")
     positions_B = np.array([7, 0, 10, 1])
     images = [Image.open(io.BytesIO(stored(packed / "val")[position][0])) for position in positions_B]
@@ -123,7 +123,7 @@ def assert_same_batches(ours, theirs, *, num_batches):
     assert count == num_batches
 
 
-def test_training_batches_are_those_of_the_folder(make, folder, packed):
+def test_shards_training_batches_are_those_of_the_folder(make, folder, packed):
     """Three epochs of two ranks, bit by bit."""
     for rank in range(2):
         stream = list(
@@ -143,7 +143,7 @@ def test_training_batches_are_those_of_the_folder(make, folder, packed):
         assert_same_batches(ours.load(stream), theirs.load(stream), num_batches=6)
 
 
-def test_evaluation_batches_are_those_of_the_folder(make, folder, packed):
+def test_shards_evaluation_batches_are_those_of_the_folder(make, folder, packed):
     asked = list(eval_requests(num_samples=len(files()), microbatch_size=4, rank=0, world_size=1))
     changed = {"microbatch_size": 4, "crop": center_crop()}
     ours = make(open_split(packed, "val"), **changed)
@@ -151,7 +151,7 @@ def test_evaluation_batches_are_those_of_the_folder(make, folder, packed):
     assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=3)
 
 
-def test_real_images(make, tmp_path):
+def test_shards_real_images(make, tmp_path):
     if not REAL_DATA.is_dir():
         pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
     source = read_index(REAL_DATA, "val")
@@ -167,7 +167,7 @@ def test_real_images(make, tmp_path):
     assert_same_batches(ours.load(asked), theirs.load(asked), num_batches=-(-len(few) // 16))
 
 
-def test_resident_images_are_those_of_the_folder(tmp_path):
+def test_shards_resident_images_are_those_of_the_folder(tmp_path):
     write(tmp_path / "small", {f"train/{n % 2}/{n}.png": encoded(n, 32, 32, kind="PNG") for n in range(6)})
     packed_from(tmp_path / "small", tmp_path / "packed", splits=["train"])
     asked = list(eval_requests(num_samples=6, microbatch_size=3, rank=0, world_size=1))
@@ -179,14 +179,14 @@ def test_resident_images_are_those_of_the_folder(tmp_path):
     assert not open_shards(tmp_path)
 
 
-def test_a_split_without_an_index_is_a_class_folder_tree(folder, packed, tmp_path):
+def test_shards_a_split_without_an_index_is_a_class_folder_tree(folder, packed, tmp_path):
     assert isinstance(open_split(folder, "train"), ImageIndex)
     assert isinstance(open_split(packed, "val", classes=["a", "b"]), PackedIndex)
     with pytest.raises(DataError, match=r"train: no such folder"):
         open_split(tmp_path, "train")
 
 
-def test_other_classes_than_those_of_training_are_refused(packed):
+def test_shards_other_classes_than_those_of_training_are_refused(packed):
     with pytest.raises(DataError, match=r"val: lacks 1 class\(es\): c; has in excess 1 class\(es\): a; give it"):
         open_split(packed, "val", classes=["b", "c"])
 
@@ -284,7 +284,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_at_opening(own, kind):
+def test_shards_damage_is_named_at_opening(own, kind):
     damage, message = DAMAGE[kind]
     open_split(own, "train")
     damage(own / "train")
@@ -308,7 +308,7 @@ def in_shard(index, *, number):
         (lambda shard: shard.write_bytes((shard.parent / "shard-000001.tar").read_bytes()), r"is not the picture|cut"),
     ],
 )
-def test_damage_after_opening_names_shard_and_image(make, own, damage, message):
+def test_shards_damage_after_opening_names_shard_and_image(make, own, damage, message):
     index = open_split(own, "train")
     position = in_shard(index, number=0)
     damage(own / "train/shard-000000.tar")
@@ -319,7 +319,7 @@ def test_damage_after_opening_names_shard_and_image(make, own, damage, message):
     assert len(index.read(in_shard(index, number=1))) > 0  # the others are as good as before
 
 
-def test_an_index_that_is_cut_after_opening_is_not_needed_any_more(own):
+def test_shards_an_index_that_is_cut_after_opening_is_not_needed_any_more(own):
     """Mapped into memory it would end the process by SIGBUS, without a word."""
     index = open_split(own, "train")
     expected = [(index.read(n), index.name(n), index.labels_N[n]) for n in range(len(index))]
@@ -327,7 +327,7 @@ def test_an_index_that_is_cut_after_opening_is_not_needed_any_more(own):
     assert [(index.read(n), index.name(n), index.labels_N[n]) for n in range(len(index))] == expected
 
 
-def test_the_limit_of_open_files_is_named(packed, monkeypatch):
+def test_shards_the_limit_of_open_files_is_named(packed, monkeypatch):
     index = open_split(packed, "train")
 
     def refuse(*_):
@@ -338,7 +338,7 @@ def test_the_limit_of_open_files_is_named(packed, monkeypatch):
         index.read(0)
 
 
-def test_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packed, monkeypatch, capsys):
+def test_shards_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packed, monkeypatch, capsys):
     index, opened, num_refused = open_split(packed, "train"), os.open, [0]
 
     def refuse(*given):
@@ -354,7 +354,7 @@ def test_a_shard_that_could_not_be_opened_for_a_while_is_opened_then(make, packe
     assert num_refused[0] > 3
 
 
-def test_a_handle_that_went_stale_is_opened_anew(packed):
+def test_shards_a_handle_that_went_stale_is_opened_anew(packed):
     """As after ESTALE: the descriptor fails for good, the path is fine."""
     index, (expected, _) = open_split(packed, "train"), stored(packed / "train")[0]
     assert index.read(0) == expected
@@ -404,7 +404,7 @@ def test_shards_are_opened_when_needed_bounded_and_released(packed):
     index.close()
 
 
-def test_closing_a_loader_releases_its_shards(make, packed):
+def test_shards_closing_a_loader_releases_its_shards(make, packed):
     index = open_split(packed, "train")
     asked = list(eval_requests(num_samples=len(index), microbatch_size=4, rank=0, world_size=1))
     loader = make(index, microbatch_size=4)
@@ -415,7 +415,7 @@ def test_closing_a_loader_releases_its_shards(make, packed):
     assert len(list(loader.load(asked))) == 3  # a closed loader may be used again
 
 
-def test_threads_read_right_while_shards_are_closed_under_them(packed):
+def test_shards_threads_read_right_while_shards_are_closed_under_them(packed):
     facts, entries_N = read_entries(packed / "train")
     index = PackedIndex(packed / "train", facts=facts, entries_N=entries_N, max_open=1)
     expected = [data for data, _ in stored(packed / "train")]
@@ -432,7 +432,7 @@ def test_threads_read_right_while_shards_are_closed_under_them(packed):
     assert not open_shards(packed)
 
 
-def test_parts_of_a_read_are_put_together(packed, monkeypatch):
+def test_shards_parts_of_a_read_are_put_together(packed, monkeypatch):
     whole, index = os.pread, open_split(packed, "train")
     monkeypatch.setattr(os, "pread", lambda file, length, offset: whole(file, min(length, 1000), offset))
     assert [index.read(n) for n in range(len(index))] == [data for data, _ in stored(packed / "train")]
@@ -456,7 +456,7 @@ read_all()
 """
 
 
-def test_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
+def test_shards_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
     """Also when others hold most of it: 13 for each split, 3 for the process and 20 are more than 40."""
     small = {f"{split}/a/{n}.jpg": encoded(n, 20, 20) for split in ("train", "val") for n in range(30)}
     pack(write(tmp_path / "many", small), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
@@ -464,7 +464,7 @@ def test_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
     subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "packed"], env=environment, check=True)
 
 
-def test_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatch):
+def test_shards_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (6, 4096))
     index = open_split(packed, "train")
     for position in range(len(index)):
@@ -479,7 +479,7 @@ def test_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatc
     index.close()
 
 
-def test_it_travels_to_another_process(packed):
+def test_shards_it_travels_to_another_process(packed):
     index = open_split(packed, "train")
     index.read(0)
     travelled = pickle.loads(pickle.dumps(index))
@@ -488,7 +488,7 @@ def test_it_travels_to_another_process(packed):
     index.close()
 
 
-def test_processes_that_only_pack_do_without_torch():
+def test_shards_processes_that_only_pack_do_without_torch():
     code = "import sys, bigbatch.trainer.datasets.pack, bigbatch.trainer.input.shards; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

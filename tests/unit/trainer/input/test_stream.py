@@ -87,7 +87,7 @@ def undisturbed(precision: str, optimizer: str) -> dict[int, Any]:
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0, 1), (2, 1, 1), (3, 0, 3))),
     ],
 )
-def test_state_before_the_failed_step_is_saved_bit_for_bit(
+def test_stream_state_before_the_failed_step_is_saved_bit_for_bit(
     step: int, microbatch: int, log_every: int, precision: str, optimizer: str
 ) -> None:
     batches = failing(make_batches(step * ACCUMULATION + microbatch))
@@ -111,7 +111,7 @@ def test_state_before_the_failed_step_is_saved_bit_for_bit(
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_failure_before_the_end_of_the_first_step_saves_nothing(
+def test_stream_failure_before_the_end_of_the_first_step_saves_nothing(
     first_step: int, num_batches: int, message: str, precision: str
 ) -> None:
     batches = failing(make_batches(num_batches))
@@ -121,13 +121,13 @@ def test_failure_before_the_end_of_the_first_step_saves_nothing(
     assert recorder.events == []
 
 
-def test_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
+def test_stream_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
     plan = replace(STEPS, eval_every_steps=2)
     recorder, _ = run(plan, failing(make_batches(2 * ACCUMULATION)), precision="fp32", optimizer="sgd")
     assert recorder.events[-2:] == [("evaluate", 2), ("save", 2, 0.02)]
 
 
-def test_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
+def test_stream_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
     parts = make_parts(stop=SimpleNamespace(is_set=True, signal_name="SIGTERM"))
     recorder = Recorder()
     with pytest.raises(DataError, match="stopped after step 1 and"):
@@ -135,7 +135,7 @@ def test_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
     assert recorder.events == [("save", 1, None)]
 
 
-def test_images_that_were_skipped_before_the_failure_are_told() -> None:
+def test_stream_images_that_were_skipped_before_the_failure_are_told() -> None:
     """The resumed run does not meet them again in this epoch."""
     first, *others = make_batches(ACCUMULATION)
     batches = failing([with_bad(first, 7), *others])
@@ -143,7 +143,7 @@ def test_images_that_were_skipped_before_the_failure_are_told() -> None:
     assert recorder.events == [("skipped", 1, {7: "7.JPEG: is not a picture"}), ("save", 1, None)]
 
 
-def test_skipped_images_are_told_at_the_report() -> None:
+def test_stream_skipped_images_are_told_at_the_report() -> None:
     batches = make_batches()
     batches[0], batches[1] = with_bad(batches[0], 3), with_bad(batches[1], 3, 12)
     batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3)
@@ -156,7 +156,7 @@ def too_many(done: int, images: dict[int, str]) -> None:
     raise DataError("2 pictures are bad")
 
 
-def test_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
+def test_stream_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
     recorder, batches = Recorder(), make_batches()
     batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3, 12)
     with pytest.raises(DataError, match="2 pictures are bad"):
@@ -164,7 +164,7 @@ def test_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
     assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
 
 
-def test_too_many_skipped_images_before_a_failure_save_once() -> None:
+def test_stream_too_many_skipped_images_before_a_failure_save_once() -> None:
     recorder = Recorder()
     batches = make_batches(ACCUMULATION)
     batches[0] = with_bad(batches[0], 3, 12)
@@ -174,7 +174,7 @@ def test_too_many_skipped_images_before_a_failure_save_once() -> None:
     assert recorder.events == [("save", 1, None)]
 
 
-def test_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
+def test_stream_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
     parts = make_parts()
     recorder = StateRecorder(parts)
 
@@ -198,7 +198,7 @@ def test_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
     assert recorder.states[2] == undisturbed("fp32", "sgd")[2]
 
 
-def test_last_batch_comes_again_after_a_failure() -> None:
+def test_stream_last_batch_comes_again_after_a_failure() -> None:
     first, second = make_batches(2)
     stream = InputStream(failing([first, second]))
     drawn = [stream.draw(step=step) for step in (0, 1, 2, 3)]
@@ -206,7 +206,7 @@ def test_last_batch_comes_again_after_a_failure() -> None:
     assert stream.failure == InputFailure(2, LOST)
 
 
-def test_seconds_and_images_are_handed_out_once() -> None:
+def test_stream_seconds_and_images_are_handed_out_once() -> None:
     stream = InputStream(iter([with_bad(make_batches(1)[0], 3)]))
     stream.draw(step=0)
     assert stream.take_wait_seconds() > 0
@@ -236,7 +236,7 @@ class OtherRank:
         return tensor_N
 
 
-def test_images_of_steps_that_do_not_count_are_not_told() -> None:
+def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
     """The input of the other rank failed at step 2 already, and was slow to say so."""
     batches = make_batches()
     batches[0], batches[ACCUMULATION] = with_bad(batches[0], 3), with_bad(batches[ACCUMULATION], 3)
@@ -251,7 +251,7 @@ def test_images_of_steps_that_do_not_count_are_not_told() -> None:
 
 
 @pytest.mark.parametrize("end", [".", "?", "!", "", ")"])
-def test_message_has_one_full_stop(end: str) -> None:
+def test_stream_message_has_one_full_stop(end: str) -> None:
     def ending() -> Iterator[Batch]:
         yield from make_batches(1)
         raise DataError(f"does the server answer{end}")
@@ -274,7 +274,7 @@ def evaluate_beside(other: OtherRank, batches: Iterator[Batch], *, num_samples: 
 
 
 @pytest.mark.parametrize(("num_batches", "num_exchanges"), [(0, 1), (1, 2), (7, 2), (8, 2), (9, 3), (16, 3)])
-def test_evaluation_exchanges_failures_at_the_same_batches(num_batches: int, num_exchanges: int) -> None:
+def test_stream_evaluation_exchanges_failures_at_the_same_batches(num_batches: int, num_exchanges: int) -> None:
     """Of n batches the first of every eight and the end; a rank that fails comes to the next of these."""
     whole = OtherRank([""] * num_exchanges)
     if num_batches:
@@ -288,7 +288,7 @@ def test_evaluation_exchanges_failures_at_the_same_batches(num_batches: int, num
     assert json.loads(failed.sent[-1]) == LOST
 
 
-def test_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere() -> None:
+def test_stream_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere() -> None:
     drawn = []
 
     def noted() -> Iterator[Batch]:
@@ -303,7 +303,7 @@ def test_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere() -> Non
     assert drawn == list(range(9))
 
 
-def test_failure_that_names_a_file_beyond_utf8_is_sent() -> None:
+def test_stream_failure_that_names_a_file_beyond_utf8_is_sent() -> None:
     def ending() -> Iterator[Batch]:
         yield from make_batches(1)
         raise DataError("\udcff.JPEG: is empty")
@@ -312,7 +312,7 @@ def test_failure_that_names_a_file_beyond_utf8_is_sent() -> None:
         evaluate_beside(OtherRank(["", ""]), ending(), num_samples=SPAN)
 
 
-def test_bad_images_of_an_evaluation_are_told_once_by_position() -> None:
+def test_stream_bad_images_of_an_evaluation_are_told_once_by_position() -> None:
     told: list[dict[int, str]] = []
     batches = [with_bad(batch, 4) for batch in make_batches(2)]
     batches[0].valid_B[0] = False

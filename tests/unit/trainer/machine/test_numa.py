@@ -55,7 +55,7 @@ ALL = list(range(8))
         (FOUR, [0, 1, 2, 3], None, (1, 4), [0, 1, 2, 3]),  # the other socket is for ranks 2 and 3
     ],
 )
-def test_choice(nodes, usable, gpu_node, rank_of, chosen):
+def test_numa_choice(nodes, usable, gpu_node, rank_of, chosen):
     rank, size = rank_of
     assert choose_cores(usable=usable, nodes=nodes, gpu_node=gpu_node, local_rank=rank, local_size=size) == chosen
 
@@ -66,7 +66,7 @@ def test_choice(nodes, usable, gpu_node, rank_of, chosen):
     gpu_node=st.none() | st.integers(0, 4),
     local_size=st.integers(1, 9),
 )
-def test_no_rank_leaves_the_usable_cores_and_no_node_stays_idle(owners, usable, gpu_node, local_size):
+def test_numa_no_rank_leaves_the_usable_cores_and_no_node_stays_idle(owners, usable, gpu_node, local_size):
     nodes = {node: [core for core, owner in enumerate(owners) if owner == node] for node in range(4)}
     chosen = [
         choose_cores(usable=sorted(usable), nodes=nodes, gpu_node=gpu_node, local_rank=rank, local_size=local_size)
@@ -83,7 +83,7 @@ def test_no_rank_leaves_the_usable_cores_and_no_node_stays_idle(owners, usable, 
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_core_lists_are_read_and_written_back(cores):
+def test_numa_core_lists_are_read_and_written_back(cores):
     ones = ",".join(map(str, sorted(cores)))
     assert parse_cores(ones) == sorted(cores)
     assert parse_cores(format_cores(sorted(cores)) + "\n") == sorted(cores)
@@ -93,13 +93,13 @@ def test_core_lists_are_read_and_written_back(cores):
     ("text", "cores"),
     [("0-3,8-11", [0, 1, 2, 3, 8, 9, 10, 11]), ("0", [0]), ("", []), ("5,7-8", [5, 7, 8]), ("9-10", [9, 10])],
 )
-def test_the_kernels_lists(text, cores):
+def test_numa_the_kernels_lists(text, cores):
     assert parse_cores(f"{text}\n") == cores
     assert format_cores(cores) == text
 
 
 @pytest.mark.skipif(not Path("/sys/devices/system/node/node0").is_dir(), reason="needs Linux's sysfs")
-def test_this_machine_is_read_as_the_kernel_writes_it():
+def test_numa_this_machine_is_read_as_the_kernel_writes_it():
     nodes = read_nodes(Path("/sys"))
     for node, cores in nodes.items():
         assert format_cores(cores) == Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip()
@@ -113,7 +113,7 @@ def sysfs(root, nodes, *, gpus=None):
     return sample_images.write(root, {name: text.encode() for name, text in {**lists, **cards, **noise}.items()})
 
 
-def test_files_of_the_kernel(tmp_path):
+def test_numa_files_of_the_kernel(tmp_path):
     root = sysfs(tmp_path, {0: "0-1", 1: "2-3", 10: ""}, gpus={"0000:3b:00.0": 1, "0001:ff:1f.0": -1})
     assert read_nodes(root) == {0: [0, 1], 1: [2, 3], 10: []}
     assert pci_node("0000:3b:00.0", sys_root=root) == 1
@@ -154,7 +154,7 @@ def affinity(monkeypatch):
         (CPU, {}, 0, None, set(ALL)),
     ],
 )
-def test_bind(tmp_path, affinity, device, nodes, gpu_node, line, cores):
+def test_numa_bind(tmp_path, affinity, device, nodes, gpu_node, line, cores):
     root = sysfs(tmp_path, nodes, gpus={"0000:3b:01.0": gpu_node})
     assert bind(device=device, local_rank=0, local_size=2, sys_root=root) == line
     assert affinity == cores
@@ -162,7 +162,7 @@ def test_bind(tmp_path, affinity, device, nodes, gpu_node, line, cores):
     assert affinity <= cores
 
 
-def test_a_system_without_binding_stays_as_it_is(tmp_path, monkeypatch):
+def test_numa_a_system_without_binding_stays_as_it_is(tmp_path, monkeypatch):
     monkeypatch.delattr(numa.os, "sched_setaffinity", raising=False)
     assert bind(device=CPU, local_rank=0, local_size=2, sys_root=sysfs(tmp_path, {0: "0", 1: "1"})) is None
 
@@ -185,7 +185,7 @@ thread.join()
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self").exists(), reason="needs Linux")
-def test_a_process_and_its_later_threads_are_bound(tmp_path):
+def test_numa_a_process_and_its_later_threads_are_bound(tmp_path):
     """The kernel's own word for it. Two cores stand for two nodes."""
     first, *rest = sorted(numa.os.sched_getaffinity(0))
     if not rest:
@@ -198,6 +198,6 @@ def test_a_process_and_its_later_threads_are_bound(tmp_path):
 
 
 @pytest.mark.gpu
-def test_the_address_of_a_real_gpu_is_the_kernels():
+def test_numa_the_address_of_a_real_gpu_is_the_kernels():
     vendor = Path("/sys/bus/pci/devices", pci_address(CUDA), "vendor")
     assert vendor.read_text().strip() == "0x10de"

@@ -52,7 +52,7 @@ def quickstart(global_batch_size: int, microbatch_size: int, bn_span: int, *word
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 4, 7, 8, 31, 32, 95, 96, 97, 4000])
 @pytest.mark.parametrize("is_last_near", [True, False])
-def test_search_finds_the_largest_legal_size_below_a_limit(limit: int, is_last_near: bool) -> None:
+def test_out_of_memory_search_finds_the_largest_legal_size_below_a_limit(limit: int, is_last_near: bool) -> None:
     """Beside a count by hand: divisors of the span of 32, and its multiples."""
     sizes = sizes_within(quickstart(1024, 256, 32).batch, most=255)
     assert sizes == [1, 2, 4, 8, 16, *range(32, 256, 32)]
@@ -69,7 +69,7 @@ def test_search_finds_the_largest_legal_size_below_a_limit(limit: int, is_last_n
         assert all(size <= max(1, 2 * limit) + 32 for size in tried), "nothing far too large"
 
 
-def test_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     found = largest_fitting([1, 2, 4, 8, 16], lambda size: True, is_last_near=False, seconds=2)
@@ -106,11 +106,11 @@ def test_out_of_memory_is_recognised(error: BaseException, expected: bool) -> No
     ],
 )
 @pytest.mark.parametrize("size", [1, 16])
-def test_steps_run_at_any_size(size: int, words: tuple[str, ...]) -> None:
+def test_out_of_memory_steps_run_at_any_size(size: int, words: tuple[str, ...]) -> None:
     assert run_steps(quickstart(64, 16, 8, *words), size, device=CPU, num_microbatches=2) > 0
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("shapes differ")
 
@@ -121,7 +121,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
 
 @pytest.mark.long
 @pytest.mark.parametrize("place", ["largest_batch._generated", "build._make_average"])
-def test_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
 
     def fail(*args: object) -> None:
@@ -157,7 +157,9 @@ def test_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_proposals_by_hand(config: tuple[int, int, int], world_size: int, fitting: int, words: str) -> None:
+def test_out_of_memory_proposals_by_hand(
+    config: tuple[int, int, int], world_size: int, fitting: int, words: str
+) -> None:
     asked = quickstart(*config)
     assert propose(asked, fitting, world_size=world_size) == words
     given = {key: int(value) for key, value in re.findall(r"--batch\.(\w+) (\d+)", words)}
@@ -179,7 +181,9 @@ def test_proposals_by_hand(config: tuple[int, int, int], world_size: int, fittin
         (0, OF_CPU, r"nor does any smaller one; choose a smaller model.name"),
     ],
 )
-def test_line_of_a_run_without_memory(limit: int, reason: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_line_of_a_run_without_memory(
+    limit: int, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[tuple[int, int]] = []
 
     def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
@@ -195,7 +199,7 @@ def test_line_of_a_run_without_memory(limit: int, reason: str, words: str, monke
 
 
 @pytest.mark.long
-def test_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two microbatches cannot be captured, neither in a trial nor in the run that the line proposes."""
 
     def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
@@ -211,7 +215,7 @@ def test_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "fits_memory", lambda *args, **options: True)
     monkeypatch.setattr(out_of_memory, "SEARCH_SECONDS", -1.0)
     line = explain(quickstart(512, 256, 32), OF_CPU, world_size=1, device=CPU)
@@ -235,7 +239,7 @@ def limited(megabytes: str, *command: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counts address space as Linux does")
-def test_a_run_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
+def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
     """It trains for an epoch; then its command asks for a larger microbatch, which 200 MB do not hold."""
 
     def train(microbatch_size: int, epochs: int) -> tuple[int, str]:

@@ -23,7 +23,9 @@ def compliant(log: Path) -> bool:
     return bool(mlp_compliance.main(str(log), f"training_{RULESET}/common.yaml", judge)[0])
 
 
-def test_one_run_of_a_recipe_is_fine_and_its_log_complies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_one_run_of_a_recipe_is_fine_and_its_log_complies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, lines = verified(capsys, write_run(tmp_path / "run"))
     assert code == 0
     assert re.split(r"  +", lines.pop("epochs to 75.9%")) == [
@@ -38,7 +40,7 @@ def test_one_run_of_a_recipe_is_fine_and_its_log_complies(tmp_path: Path, capsys
     assert rcp_checker.read_submission_file(str(log), RULESET, False) == (0, 42, 8192, "resnet")
 
 
-def test_the_log_has_the_times_and_settings_of_the_run(tmp_path: Path) -> None:
+def test_finished_run_the_log_has_the_times_and_settings_of_the_run(tmp_path: Path) -> None:
     assert main(["verify", str(write_run(tmp_path / "run"))]) == 0
     lines = (tmp_path / "run/mlperf_log.txt").read_text().splitlines()
     events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
@@ -60,7 +62,7 @@ def test_the_log_has_the_times_and_settings_of_the_run(tmp_path: Path) -> None:
     assert [(b["first_epoch_num"], b["epoch_count"]) for b in blocks] == [(1, 38), (39, 4)]
 
 
-def test_the_log_ends_where_the_target_is_reached(tmp_path: Path) -> None:
+def test_finished_run_the_log_ends_where_the_target_is_reached(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "--run.target_top1=null", epochs=(34, 38))
     with RunDir(run).metrics.open("a") as file:
         later = {"kind": "eval", "time": START + 9999, "step": 6864, "epoch": 44.0, "top1": 0.77, "seconds": 1.0}
@@ -69,7 +71,9 @@ def test_the_log_ends_where_the_target_is_reached(tmp_path: Path) -> None:
     assert '"epoch_num": 44' not in (run / "mlperf_log.txt").read_text()
 
 
-def test_a_run_that_does_not_reach_the_target_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_a_run_that_does_not_reach_the_target_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, lines = verified(capsys, write_run(tmp_path / "run", reached=False))
     assert code == 1
     assert lines["epochs to 75.9%"].startswith("NO")
@@ -80,7 +84,9 @@ def test_a_run_that_does_not_reach_the_target_fails(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.long
-def test_what_a_training_leaves_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_what_a_training_leaves_can_be_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = {
         "run.directory": tmp_path / "run",
         "run.epochs": 2,

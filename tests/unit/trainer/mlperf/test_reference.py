@@ -21,7 +21,7 @@ BATCHES = [record["BS"] for record in checker().rcp_data.values()]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_test_of_five_runs_is_that_of_mlperf(batch: int) -> None:
+def test_reference_the_test_of_five_runs_is_that_of_mlperf(batch: int) -> None:
     record, reference = checker()._find_rcp(batch, "full_rcps"), read_reference(batch)
     assert reference is not None
     assert reference.mean_epochs == pytest.approx(record["RCP Mean"])
@@ -30,7 +30,7 @@ def test_the_test_of_five_runs_is_that_of_mlperf(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [2048, 2500, 6144, 16384, 64480])
-def test_between_records_it_interpolates_as_mlperf_does(batch: int) -> None:
+def test_reference_between_records_it_interpolates_as_mlperf_does(batch: int) -> None:
     theirs = checker()
     low, high = theirs._find_top_min_rcp(batch, "full_rcps"), theirs._find_bottom_max_rcp(batch, "full_rcps")
     _, record = theirs._create_interp_rcp(batch, low, high)
@@ -42,7 +42,7 @@ def test_between_records_it_interpolates_as_mlperf_does(batch: int) -> None:
     assert fewest_epochs(reference, num_runs=5) == pytest.approx(record["Min Epochs"], abs=1e-4)
 
 
-def test_outside_of_the_records() -> None:
+def test_reference_outside_of_the_records() -> None:
     smallest = read_reference(256)
     assert smallest is not None
     assert smallest.name == "record of 1,632, the smallest batch"
@@ -50,7 +50,7 @@ def test_outside_of_the_records() -> None:
 
 
 @pytest.mark.parametrize("num_runs", [3, 5, 12])
-def test_the_bound_is_where_a_t_test_turns(num_runs: int) -> None:
+def test_reference_the_bound_is_where_a_t_test_turns(num_runs: int) -> None:
     """scipy's own test, from means and spreads: p = 5% at the bound, one-sided."""
     reference = read_reference(8192)
     assert reference is not None
@@ -62,7 +62,7 @@ def test_the_bound_is_where_a_t_test_turns(num_runs: int) -> None:
     assert found.pvalue == pytest.approx(0.05)
 
 
-def test_runs_like_the_reference_are_seldom_refused() -> None:
+def test_reference_runs_like_the_reference_are_seldom_refused() -> None:
     """With five runs from a normal distribution the test errs in about 5%: less, as extremes are left out."""
     reference = read_reference(8192)
     assert reference is not None
@@ -75,7 +75,7 @@ def test_runs_like_the_reference_are_seldom_refused() -> None:
 
 
 @pytest.mark.parametrize("module", ["mlperf_logging", "scipy"])
-def test_a_missing_package_names_the_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_a_missing_package_names_the_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=r"pip install 'bigbatch\[verify\]'"):
         read_reference(8192)

@@ -56,12 +56,12 @@ WITH_OTHERS = {
 }
 
 
-def test_every_rule_is_broken_once_below() -> None:
+def test_rules_every_rule_is_broken_once_below() -> None:
     assert set(RULES) == {*ANOTHER, *WITH_OTHERS}
 
 
 @pytest.mark.parametrize("rule", [*ANOTHER, *WITH_OTHERS])
-def test_a_broken_rule_is_named(rule: str) -> None:
+def test_rules_a_broken_rule_is_named(rule: str) -> None:
     words = WITH_OTHERS.get(rule, (f"--{rule}={ANOTHER.get(rule)}",))
     config = load_config(["--config", "imagenet/resnet50_8k", *words])
     broken = [verdict.rule for verdict in check_rules(config, JOB) if not verdict.holds]
@@ -70,13 +70,13 @@ def test_a_broken_rule_is_named(rule: str) -> None:
 
 
 @pytest.mark.parametrize(("decay", "holds"), [(5e-5, True), (4e-4, True), (2e-5, False), (0.0, False)])
-def test_weight_decay_is_a_power_of_two(decay: float, holds: bool) -> None:
+def test_rules_weight_decay_is_a_power_of_two(decay: float, holds: bool) -> None:
     config = load_config(["--config", "imagenet/resnet50_8k", f"--optimizer.weight_decay={decay}"])
     (verdict,) = [v for v in check_rules(config, JOB) if v.rule == "optimizer.weight_decay"]
     assert verdict.holds is holds
 
 
-def test_other_images_are_told(tmp_path: Path) -> None:
+def test_rules_other_images_are_told(tmp_path: Path) -> None:
     config = load_config(["--config", "imagenet/resnet50_8k"])
     broken = [v for v in check_rules(config, {**JOB, "train_samples": 9469}) if not v.holds]
     assert [(v.rule, v.value, v.legal) for v in broken] == [("train_samples", "9,469", "1,281,167 (ImageNet)")]

@@ -26,7 +26,7 @@ from bigbatch.trainer.run.folder import RunDir
         ((40, 42, 43), True),
     ],
 )
-def test_several_seeds_are_tested_together(
+def test_verify_several_seeds_are_tested_together(
     epochs: tuple[int, ...], holds: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = seeds(tmp_path, epochs)
@@ -45,7 +45,7 @@ def test_several_seeds_are_tested_together(
 
 
 @pytest.mark.long
-def test_one_of_several_seeds_may_miss_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_one_of_several_seeds_may_miss_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = seeds(tmp_path, (41, 42, 42))
     missed = [str(write_run(tmp_path / f"missed{n}", f"--run.seed={9 + n}", reached=False)) for n in range(2)]
     code, lines = verified(capsys, *folders, missed[0])
@@ -57,20 +57,20 @@ def test_one_of_several_seeds_may_miss_the_target(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_two_seeds_are_too_few_for_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_two_seeds_are_too_few_for_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = verified(capsys, *seeds(tmp_path, (38, 38)))
     assert code == 0
     assert lines["epochs to 75.9%"].startswith("- ")
 
 
-def test_a_batch_above_all_records_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_a_batch_above_all_records_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     big = ["--batch.global_batch_size=81920", "--batch.microbatch_size=64"]
     code, lines = verified(capsys, write_run(tmp_path / "run", *big, "--optimizer.momentum=0.95"))
     assert code == 0
     assert lines["epochs to 75.9%"].endswith("MLPerf has no record of so large a batch")
 
 
-def test_a_run_of_another_kind_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_a_run_of_another_kind_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = verified(capsys, write_run(tmp_path / "run", recipe="fast_resnet50_16", epochs=(12, 16)))
     assert code == 1
     broken = {rule for rule, line in lines.items() if line.startswith("NO")}
@@ -79,7 +79,7 @@ def test_a_run_of_another_kind_is_verified_too(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.long
-def test_runs_of_two_recipes_are_refused(tmp_path: Path) -> None:
+def test_verify_runs_of_two_recipes_are_refused(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "--run.seed=1", "--schedule.base_lr=16")]
     with pytest.raises(ConfigError, match=r"b is of another recipe than .*a: schedule\.base_lr=16\.0 \(was 17\.0\)"):
         verify_all(runs)
@@ -115,7 +115,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.long
-def test_runs_of_one_recipe_on_other_machines_belong_together(tmp_path: Path) -> None:
+def test_verify_runs_of_one_recipe_on_other_machines_belong_together(tmp_path: Path) -> None:
     here = write_run(tmp_path / "a")
     words = [f"--{key}={value}" for key, value in ELSEWHERE.items()]
     assert verify_all([here, write_run(tmp_path / "b", "--run.seed=1", *words)]) == 0
@@ -137,7 +137,7 @@ def test_runs_of_one_recipe_on_other_machines_belong_together(tmp_path: Path) ->
         ((20, 20, 20), "resnet50_8k", False),  # the test itself refuses these
     ],
 )
-def test_a_run_far_ahead_of_the_reference_gets_a_warning(
+def test_verify_a_run_far_ahead_of_the_reference_gets_a_warning(
     epochs: tuple[int, ...], recipe: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [
@@ -159,7 +159,7 @@ def verify_all(runs: Sequence[Path]) -> int:
 
 
 @pytest.mark.slow
-def test_folders_that_hold_no_run(tmp_path: Path) -> None:
+def test_verify_folders_that_hold_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"is no run folder: it holds no config\.yaml"):
         read_run(RunDir(tmp_path))
     run = RunDir(write_run(tmp_path / "run", epochs=()))

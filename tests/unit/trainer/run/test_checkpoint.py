@@ -27,13 +27,13 @@ def save(folder: Path, step: int, top1: float | None = None, *, keep: int = 2) -
     return save_checkpoint(folder, state, step=step, top1=top1, keep=keep)
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_checkpoint_what_was_saved_is_loaded(tmp_path: Path) -> None:
     state = load_checkpoint(save(tmp_path, 7))
     assert state["step"] == 7
     assert torch.equal(state["model"]["w"], torch.tensor([0.0, 7.0, 14.0, 21.0, 28.0]))
 
 
-def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_checkpoint_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step, top1 in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7), (5, 0.6)):
         save(tmp_path, step, top1)
     assert [c.step for c in list_checkpoints(tmp_path)] == [2, 4, 5]
@@ -42,7 +42,7 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert (best.step, best.top1) == (2, 0.9)
 
 
-def test_newest_wins_among_equally_good_ones(tmp_path: Path) -> None:
+def test_checkpoint_newest_wins_among_equally_good_ones(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, 0.5)
     best = best_checkpoint(list_checkpoints(tmp_path))
@@ -51,14 +51,14 @@ def test_newest_wins_among_equally_good_ones(tmp_path: Path) -> None:
     assert best_checkpoint([]) is None
 
 
-def test_same_step_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 3)
     save(tmp_path, 3, 0.25)
     assert [(c.step, c.top1) for c in list_checkpoints(tmp_path)] == [(3, 0.25)]
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
 
     def no_space(state: object, path: Path) -> None:
@@ -105,7 +105,7 @@ def other_format(path: Path) -> None:
         (other_format, "has format 99"),
     ],
 )
-def test_damage_is_found_and_an_intact_one_is_named(damage, words: str, tmp_path: Path) -> None:
+def test_checkpoint_damage_is_found_and_an_intact_one_is_named(damage, words: str, tmp_path: Path) -> None:
     intact, damaged = save(tmp_path, 1), save(tmp_path, 2)
     damage(damaged)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -116,7 +116,7 @@ def test_damage_is_found_and_an_intact_one_is_named(damage, words: str, tmp_path
         assert f"--run.resume {intact}" in str(caught.value)
 
 
-def test_without_an_intact_one_it_says_so(tmp_path: Path) -> None:
+def test_checkpoint_without_an_intact_one_it_says_so(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     damage_size(path)
     with pytest.raises(CheckpointError, match="there is no other one"):
@@ -133,7 +133,7 @@ class Harmful:
         return os.mkdir, (str(self.witness),)
 
 
-def test_loading_executes_no_code(tmp_path: Path) -> None:
+def test_checkpoint_loading_executes_no_code(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     path = save_checkpoint(tmp_path / "c", {"step": 1, "evil": Harmful(witness)}, step=1, top1=None, keep=1)
     with pytest.raises(CheckpointError, match="is not readable"):
@@ -141,7 +141,7 @@ def test_loading_executes_no_code(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-def test_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
+def test_checkpoint_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for name in (".step-00000002.77", "step-00000002.bak", "step-old"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
@@ -149,7 +149,7 @@ def test_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path) -> None:
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
 
 
-def test_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
     for leftover in (".step-00000002.77", ".step-00000002.replaced"):
         (tmp_path / leftover).mkdir()
     save(tmp_path, 3)
@@ -157,30 +157,30 @@ def test_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [RuntimeError("size\nmismatch"), ValueError("names"), KeyError("model")])
-def test_state_that_does_not_fit_is_one_line(error: Exception) -> None:
+def test_checkpoint_state_that_does_not_fit_is_one_line(error: Exception) -> None:
     words = r"^checkpoint a/b is of another model or optimizer: .*$"
     with pytest.raises(CheckpointError, match=words), restoring(Path("a/b")):
         raise error
 
 
-def test_an_error_that_names_the_checkpoint_stays_as_it_is() -> None:
+def test_checkpoint_an_error_that_names_the_checkpoint_stays_as_it_is() -> None:
     with pytest.raises(CheckpointError, match=r"^a/b has other classes$"), restoring(Path("a/b")):
         raise CheckpointError("a/b has other classes")
 
 
-def test_disk_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_disk_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
     require_free_disk(tmp_path / "new", num_bytes=1)
     with pytest.raises(CheckpointError, match=r"MB free and checkpoints need .* free some disk"):
         require_free_disk(tmp_path, num_bytes=10**18)
 
 
-def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_checkpoint_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot create .*file/run"):
         require_free_disk(tmp_path / "file" / "run", num_bytes=1)
 
 
-def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
+def test_checkpoint_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, keep=9)
     aside = set_aside_after(tmp_path, step=1)

@@ -27,5 +27,5 @@ def passed(hour: float, joules: float | None) -> dict[str, Any]:
         ([start(3, 8), passed(4, None), start(9, 16), passed(9.5, 7.0)], Spent(1.5, 16, None)),
     ],
 )
-def test_starts_add_up(records: list[dict[str, Any]], spent: Spent) -> None:
+def test_cost_starts_add_up(records: list[dict[str, Any]], spent: Spent) -> None:
     assert spent_in_all(records) == spent

@@ -61,7 +61,7 @@ TRAIN_RECORD = {
 EVAL_RECORD = {"step": 3, "epoch": 0.5, "loss": 1.0, "top1": 0.25, "top5": 0.75, "count": 8, "seconds": 0.5}
 
 
-def test_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
+def test_report_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     log = MetricsLog(rundir, from_step=0)
     for step in (1, 2, 3):
@@ -76,7 +76,7 @@ def test_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
     assert list(rundir.tensorboard.glob("events.*"))
 
 
-def test_records_say_when_they_were_written(tmp_path: Path) -> None:
+def test_report_records_say_when_they_were_written(tmp_path: Path) -> None:
     before = time.time()
     log = MetricsLog(RunDir(tmp_path), from_step=0)
     log.write("train", TRAIN_RECORD)
@@ -85,7 +85,7 @@ def test_records_say_when_they_were_written(tmp_path: Path) -> None:
     assert before <= record["time"] <= time.time()
 
 
-def test_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path) -> None:
+def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     for from_step in (0, 2, 2):
         log = MetricsLog(rundir, from_step=from_step)
@@ -150,7 +150,7 @@ class Ranks:
         return records[0], loop.totals
 
 
-def test_a_wait_of_one_rank_is_a_wait_of_all() -> None:
+def test_report_a_wait_of_one_rank_is_a_wait_of_all() -> None:
     ranks, fates = Ranks(3), {0: (1.0, 60.0), 1: (80.0, 0.0), 2: (0.0, 30.0)}
     with ThreadPoolExecutor(3) as pool:
         results = [pool.submit(ranks.report, r, seconds=100.0, wait=w, exposed=e) for r, (w, e) in fates.items()]
@@ -167,7 +167,7 @@ def test_a_wait_of_one_rank_is_a_wait_of_all() -> None:
         assert measured == pytest.approx((5, 100, 80, 30), rel=0.01)
 
 
-def test_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts() -> None:
+def test_report_a_rank_whose_window_is_the_longest_cannot_wait_longer_than_a_step_lasts() -> None:
     """Rank 0 starts late, as it wrote a checkpoint: rank 1 meanwhile waited for longer than their mean window."""
     ranks, fates = Ranks(2), {0: (10.0, 0.0), 1: (50.0, 40.0)}
     with ThreadPoolExecutor(2) as pool:
@@ -183,7 +183,7 @@ def after_the_first() -> Totals:
     return Totals(first_report_seconds=40.0, lag_seconds_P=[0.0] * 4)
 
 
-def test_the_first_report_names_no_straggler() -> None:
+def test_report_the_first_report_names_no_straggler() -> None:
     """What happens once in a run happens there, and no rank is to blame."""
     ranks = Ranks(2)
     with ThreadPoolExecutor(2) as pool:
@@ -194,7 +194,7 @@ def test_the_first_report_names_no_straggler() -> None:
         assert totals.first_report_seconds == pytest.approx(100, rel=0.01)
 
 
-def test_what_ranks_wait_for_adds_up() -> None:
+def test_report_what_ranks_wait_for_adds_up() -> None:
     """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for pictures."""
     ranks, exposed = Ranks(4), (25.0, 5.0, 25.0, 25.0)
     with ThreadPoolExecutor(4) as pool:
@@ -211,7 +211,7 @@ def test_what_ranks_wait_for_adds_up() -> None:
         assert record["energy_joules"] == 600
 
 
-def test_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """This start took 36 s of 4 GPUs on 2 hosts."""
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     communicator: Any = SimpleNamespace(
@@ -247,11 +247,13 @@ def test_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) 
         ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
     ],
 )
-def test_shares_of_stragglers_by_hand(waited: tuple[float, ...], exposed: tuple[float, ...], share: float) -> None:
+def test_report_shares_of_stragglers_by_hand(
+    waited: tuple[float, ...], exposed: tuple[float, ...], share: float
+) -> None:
     assert straggler_share(waited, exposed) == pytest.approx(share)
 
 
-def test_the_slowest_rank_is_named_where_it_matters() -> None:
+def test_report_the_slowest_rank_is_named_where_it_matters() -> None:
     def host_of(rank: int) -> str:
         return f"n{rank}"
 
@@ -298,7 +300,7 @@ class FakeNvml:
         return self.reasons
 
 
-def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     gpu = torch.device("cuda", 0)
     for nvml, told in ((FakeNvml(), True), (FakeNvml(is_there=False), False), (None, False)):
@@ -310,7 +312,7 @@ def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
 
 
-def test_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     gpu = torch.device("cuda", 0)
     nvml = FakeNvml()
@@ -337,7 +339,7 @@ def measured_on(*ranks: dict[str, float | None]) -> MeasuredInput:
     return MeasuredInput(ranks, input_settings(config, sizes=[], num_cores=2, is_on_gpu=False))
 
 
-def test_speed_of_a_summary_by_hand() -> None:
+def test_report_speed_of_a_summary_by_hand() -> None:
     totals = Totals(steps=10, step_seconds=8.0, input_wait_seconds=3.0, exposed_seconds=2.0, straggler_seconds=1.0)
     totals.first_report_seconds = 3.0
     measured = measured_on(RATES, {**RATES, "loader": 100.0, "augment": 200.0})
@@ -356,7 +358,7 @@ def test_speed_of_a_summary_by_hand() -> None:
 hints_of = partial(make_hints, host_of="n{}".format)
 
 
-def test_hints_of_a_run() -> None:
+def test_report_hints_of_a_run() -> None:
     config = load_config(["--config", "quickstart", "--data.probe_seconds=0"])
     size = config.batch.global_batch_size
     totals = Totals(steps=10, step_seconds=10 * size / 400, input_wait_seconds=5 * size / 400)  # 800 without waiting
@@ -372,7 +374,7 @@ def test_hints_of_a_run() -> None:
     assert hints_of(Totals(), config, measured=None) == []
 
 
-def test_changes_are_shown_as_a_config_states_them() -> None:
+def test_report_changes_are_shown_as_a_config_states_them() -> None:
     old = load_config(["--config", "quickstart", "--data.max_skipped=3", "--optimizer.weight_decay=0.5"])
     words = ["--data.max_skipped=null", "--data.eval_flip=true", "--data.train_sizes=[[0,32],[1,64]]"]
     new = load_config(["--config", "quickstart", *words, "--data.root=a b: c", "--optimizer.weight_decay=1e-5"])
@@ -386,7 +388,7 @@ def test_changes_are_shown_as_a_config_states_them() -> None:
     }
 
 
-def test_a_key_that_an_older_config_lacks_had_its_default() -> None:
+def test_report_a_key_that_an_older_config_lacks_had_its_default() -> None:
     adamw = ["--config", "quickstart", "--optimizer.name=adamw", "--optimizer.eps=1e-8"]
     older = yaml.safe_load(dump_config(load_config(adamw)))
     for key in ("betas", "clip_norm", "ema_decay", "momentum"):
@@ -400,7 +402,7 @@ def test_a_key_that_an_older_config_lacks_had_its_default() -> None:
     }
 
 
-def test_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> None:
+def test_report_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     assert list(read_records(rundir.metrics)) == []
     rundir.metrics.write_text(json.dumps({"kind": "train", **TRAIN_RECORD}) + "\n")
@@ -408,7 +410,7 @@ def test_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Path) -> 
     assert rundir.metrics.read_text() == ""
 
 
-def test_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
+def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     log = MetricsLog(rundir, from_step=0)
     with Path("/dev/full").open("a") as full:
@@ -419,7 +421,7 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
             log.close()
 
 
-def test_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rundir = RunDir(tmp_path / "file")
     with pytest.raises(RunFolderError, match=r"cannot write .*file/config\.yaml"):
@@ -429,7 +431,7 @@ def test_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plot_is_a_image_with_lines(tmp_path: Path) -> None:
+def test_report_plot_is_a_image_with_lines(tmp_path: Path) -> None:
     records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
     plot_run(records, tmp_path / "plot.png", title="a run")
     plot_run([], tmp_path / "empty.png", title="a run")
@@ -438,7 +440,7 @@ def test_plot_is_a_image_with_lines(tmp_path: Path) -> None:
     assert image.tobytes() != empty.tobytes()
 
 
-def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines()
     lines.advance(TRAIN_RECORD)
     lines.evaluated(EVAL_RECORD)
@@ -452,7 +454,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in printed
 
 
-def test_bar_on_a_terminal() -> None:
+def test_report_bar_on_a_terminal() -> None:
     screen = io.StringIO()
     bar = Bar(Console(file=screen, force_terminal=True, width=200), first_step=0, num_steps=10)
     bar.advance(TRAIN_RECORD)
@@ -465,7 +467,7 @@ def test_bar_on_a_terminal() -> None:
     assert "50.00 %" in shown
 
 
-def test_who_shows_what() -> None:
+def test_report_who_shows_what() -> None:
     common = {"first_step": 0, "num_steps": 1}
     assert isinstance(make_reporter(is_first_rank=False, terminal_columns=80, **common), Silent)
     assert isinstance(make_reporter(is_first_rank=True, terminal_columns=None, **common), Lines)
@@ -474,7 +476,7 @@ def test_who_shows_what() -> None:
     assert isinstance(bar, Bar)
 
 
-def test_silent_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_silent_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     silent = Silent()
     silent.say("x")
     silent.advance(TRAIN_RECORD)
@@ -484,7 +486,7 @@ def test_silent_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_units() -> None:
+def test_report_units() -> None:
     assert show("seconds", 12.34) == "12.3 s"
     assert show("global_batch_size", 512) == "512 images"
     assert show("best_top1", 0.5) == "50.00 %"
@@ -492,7 +494,7 @@ def test_units() -> None:
     assert show("input_wait_fraction", None) == "not measured"
 
 
-def test_normalize_is_the_formula() -> None:
+def test_report_normalize_is_the_formula() -> None:
     images_BCHW = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8).to(memory_format=torch.channels_last)
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
     normalized = Normalize(mean=mean, std=std, device=torch.device("cpu"), dtype=torch.float32)(images_BCHW)
@@ -512,7 +514,7 @@ def test_normalize_is_the_formula() -> None:
         (["there [0, 1, 2, 3]"] * 3, 4),  # on other hosts
     ],
 )
-def test_ranks_share_the_cores_that_they_have_in_common(
+def test_report_ranks_share_the_cores_that_they_have_in_common(
     others: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[int] = []
@@ -525,7 +527,7 @@ def test_ranks_share_the_cores_that_they_have_in_common(
     assert chosen == [threads]
 
 
-def test_forward_draws_depend_on_the_position_alone() -> None:
+def test_report_forward_draws_depend_on_the_position_alone() -> None:
     def draw(**position: int) -> float:
         seed_forward(3, **position)
         return torch.rand(1).item()
@@ -537,7 +539,7 @@ def test_forward_draws_depend_on_the_position_alone() -> None:
     seed_forward(2**63 - 1, step=10**6, ghost=10**6)  # the largest seed of a config
 
 
-def test_second_ctrl_c_interrupts_at_once() -> None:
+def test_report_second_ctrl_c_interrupts_at_once() -> None:
     previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         stop = StopRequest()
@@ -552,7 +554,7 @@ def test_second_ctrl_c_interrupts_at_once() -> None:
             signal.signal(number, handler)
 
 
-def test_help_names_every_subcommand_in_half_a_second() -> None:
+def test_report_help_names_every_subcommand_in_half_a_second() -> None:
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "bigbatch", "--help"], capture_output=True, text=True, check=True)
     assert time.perf_counter() - start < 0.5
@@ -561,13 +563,13 @@ def test_help_names_every_subcommand_in_half_a_second() -> None:
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
-def test_exit_codes_of_the_command(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_exit_codes_of_the_command(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == code
     output = capsys.readouterr()
     assert "bigbatch" in output.out + output.err
 
 
-def test_defect_shows_its_traceback_and_a_user_error_does_not(
+def test_report_defect_shows_its_traceback_and_a_user_error_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", "no/such/run"]) == 1
@@ -578,7 +580,7 @@ def test_defect_shows_its_traceback_and_a_user_error_does_not(
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
-def test_interruption_while_importing_is_no_defect(
+def test_report_interruption_while_importing_is_no_defect(
     error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(module: str) -> None:
@@ -589,7 +591,7 @@ def test_interruption_while_importing_is_no_defect(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel in a .venv lies inside the checkout of another project, whose commit says nothing."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
@@ -608,7 +610,7 @@ def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.
     assert conditions.source_commit().endswith("+")
 
 
-def test_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_report_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     import bigbatch.trainer.datasets.generated as generated
 
     calls = []

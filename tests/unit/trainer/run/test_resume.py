@@ -23,7 +23,9 @@ BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff
 
 
 @pytest.mark.parametrize(("top1", "owes"), [(None, True), (0.0, False), (0.76, False)])
-def test_evaluation_is_owed_by_a_checkpoint_of_this_run_alone(top1: float | None, owes: bool, tmp_path: Path) -> None:
+def test_resume_evaluation_is_owed_by_a_checkpoint_of_this_run_alone(
+    top1: float | None, owes: bool, tmp_path: Path
+) -> None:
     for name in ("ours", "theirs"):
         save_checkpoint(tmp_path / name / "checkpoints", {}, step=5, top1=top1, keep=1)
     ours = RunDir(tmp_path / "ours")
@@ -32,7 +34,7 @@ def test_evaluation_is_owed_by_a_checkpoint_of_this_run_alone(top1: float | None
     assert not lacks_evaluation(tmp_path / "theirs" / "checkpoints" / "step-00000005", run=ours)
 
 
-def test_bad_images_are_remembered_for_the_same_images_alone() -> None:
+def test_resume_bad_images_are_remembered_for_the_same_images_alone() -> None:
     state = {"samples": "a digest", "skipped": BAD}
     assert skipped_before(state, "a digest") == BAD
     assert skipped_before(state, "another digest") == {}
@@ -40,7 +42,7 @@ def test_bad_images_are_remembered_for_the_same_images_alone() -> None:
     assert skipped_before({}, "a digest") == {}, "as checkpoints were once"
 
 
-def test_accuracies_are_remembered_for_the_same_images_alone() -> None:
+def test_resume_accuracies_are_remembered_for_the_same_images_alone() -> None:
     records = [{"step": 2, "top1": 0.5}, {"step": 4, "top1": 0.75}]
     state = {"samples": "a digest", "evaluations": records}
     assert evaluations_before(state, "a digest") == {2: records[0], 4: records[1]}
@@ -48,13 +50,13 @@ def test_accuracies_are_remembered_for_the_same_images_alone() -> None:
     assert evaluations_before({}, "a digest") == {}, "as checkpoints were once"
 
 
-def test_checkpoint_is_of_the_run_in_whose_folder_it_lies(tmp_path: Path) -> None:
+def test_resume_checkpoint_is_of_the_run_in_whose_folder_it_lies(tmp_path: Path) -> None:
     ours = RunDir(tmp_path / "ours")
     assert is_of(ours.path / "x" / ".." / "checkpoints" / "step-00000005", run=ours)
     assert not is_of(tmp_path / "theirs" / "checkpoints" / "step-00000005", run=ours)
 
 
-def test_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -> None:
+def test_resume_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -> None:
     """They agree on the checkpoint by path and checksum: nodes that share no disk may hold others."""
     config = load_config(["--config", "quickstart", "--run.directory", str(tmp_path)])
     starts = []
@@ -78,7 +80,7 @@ def test_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -> None:
         ("schedulefree.AdamWScheduleFree", "adamw", False),
     ],
 )
-def test_optimizer_goes_on_from_state_of_its_kind(there: str, here: str, goes_on: bool) -> None:
+def test_resume_optimizer_goes_on_from_state_of_its_kind(there: str, here: str, goes_on: bool) -> None:
     old = f"optimizer:\n  name: {there}\n"
     if goes_on:
         require_same_optimizer(old, here, path=Path("a/b"))

@@ -18,13 +18,13 @@ def reason(records: list[dict[str, Any]], **changes: Any) -> str | None:
     return reason_to_end(records, **{"target_top1": None, "metric": None, "after_evaluations": None, **changes})
 
 
-def test_without_a_rule_nothing_ends() -> None:
+def test_stopping_without_a_rule_nothing_ends() -> None:
     assert reason(evaluations(*[0.5] * 50)) is None
     assert reason([]) is None
 
 
 @pytest.mark.parametrize("values", [[0.8], [0.1, 0.75], [0.1, 0.76, 0.3]])
-def test_target_that_was_reached_ends_the_run(values: list[float]) -> None:
+def test_stopping_target_that_was_reached_ends_the_run(values: list[float]) -> None:
     text = reason(evaluations(*values), target_top1=0.75)
     assert text is not None
     assert text.startswith("run.target_top1=0.75: top-1 was 0.")
@@ -49,17 +49,19 @@ def end(values: list[float], *, metric: str, after: int) -> int | None:
         ([1, 3, 2, 3], 3, None),
     ],
 )
-def test_patience_is_counted_from_the_first_best(values: list[float], after: int, expected: int | None) -> None:
+def test_stopping_patience_is_counted_from_the_first_best(
+    values: list[float], after: int, expected: int | None
+) -> None:
     for metric, sign in (("top1", 1), ("top5", 1), ("loss", -1)):
         assert end([sign * v for v in values], metric=metric, after=after) == expected, metric
 
 
-def test_reason_names_rule_and_best() -> None:
+def test_stopping_reason_names_rule_and_best() -> None:
     text = reason(evaluations(0.5, 0.25, 0.75, metric="loss"), metric="loss", after_evaluations=1)
     assert text == "run.stop_metric=loss: none of 1 evaluations was better than 0.2500 at step 20"
 
 
-def test_unknown_metric_gets_the_list() -> None:
+def test_stopping_unknown_metric_gets_the_list() -> None:
     message = refusal({"run.stop_metric": "accuracy", "run.stop_after_evaluations": 3})
     assert message == "run.stop_metric=accuracy is no figure of an evaluation: choose one of top1, top5, loss"
     for metric in METRICS:
@@ -67,7 +69,7 @@ def test_unknown_metric_gets_the_list() -> None:
 
 
 @pytest.mark.parametrize(("every", "offset", "num"), [(1, 0, 10), (4, 0, 3), (4, 2, 3), (4, 1, 4), (10, 0, 1)])
-def test_patience_beyond_the_run_is_refused(every: int, offset: int, num: int) -> None:
+def test_stopping_patience_beyond_the_run_is_refused(every: int, offset: int, num: int) -> None:
     """The first evaluation is the best so far: as many as the run has cannot all be worse."""
     run = {"run.epochs": 10, "run.eval_every_epochs": every, "run.eval_offset_epochs": offset}
     rule = {**run, "run.stop_metric": "loss"}
@@ -79,12 +81,12 @@ def test_patience_beyond_the_run_is_refused(every: int, offset: int, num: int) -
         make_config({**rule, "run.stop_after_evaluations": num - 1})
 
 
-def test_metric_and_patience_go_together() -> None:
+def test_stopping_metric_and_patience_go_together() -> None:
     assert refusal({"run.stop_metric": "loss"}).startswith("run.stop_after_evaluations is null, but run.stop_metric=")
     assert refusal({"run.stop_after_evaluations": 2}).endswith("no meaning without run.stop_metric: set it to null")
 
 
-def test_a_guess_needs_classes_to_choose_from() -> None:
+def test_stopping_a_guess_needs_classes_to_choose_from() -> None:
     assert refusal({"run.divergence_steps": 5, "data.num_classes": 1}) == (
         "run.divergence_steps=5 has no meaning with data.num_classes=1, where a guess is always right: set it to null"
     )

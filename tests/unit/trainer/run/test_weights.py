@@ -63,7 +63,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_checkpoint_folder_its_file_and_plain_files(tmp_path: Path) -> None:
+def test_weights_checkpoint_folder_its_file_and_plain_files(tmp_path: Path) -> None:
     config = small()
     folder, weights = checkpoint_of(config, tmp_path)
     torch.save(weights, tmp_path / "plain.pt")
@@ -72,7 +72,7 @@ def test_checkpoint_folder_its_file_and_plain_files(tmp_path: Path) -> None:
         assert_equal(loaded(path, config), weights)
 
 
-def test_half_precision_weights_become_whole(tmp_path: Path) -> None:
+def test_weights_half_precision_weights_become_whole(tmp_path: Path) -> None:
     config = small()
     halves = {n: t.half() if t.is_floating_point() else t for n, t in random_model(config).state_dict().items()}
     torch.save(halves, tmp_path / "half.pt")
@@ -90,7 +90,7 @@ def test_half_precision_weights_become_whole(tmp_path: Path) -> None:
         (RESNET, (*RESNET, "model.blurpool=true"), "model.blurpool is False there and True here"),
     ],
 )
-def test_checkpoint_of_another_model(
+def test_weights_checkpoint_of_another_model(
     there: tuple[str, ...], here: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     path, _ = checkpoint_of(config_of(*there), tmp_path)
@@ -98,13 +98,13 @@ def test_checkpoint_of_another_model(
 
 
 @pytest.mark.long
-def test_zero_gamma_is_of_the_start_and_not_of_the_model(tmp_path: Path) -> None:
+def test_weights_zero_gamma_is_of_the_start_and_not_of_the_model(tmp_path: Path) -> None:
     path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
     assert_equal(loaded(path, config_of(*RESNET, "model.zero_gamma=false")), weights)
 
 
 @pytest.mark.slow
-def test_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
+def test_weights_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
     config = config_of(*RESNET)
     lines = [line for line in dump_config(config).splitlines() if "blurpool" not in line and "zero_gamma" not in line]
     weights = random_model(config).state_dict()
@@ -112,7 +112,7 @@ def test_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) -> None:
     assert_equal(loaded(save_checkpoint(tmp_path, state, step=3, top1=None, keep=1), config), weights)
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_weights_what_cannot_be_read(tmp_path: Path) -> None:
     config = small()
     folder, weights = checkpoint_of(config, tmp_path)
     assert refusal(tmp_path, config) == (
@@ -144,7 +144,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_truncated_anywhere(is_zip: bool, tmp_path: Path) -> None:
+def test_weights_truncated_anywhere(is_zip: bool, tmp_path: Path) -> None:
     config, path = small(), tmp_path / "cut.pt"
     torch.save(random_model(config).state_dict(), path, _use_new_zipfile_serialization=is_zip)
     whole = path.read_bytes()
@@ -164,7 +164,7 @@ class Trap:
 
 
 @pytest.mark.long
-def test_code_is_refused_and_not_executed(tmp_path: Path) -> None:
+def test_weights_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     config, path, mark = small(), tmp_path / "trap.pt", tmp_path / "executed"
     torch.save({**random_model(config).state_dict(), "trap": Trap(mark)}, path)
     message = refusal(path, config)
@@ -186,7 +186,7 @@ def test_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     )
 
 
-def test_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     path = tmp_path / "a.safetensors"
     assert refusal(path, small()) == f"{path} needs safetensors: pip install safetensors"
@@ -201,7 +201,9 @@ def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(precision: str, tmp_path: Path) -> None:
+def test_weights_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(
+    precision: str, tmp_path: Path
+) -> None:
     words = (f"optimizer.precision={precision}", "batch.global_batch_size=256")
     weights = random_model(small()).state_dict()
     weights["prep.1.running_mean"].fill_(0.25)
@@ -217,7 +219,7 @@ def test_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_them(prec
 
 
 @pytest.mark.long
-def test_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     torch.save(random_model(small()).state_dict(), tmp_path / "start.pt")
     config = small("batch.global_batch_size=256", f"model.weights={tmp_path / 'start.pt'}")

@@ -88,7 +88,7 @@ def is_exact(loader):
     return not isinstance(loader.decoder, DaliDecoder)
 
 
-def test_images_labels_and_order_are_those_asked_for(make, index):
+def test_loaders_images_labels_and_order_are_those_asked_for(make, index):
     loader = make(index)
     asked = requests(index)
     batches = list(loader.load(asked))
@@ -104,14 +104,14 @@ def test_images_labels_and_order_are_those_asked_for(make, index):
         assert apart_B.max() <= (0 if is_exact(loader) else 1.0)
 
 
-def test_center_crop_through_a_loader(make, index):
+def test_loaders_center_crop_through_a_loader(make, index):
     loader, crop = make(index, crop=center_crop(fraction=0.875)), center_crop(fraction=0.875)
     for request, batch in zip(requests(index), loader.load(requests(index)), strict=True):
         assert difference(batch, expected_images(index, request, crop)).max() <= 1.0
 
 
 @pytest.mark.long
-def test_real_images(make):
+def test_loaders_real_images(make):
     if not REAL_DATA.is_dir():
         pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
     index = read_index(REAL_DATA, "val")
@@ -125,7 +125,7 @@ def test_real_images(make):
         assert difference(batch, by_pillow).max() <= (0.25 if is_exact(loader) else 1.0)
 
 
-def test_many_threads_and_small_batches_keep_the_order(make, index):
+def test_loaders_many_threads_and_small_batches_keep_the_order(make, index):
     stream = list(
         train_requests(
             seed=0,
@@ -147,7 +147,7 @@ def test_many_threads_and_small_batches_keep_the_order(make, index):
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 2, 5])
-def test_a_loader_serves_load_after_load(make, index, prefetch_batches):
+def test_loaders_a_loader_serves_load_after_load(make, index, prefetch_batches):
     """Whole, shorter than the queue, empty, half consumed: none leaves anything behind for the next."""
     loader = make(index, prefetch_batches=prefetch_batches)
     asked = requests(index)
@@ -164,7 +164,7 @@ def test_a_loader_serves_load_after_load(make, index, prefetch_batches):
     assert torch.equal(next(again).images_BCHW, whole[2])
 
 
-def test_close_with_an_iterator_half_consumed_and_twice(make, index):
+def test_loaders_close_with_an_iterator_half_consumed_and_twice(make, index):
     loader = make(index)
     half = loader.load(requests(index) * 5)
     next(half)
@@ -174,7 +174,7 @@ def test_close_with_an_iterator_half_consumed_and_twice(make, index):
     assert len(list(loader.load(requests(index)))) == 3  # a closed loader may be used again
 
 
-def test_requests_of_another_size_are_refused(make, index):
+def test_loaders_requests_of_another_size_are_refused(make, index):
     with pytest.raises(ValueError, match="got 3 samples, microbatch_size is 4"):
         list(make(index).load(requests(index, microbatch_size=3)))
 
@@ -199,7 +199,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_image_is_named(make, tmp_path, kind):
+def test_loaders_a_bad_image_is_named(make, tmp_path, kind):
     data, message = BAD[kind]
     good = encoded(smooth_image(0))
     index = read_index(write(tmp_path, {"train/a/0.jpg": good, "train/a/1.jpg": data}), "train")
@@ -211,7 +211,7 @@ def test_a_bad_image_is_named(make, tmp_path, kind):
     assert len(list(loader.load(first))) == 1  # usable afterwards
 
 
-def test_a_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_path):
+def test_loaders_a_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_path):
     whole_image = center_crop(fraction=1.0)
     files = {"train/a/0.jpg": encoded(smooth_image(0)), "train/a/1.jpg": with_bad_tables(encoded(smooth_image(1)))}
     index = read_index(write(tmp_path, files), "train")
@@ -221,20 +221,20 @@ def test_a_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_path):
     assert len(list(loader.load([Request(0, np.array([0, 0]), np.array([True, True]))]))) == 1
 
 
-def test_a_image_that_would_fill_the_memory_is_named(monkeypatch):
+def test_loaders_a_image_that_would_fill_the_memory_is_named(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # Pillow refuses twice as many
     with pytest.raises(DataError, match=r"^a.png: cannot be read as a picture .* exceeds limit of 20 pixels"):
         open_image(encoded(smooth_image(0), "PNG"), path="a.png")
 
 
-def test_a_part_of_a_png_that_pillow_chokes_on_is_named():
+def test_loaders_a_part_of_a_png_that_pillow_chokes_on_is_named():
     whole = encoded(smooth_image(0), "PNG")
     short_gamma = b"\0\0\0\1gAMA\0" + zlib.crc32(b"gAMA\0").to_bytes(4, "big")
     with pytest.raises(DataError, match=r"^a.png: cannot be read as a picture \(Truncated gAMA chunk\); replace or"):
         open_image(whole[:33] + short_gamma + whole[33:], path="a.png")
 
 
-def test_a_failure_of_dali_that_is_no_images_fault_keeps_its_own_message(index):
+def test_loaders_a_failure_of_dali_that_is_no_images_fault_keeps_its_own_message(index):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 
     def outside(epoch, indices_B, sizes_B2):
@@ -247,7 +247,7 @@ def test_a_failure_of_dali_that_is_no_images_fault_keeps_its_own_message(index):
     loader.close()
 
 
-def test_a_file_that_went_away_is_named(make, tmp_path):
+def test_loaders_a_file_that_went_away_is_named(make, tmp_path):
     index = read_index(write(tmp_path, {"train/a/0.jpg": encoded(smooth_image(0))}), "train")
     (tmp_path / "train/a/0.jpg").unlink()
     with pytest.raises(DataError, match=r"0.jpg: cannot be read \(No such file"):
@@ -259,7 +259,7 @@ def size_of(epoch):
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 4])
-def test_the_size_is_that_of_the_requests_epoch(make, index, monkeypatch, prefetch_batches):
+def test_loaders_the_size_is_that_of_the_requests_epoch(make, index, monkeypatch, prefetch_batches):
     """Also where batches of two epochs are under way together; and one pipeline serves all sizes."""
     built, build = [], dali._build_pipeline
     monkeypatch.setattr(dali, "_build_pipeline", lambda *given, **named: built.append(1) or build(*given, **named))
@@ -277,19 +277,19 @@ def test_the_size_is_that_of_the_requests_epoch(make, index, monkeypatch, prefet
                 assert apart_B.max() <= (0 if is_exact(loader) else 1.0)
 
 
-def test_dali_missing_names_the_extra(monkeypatch, index):
+def test_loaders_dali_missing_names_the_extra(monkeypatch, index):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(ConfigError, match=r"pip install 'bigbatch\[dali\]'"):
         make_image_loader("dali", index, **SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["", "pillow", "resident", "DALI"])
-def test_a_loader_that_does_not_exist_is_refused(index, name):
+def test_loaders_a_loader_that_does_not_exist_is_refused(index, name):
     with pytest.raises(ConfigError, match=rf"^'{name}' is no loader of pictures: name one of dali, torchvision$"):
         make_image_loader(name, index, **SETTINGS)
 
 
-def test_jpeg_size_reads_the_frame_header():
+def test_loaders_jpeg_size_reads_the_frame_header():
     for name, data in every_kind().items():
         image = Image.open(io.BytesIO(data))
         assert encoded_size(data, path=name) == (image.height, image.width)
@@ -299,7 +299,7 @@ def test_jpeg_size_reads_the_frame_header():
     assert jpeg_size(encoded(smooth_image(0))[:60]) is None
 
 
-def test_png_size_reads_the_header_of_whole_8_bit_images(monkeypatch):
+def test_loaders_png_size_reads_the_header_of_whole_8_bit_images(monkeypatch):
     for data in every_kind().values():
         image = Image.open(io.BytesIO(data))
         assert png_size(data) == ((image.height, image.width) if image.format == "PNG" else None)
@@ -314,7 +314,7 @@ def test_png_size_reads_the_header_of_whole_8_bit_images(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_size_that_would_fill_the_memory_is_no_size(monkeypatch, kind):
+def test_loaders_a_size_that_would_fill_the_memory_is_no_size(monkeypatch, kind):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(DataError, match=r"^a: cannot be read as a picture .* exceeds limit of 20 pixels"):
         encoded_size(encoded(smooth_image(0), kind), path="a")
@@ -322,7 +322,7 @@ def test_a_size_that_would_fill_the_memory_is_no_size(monkeypatch, kind):
     assert encoded_size(encoded(smooth_image(0), kind), path="a") == (110, 150)
 
 
-def test_ahead_keeps_order_and_bounds_its_lead():
+def test_loaders_ahead_keeps_order_and_bounds_its_lead():
     drawn = []
     items = ahead((drawn.append(n) or n for n in range(20)), depth=3)
     assert [next(items) for _ in range(5)] == list(range(5))
@@ -332,7 +332,7 @@ def test_ahead_keeps_order_and_bounds_its_lead():
     assert list(ahead(iter(range(4)), depth=9)) == [0, 1, 2, 3]
 
 
-def test_closing_ahead_ends_its_source():
+def test_loaders_closing_ahead_ends_its_source():
     ended, before = [], bigbatch_threads()
 
     def source():
@@ -349,7 +349,7 @@ def test_closing_ahead_ends_its_source():
     assert not bigbatch_threads() - before
 
 
-def test_ahead_raises_in_its_place():
+def test_loaders_ahead_raises_in_its_place():
     def source():
         yield 1
         yield 2
@@ -367,7 +367,7 @@ def small_index(tmp_path_factory):
     return read_index(write(tmp_path_factory.mktemp("small"), files), "train")
 
 
-def test_resident_crops_as_a_padded_numpy_image(small_index):
+def test_loaders_resident_crops_as_a_padded_numpy_image(small_index):
     crop = padded_crop(seed=1, size=32, padding=4)
     loader = ResidentLoader(index=small_index, crop=crop, image_size=32, microbatch_size=21, device="cpu")
     seen = set()
@@ -387,7 +387,7 @@ def test_resident_crops_as_a_padded_numpy_image(small_index):
     assert seen == {False, True}
 
 
-def test_resident_evaluates_whole_images(small_index):
+def test_loaders_resident_evaluates_whole_images(small_index):
     loader = ResidentLoader(
         index=small_index, crop=center_crop(fraction=1.0), image_size=32, microbatch_size=4, device="cpu"
     )
@@ -400,7 +400,7 @@ def test_resident_evaluates_whole_images(small_index):
                 np.testing.assert_array_equal(image.permute(1, 2, 0), stored)
 
 
-def test_resident_refuses_what_it_cannot_do(small_index, index):
+def test_loaders_resident_refuses_what_it_cannot_do(small_index, index):
     with pytest.raises(DataError, match=r"cmyk|png|plain|444") as caught:
         ResidentLoader(index=index, crop=CROP, image_size=32, microbatch_size=1, device="cpu")
     assert index.full_path(0) in str(caught.value)  # the first one
@@ -412,7 +412,7 @@ def test_resident_refuses_what_it_cannot_do(small_index, index):
 
 
 @pytest.mark.parametrize("kind", ["resident", "synthetic"])
-def test_close_ends_an_iterator_on_the_device(small_index, kind):
+def test_loaders_close_ends_an_iterator_on_the_device(small_index, kind):
     common = {"microbatch_size": 4, "device": "cpu"}
     if kind == "resident":
         loader = ResidentLoader(index=small_index, crop=center_crop(fraction=1.0), image_size=32, **common)
@@ -425,7 +425,7 @@ def test_close_ends_an_iterator_on_the_device(small_index, kind):
     assert list(half) == []
 
 
-def test_synthetic_repeats_one_batch():
+def test_loaders_synthetic_repeats_one_batch():
     make = {"num_classes": 3, "image_size": lambda epoch: 8 << epoch, "microbatch_size": 4, "device": "cpu"}
     asked = list(eval_requests(num_samples=7, microbatch_size=4, rank=0, world_size=1))
     batches = list(SyntheticLoader(**make).load(asked))
