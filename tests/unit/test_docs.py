@@ -63,9 +63,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
         "tests/cluster/test_benchmarks.py::test_the_benchmarks_of_launching_run"
     ),
     ".venv/bin/python -m benchmarks.gpu.precision ": (
-        "tests/unit/benchmarks/test_precision.py::test_all_of_it_at_a_tiny_size"
+        "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
     ),
-    ".venv/bin/python -m benchmarks.gpu.run --small ": "tests/unit/benchmarks/test_gpu.py::test_all_cases_run_small",
+    ".venv/bin/python -m benchmarks.gpu.run --small ": "tests/unit/benchmarks/test_gpu.py::test_cases_all_run_small",
 }
 BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that really runs such a one
     "train": "tests/laws/test_law1_batch_is_global.py::test_any_division_gives_the_same_update",
@@ -73,11 +73,11 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "predict": "tests/unit/trainer/inference/test_predict.py::test_predict_it_scores_what_evaluate_counts",
     "export": "tests/unit/trainer/inference/test_export.py::test_export_says_what_serving_needs_to_know",
     "verify": "tests/unit/trainer/mlperf/test_verify.py::test_verify_several_seeds_are_tested_together",
-    "doctor": "tests/unit/trainer/doctor/test_probe.py::test_a_whole_examination",
+    "doctor": "tests/unit/trainer/doctor/test_probe.py::test_whole_examination",
     "ablate": "tests/parallel/test_real_ablation.py::test_an_ablation_goes_on_with_what_is_missing",
     "sweep": "tests/parallel/test_real_sweep.py::test_a_point_out_of_memory_fails_alone",
     "report": "tests/unit/launch/report/test_report.py::test_report_of_a_run",
-    "tune range": "tests/unit/trainer/tune/range/test_range.py::test_two_ranks_find_where_the_loss_explodes",
+    "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
     "tune search": "tests/unit/trainer/tune/search/test_options.py::test_real_runs_and_a_kill_in_the_midst",
     "comm bench": "tests/parallel/test_comm_commands.py::test_every_algorithm_of_every_backend_is_right",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",

@@ -25,7 +25,7 @@ ALL_FORMS = pytest.mark.parametrize("form", FORMS.values(), ids=["-".join(key) f
 
 
 @ALL_FORMS
-def test_the_matrix_is_complete(form):
+def test_matrix_is_complete(form):
     found = cases(form)
     by_batch = [(case.optimizer, case.batch) for case in found if case.family == "batch"]
     assert sorted(by_batch) == sorted((name, batch) for name in OPTIMIZERS for batch in form.batches)
@@ -51,7 +51,7 @@ def test_equal_trials_search_equally_wide_ranges():
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "imagenette"])
-def test_the_short_forms_fit_half_an_hour(dataset):
+def test_short_forms_fit_half_an_hour(dataset):
     text = ablations.describe(FORMS[dataset, "short"], Path("/there"))
     assert int(re.search(r"about (\d+) minutes", text)[1]) < 30
 
@@ -92,7 +92,7 @@ def test_every_experiment_is_legal_and_optimizers_differ_in_nothing_else(form, t
             assert differing <= {("optimizer", key) for key in alone}
 
 
-def test_the_search_of_a_case_is_that_of_the_plain_optimizer_on_a_seed_of_its_own(tmp_path):
+def test_search_of_a_case_is_that_of_the_plain_optimizer_on_a_seed_of_its_own(tmp_path):
     decay = next(case for case in cases(TINY) if case.family == "decay")
     assert decay.optimizer == "lars"
     command = ablations.tune_command(TINY, decay, tmp_path)
@@ -107,7 +107,7 @@ def test_the_search_of_a_case_is_that_of_the_plain_optimizer_on_a_seed_of_its_ow
     assert config.optimizer.exclude_bias_and_norm is True
 
 
-def test_the_estimate_by_hand():
+def test_estimate_by_hand():
     form = replace(TINY, num_train=1000, images_per_second={"fp32": 100.0, "fp16": 10.0})
     # 3 searches of 5 x 2 epochs, 5 cases of 5 epochs and one of 1, two of 1 epoch in fp16; two seeds
     images = 3 * 10 * 1000 + 2 * (5 * 5 + 1) * 1000, 2 * 2 * 1000

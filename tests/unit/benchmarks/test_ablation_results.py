@@ -15,7 +15,7 @@ def run(top1):
     return {"top1": top1}
 
 
-def test_a_summary_by_hand():
+def test_summary_by_hand():
     found = ablation_results.summarise([run(0.5), run(None), run(0.6), run(0.7)])
     assert found["diverged"] == 1
     assert found["top1_percent"] == pytest.approx({"n": 3, "mean": 60.0, "sd": 10.0, "min": 50.0, "max": 70.0})
@@ -61,7 +61,7 @@ def record_by_hand():
     return {"conditions": {"options": {"dataset": "cifar10"}}, "tuning": tuning, "cases": found}
 
 
-def test_the_table_states_its_conditions():
+def test_table_states_its_conditions():
     table = ablation_results.markdown(record_by_hand(), title="x")
     assert "| lars 64 | 64 | 5 | 0.5 | 55.00 | 7.07 | 50.00 | 60.00 | 2 of 3 ended |" in table
     assert "the best of 5 trials of 2 epochs:" in table
@@ -72,14 +72,14 @@ def test_the_table_states_its_conditions():
     assert "decay on all take the rate of the same optimizer without it" in table
 
 
-def test_the_plot_marks_cases_that_are_incomplete():
+def test_plot_marks_cases_that_are_incomplete():
     batches, others, _ = plot_ablations.draw([record_by_hand()]).axes
     assert [text.get_text() for text in batches.texts] == ["2 of 3 ended", "nesterov: 0 of 2 ended"]
     assert others.get_yticklabels()[0].get_text() == "half\n(batch 64, 1 of 2 ended)"
 
 
 @pytest.mark.long
-def test_the_plot_draws_every_case(tmp_path, monkeypatch):
+def test_plot_draws_every_case(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "run_child", FakeBigbatch())
     ablations.run_all(TINY, tmp_path)
     record = {"conditions": {"options": {"dataset": "cifar10"}}, **ablation_results.collect(TINY, tmp_path)}

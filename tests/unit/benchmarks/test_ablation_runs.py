@@ -69,7 +69,7 @@ def error_of(function):
 
 @pytest.mark.long
 @pytest.mark.parametrize("function", [diverged_in_fp32, diverged_in_fp16])
-def test_a_diverged_run_is_a_result(function, tmp_path, monkeypatch):
+def test_diverged_run_is_a_result(function, tmp_path, monkeypatch):
     message = error_of(function)
     fake = FakeBigbatch(train_ends=1, message=message)
     monkeypatch.setattr(ablations, "run_child", fake)
@@ -90,7 +90,7 @@ def config_error():
 
 
 @pytest.mark.parametrize(("code", "words"), [(130, "goes on from here"), (1, "failed: ")])
-def test_an_interrupted_or_failed_run_ends_all(code, words, tmp_path, monkeypatch, capsys):
+def test_interrupted_or_failed_run_ends_all(code, words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablations, "run_child", FakeBigbatch(train_ends=code, message=f"bigbatch: {config_error()}"))
     with pytest.raises(SystemExit) as ended:
         ablations.run_all(TINY, tmp_path)
@@ -119,7 +119,7 @@ time.sleep(60)
 
 
 @pytest.mark.long
-def test_a_ctrl_c_waits_until_the_child_has_saved(tmp_path):
+def test_ctrl_c_waits_until_the_child_has_saved(tmp_path):
     """The whole process group gets SIGINT, as from a terminal; nothing else is started."""
     command = [sys.executable, "-c", PARENT, SLOW_TO_SAVE, str(tmp_path / "checkpoint")]
     streams = {"stdout": subprocess.PIPE, "text": True, "env": from_checkout()}

@@ -44,12 +44,12 @@ from bigbatch.errors import CommError
 # --- scaling ---
 
 
-def test_weak_and_strong_steps() -> None:
+def test_scaling_weak_and_strong_steps() -> None:
     assert scaling.step_lengths(3.0, 6.0, num_nodes=4) == {"weak": 3.0, "strong": 1.5}
     assert scaling.step_lengths(None, 6.0, num_nodes=1) == {"strong": 6.0}
 
 
-def test_a_pace_keeps_its_shares() -> None:
+def test_pace_keeps_its_shares() -> None:
     pace = gradient_sets.Pace([2.0, 1.0], forward_seconds=1.0)  # backward twice as long as forward
     assert pace.seconds == 3.0
     pace.take(1.5)
@@ -57,7 +57,7 @@ def test_a_pace_keeps_its_shares() -> None:
     assert (pace.seconds, pace.ready_seconds) == (6.0, [4.0, 2.0])
 
 
-def test_limit_of_efficiency_in_closed_form() -> None:
+def test_scaling_limit_of_efficiency_in_closed_form() -> None:
     # 100 MB, all ready when backward starts, over 2 nodes at 100 MB/s: 1 s, of which a backward of 0.5 s hides half
     pace = gradient_sets.Pace([0.0, 0.5], forward_seconds=0.25)
     found = scaling.limit_efficiency(pace, [100_000_000, 0], num_nodes=2, goodput=800e6)
@@ -65,7 +65,7 @@ def test_limit_of_efficiency_in_closed_form() -> None:
     assert scaling.limit_efficiency(pace, [100_000_000, 0], num_nodes=1, goodput=None) == 1
 
 
-def test_efficiency_is_of_pairs() -> None:
+def test_scaling_efficiency_is_of_pairs() -> None:
     def repetitions(*seconds: float) -> list[turns.Repetition]:
         return [turns.Repetition((each,), 0.1, (0,)) for each in seconds]
 
@@ -93,7 +93,7 @@ def test_scaling_is_judged_where_the_links_allow_it() -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--weak", "0"), ("--strong", "-1")])
-def test_a_scaling_without_steps_is_refused(options: tuple[str, ...]) -> None:
+def test_scaling_without_steps_is_refused(options: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit):
         scaling.parse(["--out", "x", *options])
 
@@ -101,7 +101,7 @@ def test_a_scaling_without_steps_is_refused(options: tuple[str, ...]) -> None:
 # --- links ---
 
 
-def test_sent_bytes_leave_out_loopback() -> None:
+def test_links_sent_bytes_leave_out_loopback() -> None:
     text = (
         "Inter-|   Receive                            |  Transmit\n"
         " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls\n"
@@ -115,7 +115,7 @@ def test_sent_bytes_leave_out_loopback() -> None:
         links.parse_sent_bytes(text, interface="eth7")
 
 
-def test_limit_of_the_links() -> None:
+def test_links_limit() -> None:
     # 4 nodes: 1.5 times the bytes; 100 MB at 800 Mbit/s = 100 MB/s
     assert links.limit_seconds(100e6, num_nodes=4, goodput=800e6) == pytest.approx(1.5)
 
@@ -138,13 +138,13 @@ class TwoNodes:
         return [value, value]
 
 
-def test_a_given_goodput_is_not_measured_and_the_highest_counts() -> None:
+def test_given_goodput_is_not_measured_and_the_highest_counts() -> None:
     assert links.find_goodput(None, 956.0, seconds=9) == 956e6  # type: ignore[arg-type]
     assert links.best_goodput([None, 955e6, 956e6]) == 956e6
     assert links.best_goodput([None, None]) is None
 
 
-def test_a_missing_iperf3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_iperf3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(links, "own_address", lambda **_: "127.0.0.1")
     assert links._run_client("127.0.0.1", 9, seconds=1, control=None) == (
@@ -157,7 +157,7 @@ def test_a_missing_iperf3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         links.measure_goodput(TwoNodes(), seconds=1, control=None)  # type: ignore[arg-type]
 
 
-def test_least_exposed_is_the_best_of_all_orders() -> None:
+def test_links_least_exposed_is_the_best_of_all_orders() -> None:
     """Brute force: send each gradient whole, as soon as it is ready and the link free, in every order."""
     ready, num_bytes = [0.9, 0.2, 0.5, 1.0], [10, 400, 300, 200]
     seconds = [links.limit_seconds(n, num_nodes=2, goodput=8000) for n in num_bytes]  # 1 ms per byte
@@ -173,7 +173,7 @@ def test_least_exposed_is_the_best_of_all_orders() -> None:
     assert found == pytest.approx(best - max(ready))
 
 
-def test_least_exposed_in_closed_form() -> None:
+def test_links_least_exposed_in_closed_form() -> None:
     # one node's worth of gradients at 0.1, backward ends at 1.1 with next to nothing: bytes - (end - first)
     found = links.least_exposed_seconds([0.1, 1.1], [1_000_000, 0], num_nodes=4, goodput=8e6)
     assert found == pytest.approx(1.5 - (1.1 - 0.1))
@@ -189,7 +189,7 @@ def test_spread() -> None:
     assert spread([7.0]) == {"n": 1, "median": 7, "min": 7, "q1": 7, "q3": 7, "max": 7}
 
 
-def test_a_repetition_is_the_slowest_ranks() -> None:
+def test_repetition_is_the_slowest_ranks() -> None:
     repetitions = [
         turns.Repetition((0.1, 0.4), 0.2, (100, 140)),
         turns.Repetition((0.1, 0.2), 0.2, (100, 120)),
@@ -202,7 +202,7 @@ def test_a_repetition_is_the_slowest_ranks() -> None:
     assert facts["node_bytes"] == 70
 
 
-def test_combining_ranks() -> None:
+def test_repetition_combines_ranks() -> None:
     ranks = [([0.1, 0.5], 1.0, 7), ([0.2, 0.4], 2.0, 8), ([0.0, 0.1], 3.0, 9)]
     combined = turns._combine(ranks, leaders=(0, 2))
     assert combined == turns.Repetition((0.2, 0.5), 6.0, (7, 9))
@@ -243,7 +243,7 @@ def test_contestants_are_refused_with_the_reason() -> None:
         case_run.choose_contestants("c", ["a"], left_out=left_out)
 
 
-def test_a_record_is_short_and_readable() -> None:
+def test_record_is_short_and_readable() -> None:
     record = {"x": 1.23456789e-5, "each": [1.0, 2.5, 1e-7], "rows": [{"names": ["a", "b"]}], "none": None, "bits": []}
     text = show_record(record)
     assert '"each": [ 1.0, 2.5, 1e-07 ]' in text
@@ -253,7 +253,7 @@ def test_a_record_is_short_and_readable() -> None:
 # --- exchange ---
 
 
-def test_sizes() -> None:
+def test_exchange_sizes() -> None:
     assert exchange.parse_sizes("1e3,2000002,1e3") == [1000, 2000000]
     for text in ("", "1e3,x", "3", "-8"):
         with pytest.raises(argparse.ArgumentTypeError, match="give bytes"):
@@ -277,19 +277,19 @@ def test_argument_errors(parse: Any, argv: list[str], message: str, capsys: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         reducer_overhead.parse(["--device", "cuda"])
     assert "torch finds no CUDA device" in capsys.readouterr().err
 
 
-def test_time_goes_to_the_first_contestants_and_to_those_that_fit() -> None:
+def test_exchange_time_goes_to_the_first_contestants_and_to_those_that_fit() -> None:
     first = {"gloo": 1.0, "hybrid": 1.0, "hierarchical": 1.0, "ring": 3.0, "mpi": 0.5}
     assert exchange.within_time(first, seconds=36, repetitions=10) == ["hybrid", "hierarchical", "gloo", "mpi"]
     assert exchange.within_time(first, seconds=0, repetitions=10) == ["hybrid", "hierarchical"]
 
 
-def test_the_hopeless_are_dropped_but_no_peer() -> None:
+def test_hopeless_are_dropped_but_no_peer() -> None:
     racing = {name: entries.Entry(entries.nobody, "tcp") for name in ("hierarchical", "hybrid fp16", "native")}
     racing["mpi"] = entries.Entry(entries.nobody, "plain")
     rows = [
@@ -302,7 +302,7 @@ def test_the_hopeless_are_dropped_but_no_peer() -> None:
     assert list(exchange.without_hopeless(racing, rows, size=10**5)) == list(racing)
 
 
-def test_what_a_table_rests_on_is_kept() -> None:
+def test_tuning_keeps_what_a_table_rests_on() -> None:
     times = {4096: {"ring": Measured((2.0, 1.0, 6.0))}, 1024: {"ring": Measured((3.0,)), "doubling": Measured((1, 2))}}
     assert tuning.describe_times(times) == {
         "1024": {"ring": {"n": 1, "median": 3.0}, "doubling": {"n": 2, "median": 1.5}},
@@ -310,7 +310,7 @@ def test_what_a_table_rests_on_is_kept() -> None:
     }
 
 
-def test_a_size_is_measured_and_wrong_sums_are_seen() -> None:
+def test_size_is_measured_and_wrong_sums_are_seen() -> None:
     """In one process, whose sum is its own tensor."""
     job = join(interface=None)
     options = exchange.parse(["--out", "x.json", "--repetitions", "2", "--seconds-per-size", "9"])
@@ -328,7 +328,7 @@ def test_a_size_is_measured_and_wrong_sums_are_seen() -> None:
 
 
 @pytest.mark.long
-def test_a_rank_ends_with_one_line(tmp_path: Path) -> None:
+def test_rank_ends_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     for error, code in (("CommError('no network')", 1), ("ValueError('defect')", 1)):
         script.write_text(
@@ -367,7 +367,7 @@ def test_gradient_sets_are_the_real_networks() -> None:
     assert sizes["alexnet_bn"] == pytest.approx(244e6, rel=0.01)
 
 
-def test_costless_gradients_come_in_reverse_order_with_known_values() -> None:
+def test_gradient_sets_come_in_reverse_order_with_known_values() -> None:
     shapes = {"a.weight": (3, 2), "b": (), "c.bias": (5,), "d": (2, 2, 1, 1)}
     model = gradient_sets.CostlessModel(gradient_sets.make_values(shapes), weight=7)
     order: list[str] = []
@@ -384,7 +384,7 @@ def test_costless_gradients_come_in_reverse_order_with_known_values() -> None:
     assert gradient_sets.count_wrong(model.parameters(), expected=7) == 1
 
 
-def test_a_paced_backward_takes_its_time() -> None:
+def test_paced_backward_takes_its_time() -> None:
     ready = [0.06, 0.04, 0.02]
     pace = gradient_sets.Pace(ready)
     model = gradient_sets.CostlessModel(gradient_sets.make_values(dict.fromkeys("abc", (2,))), weight=1, pace=pace)
@@ -401,7 +401,7 @@ def test_a_paced_backward_takes_its_time() -> None:
 # --- step ---
 
 
-def test_a_steps_row() -> None:
+def test_steps_row() -> None:
     # forward ends at 1; gradients of 0.5 MB ready at 2 and 3; end at 5: exposed 2, of which 1.5 MB/s allow ...
     repetitions = [turns.Repetition((1.0, 3.0, 2.0, 5.0), 1.0, (1, 1))] * 2
     row = step.describe_step(
@@ -431,7 +431,7 @@ def test_cases_have_names_of_their_own_and_cover_the_issue() -> None:
     assert sum(case.seconds for case in cases.choose_cases(quick=True, long=False, only=[])) <= 240
 
 
-def test_choosing_cases() -> None:
+def test_cases_are_chosen() -> None:
     assert {c.name for c in cases.choose_cases(quick=False, long=False, only=["8x1"])} == {
         "exchange-8x1-1gbit",
         "exchange-8x1-200mbit",
@@ -440,7 +440,7 @@ def test_choosing_cases() -> None:
         cases.choose_cases(quick=False, long=False, only=["moon"])
 
 
-def test_the_command_of_a_case(tmp_path: Path) -> None:
+def test_command_of_a_case(tmp_path: Path) -> None:
     case = cases.Case("c", "step", ("--pace", "1"), "3,2", "1gbit", place="cyclic")
     words = case.command(tmp_path / "c.json")
     before, after = words[: words.index("--")], words[words.index("--") + 1 :]
@@ -455,7 +455,7 @@ def test_the_command_of_a_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [cases.CASES, cases.QUICK])
-def test_the_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) -> None:
+def test_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) -> None:
     parsers = {
         "exchange": exchange.parse,
         "gradients": gradients.parse,
@@ -578,7 +578,7 @@ def test_verdicts_of_steps_and_the_reducer() -> None:
     assert verdicts({"o": {"benchmark": "reducer_overhead", "results": {"eager": {}}}}) == {}
 
 
-def test_the_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
+def test_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
     facts = {"size": 10**7, "limit_share": 0.94}
     records = {
         "exchange-4x2-1gbit": exchange_record(row("hybrid", 0.13, **facts), row("ring", 0.15, n=1, **facts)),
@@ -612,7 +612,7 @@ def test_sizes_to_read() -> None:
 
 
 @pytest.mark.slow
-def test_the_image(tmp_path: Path) -> None:
+def test_image(tmp_path: Path) -> None:
     facts = {"limit_share": 0.5}
     rows = [row(name, 0.1, size=size, **facts) for name in ("hybrid", "gloo") for size in (1000, 10**6)]
     sets = {
@@ -625,7 +625,7 @@ def test_the_image(tmp_path: Path) -> None:
     assert (tmp_path / "docs/comm.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
+def test_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
     case = cases.Case("broken", "no_such_module", seconds=10)
     path = cases.record_path(tmp_path, case, quick=False)
     path.write_text("{}")
@@ -633,7 +633,7 @@ def test_a_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_the_driver_lists_its_cases() -> None:
+def test_driver_lists_its_cases() -> None:
     listed = run_benchmark("comm.run", "--list", "--only", "paced", check=True, timeout=60).stdout
     assert [line.split()[0] for line in listed.splitlines()] == [
         "step-resnet50-1gbit-paced",

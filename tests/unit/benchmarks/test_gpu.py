@@ -55,7 +55,7 @@ def case(**medians: tuple[float, str]) -> dict[str, Any]:
         ("s", 1000.0, 500.0, False, -0.5),
     ],
 )
-def test_a_loss_of_more_than_five_percent_fails(
+def test_loss_of_more_than_five_percent_fails(
     unit: str, before: float, now: float, has_lost: bool, loss: float
 ) -> None:
     (found,) = compare_case(case(a=(before, unit)), case(a=(now, unit)))
@@ -64,13 +64,13 @@ def test_a_loss_of_more_than_five_percent_fails(
     assert str(found).startswith("LOST" if has_lost else "ok")
 
 
-def test_what_is_not_measured_any_more_is_lost() -> None:
+def test_guard_counts_what_is_not_measured_any_more_as_lost() -> None:
     (found,) = compare_case(case(a=(1000.0, "images/s")), case(b=(1000.0, "images/s")))
     assert found.has_lost
     assert "not measured" in str(found)
 
 
-def test_ratios_and_new_figures_are_not_watched() -> None:
+def test_guard_does_not_watch_ratios_and_new_figures() -> None:
     assert compare_case(case(a=(2.0, "ratio"), b=(0.9, "share")), case(a=(1.0, "ratio"), c=(1.0, "s"))) == []
 
 
@@ -129,7 +129,7 @@ def test_guard_compares_with_another_folder(suite: Any, tmp_path: Path) -> None:
     assert suite({"a": 900.0}, guard=True, against=before)[0] == 1
 
 
-def test_a_guard_without_what_it_was_told_to_guard_is_refused(
+def test_guard_without_what_it_was_told_to_guard_is_refused(
     suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"nowhere has no gpu-this.json: name the folder"):
@@ -146,7 +146,7 @@ def test_a_guard_without_what_it_was_told_to_guard_is_refused(
 
 
 @pytest.mark.long
-def test_a_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = suite({"a": ConfigError("name it by --vision"), "b": 10.0, "c": RuntimeError("broken")})
     assert (code, found.failed) == (1, ["a", "c"])
     assert read(tmp_path / "gpu-this.json") == {"b": 10.0}
@@ -156,7 +156,7 @@ def test_a_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.long
-def test_a_case_without_figures_replaces_none(suite: Any, tmp_path: Path) -> None:
+def test_case_without_figures_replaces_none(suite: Any, tmp_path: Path) -> None:
     suite({"a": 10.0})
     suite({"a": None})
     assert read(tmp_path / "gpu-this.json") == {"a": 10.0}
@@ -196,14 +196,14 @@ def test_targets_in_closed_form() -> None:
     assert not Target("", ("x", "a"), most=15).is_met(15.1)
 
 
-def test_every_target_is_of_a_case_that_there_is() -> None:
+def test_targets_are_of_cases_that_there_are() -> None:
     from benchmarks.gpu.suite.context import FULL
 
     names = set(command.cases_of(FULL))
     assert {where[0] for each in TARGETS for where in (each.figure, each.over) if where} <= names
 
 
-def test_the_page_shows_targets_for_the_full_size_alone() -> None:
+def test_page_shows_targets_for_the_full_size_alone() -> None:
     small_batches = {"small_batches/32": case(eager=(800.0, "images/s"))}
     small_batches["small_batches/256"] = case(eager=(1000.0, "images/s"))
     record = {"device": "GPU", "size": "full", "cases": small_batches}
@@ -230,7 +230,7 @@ def test_flops_are_those_that_torch_counts(model: str) -> None:
     assert sum(layer.flops for layer in layers) == counter.get_total_flops()
 
 
-def test_the_shortest_step_is_bound_by_arithmetic_or_by_memory() -> None:
+def test_shortest_step_is_bound_by_arithmetic_or_by_memory() -> None:
     layer = roofline.Layer((1, 2, 4, 4), (8, 2, 1, 1), (1, 8, 4, 4))
     flops, elements = 3 * 2 * (8 * 4 * 4 * 2), 3 * (32 + 16 + 128)
     assert (layer.flops, layer.elements) == (flops, elements)
@@ -261,7 +261,7 @@ def test_contestants_take_turns_with_their_own_flags(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_job_trains_by_the_real_step() -> None:
+def test_job_trains_by_the_real_step() -> None:
     with closing(job.Job(job.settings_for(SMALL, batch=2, precision="bf16"))) as made:
         before = [p.detach().clone() for p in made.parts.model.parameters()]
         made.run_reading_the_loss(2)
@@ -273,7 +273,7 @@ def test_a_job_trains_by_the_real_step() -> None:
 
 
 @pytest.mark.slow
-def test_every_step_is_tried_on_a_gpu_on_top_of_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_are_tried_on_a_gpu_on_top_of_those_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tried: list[dict[str, Any]] = []
 
     def contestant(settings: dict[str, Any], **options: Any) -> job.Contestant:
@@ -345,7 +345,7 @@ def batches() -> Iterator[torchvision_peer.Batches]:
 
 
 @pytest.mark.slow
-def test_the_script_of_a_checkout_is_run(
+def test_script_of_a_checkout_is_run(
     tmp_path: Path, batches: torchvision_peer.Batches, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(scaler=", model_ema=None, scaler=None"))
@@ -358,7 +358,7 @@ def test_the_script_of_a_checkout_is_run(
     assert torchvision_peer.peer_name(context(tmp_path)).startswith("stand-in for")
 
 
-def test_a_folder_without_the_script_is_refused(tmp_path: Path, batches: torchvision_peer.Batches) -> None:
+def test_folder_without_the_script_is_refused(tmp_path: Path, batches: torchvision_peer.Batches) -> None:
     told = context(tmp_path, vision=tmp_path)
     with pytest.raises(ConfigError, match=r"holds no train.py: name references/classification"):
         torchvision_peer.peer(told, batches, num_classes=10)
@@ -371,7 +371,7 @@ def test_a_folder_without_the_script_is_refused(tmp_path: Path, batches: torchvi
         torchvision_peer.peer(told, batches, num_classes=10)
 
 
-def test_the_stand_in_does_a_step_of_sgd() -> None:
+def test_stand_in_does_a_step_of_sgd() -> None:
     torch.manual_seed(0)
     model, images, labels = nn.Linear(4, 6).double(), torch.randn(3, 4).double(), torch.tensor([0, 1, 5])
     weight = model.weight.detach().clone().requires_grad_()
@@ -446,7 +446,7 @@ def test_race_is_of_pairs() -> None:
     assert set(alone.figures) == {f"cifar10_10epochs {key}" for key in ("seconds", "process_seconds", "top1")}
 
 
-def test_the_first_step_counts(tmp_path: Path) -> None:
+def test_first_step_counts(tmp_path: Path) -> None:
     records = [("start", 101.0), ("train", 112.5), ("train", 113.0)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"kind": k, "time": t}) + "\n" for k, t in records))
     assert starting.seconds_to_first_step(tmp_path, start=100.0) == 12.5
@@ -458,7 +458,7 @@ def test_the_first_step_counts(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # of one core: one to two minutes
-def test_all_cases_run_small(tmp_path: Path) -> None:
+def test_cases_all_run_small(tmp_path: Path) -> None:
     record, stdout = run_small(tmp_path)
     expected = {"training/generated", "training/pictures", "steps", "startup", "evaluation", "cifar"}
     expected |= {"inference", "recompute", "small_batches/2", "small_batches/3"}

@@ -30,13 +30,13 @@ def share_moved(optimizer: type[torch.optim.Optimizer], *, lr: float, grad_rms: 
 
 
 @pytest.mark.parametrize("grad_rms", [1e-6, 1e-7, 1e-8])
-def test_fp16_drives_updates_to_zero_where_fp32_moves_the_weights(grad_rms: float) -> None:
+def test_half_lars_in_fp16_drives_updates_to_zero_where_fp32_moves_the_weights(grad_rms: float) -> None:
     """An update is lr * trust_coefficient = 4e-5 of the weight at most, and numbers of fp16 lie 5e-4 to 1e-3 apart."""
     assert share_moved(LARS, lr=FIRST_LR, grad_rms=grad_rms) > 0.99
     assert share_moved(HalfLARS, lr=FIRST_LR, grad_rms=grad_rms) < 0.03
 
 
-def test_gradients_below_fp16_are_lost_at_any_learning_rate() -> None:
+def test_half_lars_loses_gradients_below_fp16_at_any_learning_rate() -> None:
     """2**-25 = 3e-8 rounds to 0: what is left are momentum and decay."""
     before, in_fp32 = step(LARS, lr=2.0, grad_rms=1e-9)
     _, in_fp16 = step(HalfLARS, lr=2.0, grad_rms=1e-9)

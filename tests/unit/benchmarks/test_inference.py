@@ -1,4 +1,4 @@
-"""benchmarks/gpu/inference.py: every form computes the same model, and gains are ratios within a round."""
+"""benchmarks.gpu.inference: every form computes the same model, and gains are ratios within a round."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from benchmarks.gpu import inference
 
 
 @pytest.mark.long
-def test_all_forms_take_turns(
+def test_forms_all_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With rates that are known: form k of round r makes (k + 1) * 100 * (r + 1) images/s."""

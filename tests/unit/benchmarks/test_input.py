@@ -46,7 +46,7 @@ def test_spread_and_its_line():
     assert "(1 to 10, n = 5)" in record.show("ours", values, unit="images/s")
 
 
-def test_the_spread_and_the_cpu_have_one_definition():
+def test_spread_and_the_cpu_have_one_definition():
     texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
     for name in ("spread", "_?cpu_name", "write_record"):
         assert [file for file, text in texts.items() if re.search(rf"^def {name}\(", text, re.M)] == ["record.py"]
@@ -54,7 +54,7 @@ def test_the_spread_and_the_cpu_have_one_definition():
     assert not [path for path in (ROOT / "benchmarks").glob("*.py") if path.with_suffix("").exists()]
 
 
-def test_a_record_goes_to_its_file_or_to_standard_output(tmp_path, capsys):
+def test_record_goes_to_its_file_or_to_standard_output(tmp_path, capsys):
     record.write_record(tmp_path / "new/out.json", {"x": 1.23456789})
     record.write_record(None, {"x": 1.23456789})
     assert json.loads((tmp_path / "new/out.json").read_text()) == json.loads(capsys.readouterr().out) == {"x": 1.23457}
@@ -98,7 +98,7 @@ def test_argument_errors(parse, argv, message, capsys):
     ],
     ids=["decode", "startup", "storage"],
 )
-def test_the_load_is_read_before_the_work(script, argv, work, tmp_path, monkeypatch):
+def test_load_is_read_before_the_work(script, argv, work, tmp_path, monkeypatch):
     """The benchmark's own load would else be told as that of others."""
     done = []
 
@@ -126,7 +126,7 @@ def test_the_load_is_read_before_the_work(script, argv, work, tmp_path, monkeypa
 # --- startup ---
 
 
-def test_the_made_tree_is_a_data_set(tmp_path):
+def test_made_tree_is_a_data_set(tmp_path):
     startup.build_class_folders(tmp_path, num_images=2500)
     index = read_index(tmp_path, "train")
     counts = np.bincount(index.labels_N)
@@ -135,7 +135,7 @@ def test_the_made_tree_is_a_data_set(tmp_path):
     assert (counts[500:] == 2).all()
 
 
-def test_the_made_shards_are_a_packed_data_set(tmp_path):
+def test_made_shards_are_a_packed_data_set(tmp_path):
     num_shards = startup.build_packed(tmp_path, num_images=5000)
     source = open_split(tmp_path, "train")
     assert isinstance(source, PackedIndex)
@@ -167,7 +167,7 @@ def test_startup(tmp_path):
 
 
 @pytest.mark.long
-def test_a_fresh_process_that_fails_says_why(tmp_path, capfd):
+def test_fresh_process_that_fails_says_why(tmp_path, capfd):
     with pytest.raises(SystemExit, match="the process that was to measure read_index ended with 1, see above"):
         startup.measure_fresh("read_index", tmp_path / "none")
     said = capfd.readouterr().err
@@ -196,7 +196,7 @@ def test_bursts_of_a_worker_pool_do_not_change_its_rate(threads, monkeypatch):
     assert work.total_batches - work.fill_batches - work.batches >= ahead
 
 
-def test_the_limit_has_one_threads_work():
+def test_limit_has_one_threads_work():
     work = contestants.Work(None, image_size=1, batch=1, threads=8, batches_per_thread=10)
     made, left_out = contestants.make_contestants(work, names=["limit_pillow_whole_picture"])
     assert left_out == {}
@@ -332,7 +332,7 @@ def test_storage(images, tmp_path):
 
 
 @linux
-def test_pages_that_were_read_are_in_memory(tmp_path):
+def test_storage_pages_that_were_read_are_in_memory(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(100_000))
     assert storage.pages_in_memory(str(path)).tolist() == [True] * 25
@@ -346,7 +346,7 @@ def test_pages_that_were_read_are_in_memory(tmp_path):
 
 
 @linux
-def test_where_nothing_can_be_dropped_cold_is_left_out(tmp_path, monkeypatch):
+def test_storage_leaves_out_cold_where_nothing_can_be_dropped(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(bytes(100_000))
     monkeypatch.setattr(storage, "evict", lambda paths: None)
@@ -356,7 +356,7 @@ def test_where_nothing_can_be_dropped_cold_is_left_out(tmp_path, monkeypatch):
     assert storage.why_not_cold({"packed": storage.Layout(None, (str(path),))}) == {}
 
 
-def test_both_layouts_are_read_in_the_same_new_order_each_round(images):
+def test_storage_reads_both_layouts_in_the_same_new_order_each_round(images):
     index = read_index(images, "train")
     seen = []
 

@@ -21,7 +21,7 @@ def small(case):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("form", exactness.MOMENTUM_FORMS)
 @pytest.mark.parametrize("case", exactness.CASES, ids=lambda case: case.name)
-def test_every_case_is_exact(case, form, nesterov):
+def test_exactness_of_every_case(case, form, nesterov):
     settings = {"form": form, "nesterov": nesterov, "dtype": torch.float64, "steps": 200}
     assert exactness.deviation(exactness.our_maker(form), small(case), **settings) < 1e-12
 
@@ -45,14 +45,14 @@ def test_peers_agree_where_definitions_meet(peer, nesterov):
     assert {name for name, value in values.items() if value > 1e-12} == PEERS[peer]
 
 
-def test_a_wrong_optimizer_deviates():
+def test_wrong_optimizer_deviates():
     case = exactness.CASES[0]
     settings = {"nesterov": False, "dtype": torch.float64, "steps": 20}
     assert exactness.deviation(exactness.our_maker("lr_inside"), case, form="lr_outside", **settings) > 1e-3
     assert exactness.relative(torch.tensor([1.0, float("nan")]), np.array([1.0, 1.0])) == float("inf")
 
 
-def test_another_implementation_is_loaded_by_its_path(tmp_path):
+def test_exactness_loads_another_implementation_by_its_path(tmp_path):
     path = tmp_path / "lars.py"
     path.write_text("import torch\n\ndef Lars(groups, **settings):\n    return torch.optim.SGD(groups, lr=1.0)\n")
     found, left_out = exactness.available_peers(path)

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/precision.py: its arithmetic by hand, and all of it at a tiny size."""
+"""benchmarks.gpu.precision: its arithmetic by hand, and all of it at a tiny size."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def test_rows_by_hand() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tf32 is measured on a GPU")
-def test_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
+def test_precision_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", train_per_class=4, val_per_class=1, side_pixels=(32, 32))
     out = tmp_path / "out.json"
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/recompute.py computes in the precision that it is asked for, and refuses sizes of nothing."""
+"""benchmarks.gpu.recompute computes in the precision that it is asked for, and refuses sizes of nothing."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from benchmarks.gpu import recompute
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16_autocast", torch.bfloat16), ("bf16", torch.bfloat16)]
 )
-def test_a_step_computes_in_the_precision_that_is_asked_for(precision: str, dtype: torch.dtype) -> None:
+def test_step_computes_in_the_precision_that_is_asked_for(precision: str, dtype: torch.dtype) -> None:
     options = recompute.parse(["--model", "resnet18", "--precision", precision, "--batch", "2"])
     model = recompute.make_model(options, torch.device("cpu"), 0)
     found = []

@@ -34,7 +34,7 @@ class NativeBackend(SingleBackend):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("num_elements", [0, 1, 3, 1000])
-def test_the_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elements: int) -> None:
+def test_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elements: int) -> None:
     alone = connect(algorithm=algorithm, table=TABLE, env=ALONE, device=CPU)
     values_N = torch.randn(num_elements, generator=torch.Generator().manual_seed(1)).to(dtype)
     for tensor_N in (values_N.clone(), alone.allocate(num_elements, dtype).copy_(values_N)):
@@ -51,7 +51,7 @@ def test_one_rank_rounds_as_many_do(algorithm: str) -> None:
     assert sum_N.tolist() == [1.0, 1.0, (values_N[2] / 2).half().item() * 2, 0.0]
 
 
-def test_a_world_of_one() -> None:
+def test_world_of_one() -> None:
     alone = connect(env=ALONE, device=CPU)
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, CPU)
     assert str(alone) == "1 ranks in 1 node groups, started by none; backend single, all-reduce native"
@@ -60,7 +60,7 @@ def test_a_world_of_one() -> None:
     alone.close()
 
 
-def test_another_algorithm_or_wire_over_the_same_ranks() -> None:
+def test_with_algorithm_takes_another_algorithm_or_wire_over_the_same_ranks() -> None:
     first = connect(env=ALONE, device=CPU)
     second = first.with_algorithm("ring", wire=Wire(torch.float16))
     assert (first.algorithm, first.wire, second.algorithm, second.wire) == ("native", Wire(), "ring", second.wire)
@@ -70,7 +70,7 @@ def test_another_algorithm_or_wire_over_the_same_ranks() -> None:
     assert second.algorithm_for(torch.zeros(17)) == "ring"
 
 
-def test_closing_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # not installed
     connect(env=ProcessEnv("openmpi", 0, 1, 0, 1, "here", None), device=CPU).close()
 
@@ -89,7 +89,7 @@ def test_closing_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.M
         (torch.zeros(()), r"only a flat, contiguous tensor can be summed, not one of shape \(\)"),
     ],
 )
-def test_what_cannot_be_summed_is_refused(tensor: torch.Tensor, message: str) -> None:
+def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         connect(env=ALONE, device=CPU).start(tensor, label="test")
 
@@ -108,23 +108,23 @@ def test_unknown_choices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("predivide", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_factor_that_is_not_positive_is_refused(predivide: float) -> None:
+def test_wire_factor_that_is_not_positive_is_refused(predivide: float) -> None:
     with pytest.raises(ValueError, match=f"predivide={predivide} must be positive, such as the number of ranks"):
         connect(wire_dtype="float16", predivide=predivide, env=ALONE, device=CPU)
 
 
-def test_wires_by_name() -> None:
+def test_wire_by_name() -> None:
     assert make_wire(None) == Wire()
     assert make_wire("bfloat16", 8.0) == Wire(torch.bfloat16, 8.0)
 
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda:0"), ("horovod", "cuda:0")])
-def test_a_backend_for_other_devices_is_refused(backend: str, device: str) -> None:
+def test_backend_for_other_devices_is_refused(backend: str, device: str) -> None:
     with pytest.raises(ValueError, match=f"backend '{backend}' does not sum tensors on {device}: nccl is for GPUs"):
         connect(backend=backend, env=ALONE, device=torch.device(device))
 
 
-def test_a_transport_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bigbatch.comm.connection.SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
     assert (met.algorithms, met.memory) == (("native",), None)
@@ -143,7 +143,7 @@ def test_a_transport_without_messages_has_its_own_algorithm_alone(monkeypatch: p
 # --- the device ---
 
 
-def test_choice_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for backend in ("auto", "gloo", "mpi", "tcp", "horovod"):
         assert choose_device(ALONE, backend=backend) == CPU
@@ -165,7 +165,9 @@ def test_choice_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
 DRIVER = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver"
 
 
-def test_a_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def warn() -> bool:
         warnings.warn(f"CUDA initialization: {DRIVER}", stacklevel=1)
         return False
@@ -190,7 +192,7 @@ def test_a_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(monke
 @pytest.mark.parametrize(
     "error", [RuntimeError("No CUDA GPUs are available"), AssertionError("not compiled with CUDA")]
 )
-def test_no_gpu_at_all_is_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_any_gpu_is_no_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise error
 
@@ -199,7 +201,7 @@ def test_no_gpu_at_all_is_no_error(error: Exception, monkeypatch: pytest.MonkeyP
     assert choose_device(ALONE) == CPU
 
 
-def test_a_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on it say cuda:1, and are compared with where ranks communicate."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert with_index(torch.device("cuda")) == torch.device("cuda", 1)
@@ -222,7 +224,7 @@ def test_texts_are_compared_by_line(ours: str, theirs: str, difference: str) -> 
     assert first_difference(ours, theirs) == difference
 
 
-def test_the_odd_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agree_names_the_odd_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = connect(env=ALONE, device=CPU)
 
     class TwoTexts:

@@ -57,7 +57,7 @@ def places(*told: tuple[str, str, int, int]) -> list[RankPlace]:
         [("a", "1", 0, 2), ("a", "2", 0, 2), ("a", "1", 1, 2), ("a", "2", 1, 2)],  # two containers under one host name
     ],
 )
-def test_what_launchers_tell_is_consistent(consistent: list[tuple[str, str, int, int]]) -> None:
+def test_places_that_launchers_tell_are_consistent(consistent: list[tuple[str, str, int, int]]) -> None:
     require_consistent(places(*consistent))
 
 
@@ -80,14 +80,14 @@ def test_what_launchers_tell_is_consistent(consistent: list[tuple[str, str, int,
         ),
     ],
 )
-def test_contradictions_name_ranks_and_host(told: list[tuple[str, str, int, int]], message: str) -> None:
+def test_places_that_contradict_name_ranks_and_host(told: list[tuple[str, str, int, int]], message: str) -> None:
     remedy = ": start all ranks of a host by one launcher .*name them by BIGBATCH_HOST$"
     with pytest.raises(CommError, match=message + remedy) as caught:
         require_consistent(places(*told))
     assert "\n" not in str(caught.value)
 
 
-def test_played_hosts_are_not_the_launchers() -> None:
+def test_places_on_played_hosts_are_not_the_launchers() -> None:
     told = [("a", "1", 0, 2), ("b", "1", 1, 2)]
     require_consistent([replace(place, plays_host=True) for place in places(*told)])
     assert read_process_env({**TORCHRUN, "BIGBATCH_HOST": "a"}).plays_host
@@ -111,7 +111,9 @@ def test_ranks_tell_each_other_where_they_run(monkeypatch: pytest.MonkeyPatch) -
     assert RankPlace(**json.loads(json.dumps(asdict(places(("a", "1", 0, 2))[0])))).node == "a 1"
 
 
-def test_different_code_on_two_nodes_is_named_before_anything_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_that_differs_between_nodes_is_named_before_anything_else_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another bigbatch may describe its place by other words, or say nothing of its release."""
     met = Control(ALONE, timeout_seconds=5)
     other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
@@ -129,7 +131,7 @@ def test_different_code_on_two_nodes_is_named_before_anything_else_is_read(monke
 
 
 @pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "rank")])
-def test_the_second_process_of_a_rank_is_refused(launcher: str, variable: str) -> None:
+def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> None:
     met = Control(ALONE, timeout_seconds=5)
     meet(ALONE, met)
     again = replace(ALONE, launcher=launcher, host="there")
@@ -141,7 +143,7 @@ def test_the_second_process_of_a_rank_is_refused(launcher: str, variable: str) -
 # --- where ranks meet ---
 
 
-def test_the_control_knows_where_the_ranks_met() -> None:
+def test_control_knows_where_the_ranks_met() -> None:
     assert Control(TWO, timeout_seconds=5).master == TWO.master
     with listen("127.0.0.1", 0) as free:
         found = free.getsockname()[:2]
@@ -185,14 +187,14 @@ def test_warnings_before_the_time_limit(warn_seconds: float | None, timeout_seco
 
 
 @pytest.mark.parametrize("backend", ["mpi", "horovod"])
-def test_an_interface_that_would_have_no_effect_is_refused(backend: str) -> None:
+def test_interface_that_would_have_no_effect_is_refused(backend: str) -> None:
     expected = f"interface 'eth0' has no effect on backend '{backend}', whose MPI library chooses its own: leave it out"
     with pytest.raises(ValueError, match=expected):
         connect(backend=backend, interface="eth0", env=ALONE, device=CPU)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "gloo", "mpi"])
-def test_the_launchers_interface_goes_before_the_configs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_interface_goes_before_the_configs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And MPI may have it, which the launcher has told by itself."""
     asked = []
 
@@ -235,7 +237,7 @@ def table(*names: str) -> HybridTable:
         (NativeBackend, ["native", "ring", "doubling"], "uses ring, doubling, but collectives-only has native only: m"),
     ],
 )
-def test_a_table_of_algorithms_that_cannot_run_here_is_refused(
+def test_table_of_algorithms_that_cannot_run_here_is_refused(
     made: type[SingleBackend], names: Sequence[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "SingleBackend", made)
@@ -246,7 +248,7 @@ def test_a_table_of_algorithms_that_cannot_run_here_is_refused(
     assert met.with_algorithm("hybrid", table=table("native")).sum_(torch.ones(2), label="x").tolist() == [1, 1]
 
 
-def test_a_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
     with pytest.raises(ValueError, match="collectives-only cannot sum bfloat16: choose another wire_dtype"):
@@ -264,7 +266,9 @@ def test_a_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: py
         ({"algorithm": "hybrid"}, "chooses by a table"),
     ],
 )
-def test_a_refused_connection_is_given_up(options: dict[str, str], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_that_is_refused_is_given_up(
+    options: dict[str, str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[NativeBackend] = []
 
     def make() -> NativeBackend:
@@ -279,7 +283,7 @@ def test_a_refused_connection_is_given_up(options: dict[str, str], error: str, m
     assert made[0].is_abandoned
 
 
-def test_a_refused_connection_stops_its_inspector() -> None:
+def test_connection_that_is_refused_stops_its_inspector() -> None:
     stopped: list[str] = []
     inspector = SimpleNamespace(close=lambda: stopped.append("inspector"))
     backend = SimpleNamespace(abandon=lambda: stopped.append("backend"))
@@ -289,7 +293,7 @@ def test_a_refused_connection_stops_its_inspector() -> None:
     assert met.control not in communicator.open_controls
 
 
-def test_a_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may hang in the library: to join it would hang, too."""
     made = NativeBackend()
 
@@ -303,7 +307,7 @@ def test_a_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkey
     assert not made.is_abandoned
 
 
-def test_an_abandoned_tcp_backend_listens_no_more() -> None:
+def test_abandoned_tcp_backend_listens_no_more() -> None:
     met = Control(TWO, timeout_seconds=1)
     met.store.set("bigbatch/host/1", "node1")
     backend = TcpBackend(TWO, met)
@@ -314,7 +318,7 @@ def test_an_abandoned_tcp_backend_listens_no_more() -> None:
         backend.submit(lambda: None, label="late")
 
 
-def test_an_abandoned_process_group_makes_room_for_another() -> None:
+def test_abandoned_process_group_makes_room_for_another() -> None:
     for _ in range(2):
         met = Control(ALONE, timeout_seconds=5)
         met.store = HashStore()

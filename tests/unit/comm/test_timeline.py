@@ -20,7 +20,7 @@ from bigbatch.comm.timeline import Timeline, merge
 CPU = torch.device("cpu")
 
 
-def test_an_idle_timeline_records_nothing() -> None:
+def test_timeline_that_is_idle_records_nothing() -> None:
     timeline = Timeline(CPU)
     timeline.mark("a")
     with timeline.span("b", row="step"):

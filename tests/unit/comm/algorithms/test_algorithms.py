@@ -91,7 +91,7 @@ def numbers(num_ranks: int, num_elements: int, dtype: torch.dtype = FP32) -> lis
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 @pytest.mark.parametrize("wire", [Wire(), Wire(FP16)])
-def test_a_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
+def test_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
     num_elements = 840 * 3  # divides by every number of ranks
     tensors = numbers(num_ranks, num_elements)
     expected_N = torch.stack(tensors).sum(0)
@@ -106,7 +106,7 @@ def test_a_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
         assert sum(n for (source, _), n in post.messages.items() if source == rank) == 2 * (num_ranks - 1)
 
 
-def test_a_long_part_travels_in_segments() -> None:
+def test_ring_sends_a_long_part_in_segments() -> None:
     num_elements = 2 * 5 * SEGMENT_BYTES // 4
     post = run(ring_allreduce_, tensors := numbers(2, num_elements))
     assert torch.equal(tensors[0], tensors[1])
@@ -115,7 +115,7 @@ def test_a_long_part_travels_in_segments() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
-def test_a_ring_announces_each_part_once_when_it_is_final(num_ranks: int) -> None:
+def test_ring_announces_each_part_once_when_it_is_final(num_ranks: int) -> None:
     tensors, announced = numbers(num_ranks, 100), [list[int]() for _ in range(num_ranks)]
     expected = torch.stack(tensors).sum(0).tensor_split(num_ranks)
     post, ranks = Post(), tuple(range(num_ranks))
@@ -147,7 +147,7 @@ def test_doubling_takes_the_logarithm_of_the_ranks_in_hops(num_ranks: int, hops:
 
 @pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
 @pytest.mark.parametrize("wire", [Wire(), Wire(FP16), Wire(BF16, predivide=4.0)])
-def test_the_other_ranks_of_a_node_are_brought_into_the_sum(algorithm: Callable[..., None], wire: Wire) -> None:
+def test_doubling_brings_the_other_ranks_of_a_node_into_the_sum(algorithm: Callable[..., None], wire: Wire) -> None:
     tensors = numbers(2, 101)
     other_N = torch.arange(101.0).remainder(5)
     expected_N = torch.stack([*tensors, other_N, other_N]).sum(0)
@@ -173,20 +173,20 @@ def test_the_other_ranks_of_a_node_are_brought_into_the_sum(algorithm: Callable[
         (BF16, FP16, FP16),  # nor another of its width
     ],
 )
-def test_in_which_precision_a_tensor_travels(
+def test_wire_precision_in_which_a_tensor_travels(
     wire: torch.dtype | None, dtype: torch.dtype, travels_as: torch.dtype
 ) -> None:
     assert Wire(wire).of(torch.zeros(1, dtype=dtype)) == travels_as
 
 
-def test_half_precision_is_summed_in_fp32_and_rounded_once() -> None:
+def test_wire_in_half_precision_is_summed_in_fp32_and_rounded_once() -> None:
     own_S = torch.tensor([2048.0], dtype=FP16)  # where fp16 counts in steps of two
     ones = [torch.ones(1, dtype=FP16)] * 3
     Wire().add_(own_S, ones)
     assert own_S.item() == 2052.0  # 2051, rounded; one by one each 2049 would have gone back to 2048
 
 
-def test_a_factor_divides_what_travels_narrow_and_nothing_else() -> None:
+def test_wire_factor_divides_what_travels_narrow_and_nothing_else() -> None:
     wire = Wire(FP16, predivide=4.0)
     narrow_S, as_it_is_S = torch.tensor([8.0]), torch.tensor([8.0], dtype=FP16)
     for own_S in (narrow_S, as_it_is_S):
@@ -216,7 +216,7 @@ def test_staging_is_kept_and_grows() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 2), torch.zeros(4)[::2]])
 @pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
-def test_only_flat_tensors_can_be_cut(algorithm: Callable[..., None], tensor: Tensor) -> None:
+def test_ring_cuts_only_flat_tensors(algorithm: Callable[..., None], tensor: Tensor) -> None:
     with pytest.raises(ValueError, match="an all-reduce needs a flat, contiguous tensor, not shape"):
         algorithm(tensor, SingleBackend(), (0,), wire=Wire(), staging=Staging())
 
@@ -241,7 +241,7 @@ def test_shared_sums_want_shared_memory(tensor: Tensor, message: str) -> None:
         shared_allreduce_(tensor, backend=SingleBackend(), memory=NoMemory(), node=(0,), owners=owners)  # type: ignore
 
 
-def test_unknown_names_and_a_hybrid_without_a_table_are_refused() -> None:
+def test_make_allreduce_refuses_unknown_names_and_a_hybrid_without_a_table() -> None:
     topology = make_topology(["here"], rank=0)
     with pytest.raises(ValueError, match=f"algorithm 'tree' is unknown; choose one of {', '.join(ALGORITHMS)}"):
         make_allreduce("tree", backend=SingleBackend(), topology=topology)

@@ -59,7 +59,7 @@ def test_malformed_tables_are_refused(text: str, complaint: str) -> None:
         HybridTable.from_json(text)
 
 
-def test_limits_lie_where_both_take_equally_long() -> None:
+def test_table_limits_lie_where_both_take_equally_long() -> None:
     """Ratios of 8 at 2^12 and 1/2 at 2^16: as a power of the size, 1 after three quarters of the four doublings."""
     times = {
         1024: exact(doubling=1.0, ring=9.0),
@@ -70,14 +70,14 @@ def test_limits_lie_where_both_take_equally_long() -> None:
     assert make_hybrid(times).rows == (HybridRow(2**15, "doubling"), HybridRow(None, "ring"))
 
 
-def test_a_limit_is_the_geometric_mean_where_times_do_not_tell() -> None:
+def test_limit_is_the_geometric_mean_where_times_do_not_tell() -> None:
     times = {4096: exact(doubling=1.0), 65_536: exact(doubling=20.0, ring=10.0)}
     assert make_hybrid(times).rows == (HybridRow(16_384, "doubling"), HybridRow(None, "ring"))
     equal = {1000: exact(a=1.0, b=9.0), 4000: exact(a=1.0, b=1.0), 16_000: exact(a=2.0, b=1.0)}
     assert make_hybrid(equal).rows == (HybridRow(8000, "a"), HybridRow(None, "b"))
 
 
-def test_no_switch_for_less_than_the_noise() -> None:
+def test_table_makes_no_switch_for_less_than_the_noise() -> None:
     noisy = Measured(tuple(1 + 0.03 * (-1) ** i for i in range(20)))  # quartiles at 0.97 and 1.03
     assert noisy.noise == pytest.approx(2 * 1.253 * 0.06 / 1.349 / math.sqrt(20), rel=1e-12)
     close = Measured(tuple(0.985 * s for s in noisy.seconds))
@@ -87,7 +87,7 @@ def test_no_switch_for_less_than_the_noise() -> None:
     assert make_hybrid(quiet).algorithms == ("b", "a")  # 1.5% counts where nothing wavers
 
 
-def test_a_stray_repetition_is_no_noise() -> None:
+def test_stray_repetition_is_no_noise() -> None:
     assert Measured((1.0,) * 19 + (50.0,)).noise == 0.0
 
 
@@ -96,19 +96,19 @@ def test_sizes_are_sorted_whatever_the_order() -> None:
     assert make_hybrid(times).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
 
 
-def test_an_algorithm_that_was_not_measured_at_a_size_is_not_chosen_there() -> None:
+def test_algorithm_that_was_not_measured_at_a_size_is_not_chosen_there() -> None:
     times = {1024: exact(a=1.0, b=3.0), 4096: exact(b=3.0)}
     assert make_hybrid(times).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
 
 
 @pytest.mark.parametrize("times", [{}, {1024: {}}])
-def test_nothing_measured(times: Mapping[int, Mapping[str, Measured]]) -> None:
+def test_table_of_nothing_measured(times: Mapping[int, Mapping[str, Measured]]) -> None:
     with pytest.raises(ValueError, match="needs the time of at least one algorithm at every size"):
         make_hybrid(times)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_never_five_percent_behind_and_no_needless_switch(seed: int) -> None:
+def test_table_is_never_five_percent_behind_and_has_no_needless_switch(seed: int) -> None:
     """Against all sequences of choices: within 5% of the best everywhere, and fewest switches of those within 1%."""
     draw = random.Random(seed)
     sizes = [4**k for k in range(5, 11)]

@@ -46,7 +46,7 @@ def half_a_job(seconds: float = 1.0) -> Control:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_the_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
+def test_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
     backend = SingleBackend()
     group = backend.new_group([[0]])
     source_N, target_N = torch.arange(3).to(dtype), torch.zeros(3, dtype=dtype)
@@ -63,7 +63,7 @@ def test_the_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
     assert dtype in backend.capabilities.dtypes
 
 
-def test_a_world_of_one_has_no_peers() -> None:
+def test_single_world_of_one_has_no_peers() -> None:
     with pytest.raises(ValueError, match="a world of one has no rank to send to"):
         SingleBackend().start_send(torch.ones(1), to=0)
     with pytest.raises(ValueError, match="a world of one has no rank to receive from"):
@@ -95,7 +95,7 @@ def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) 
         work.wait()
 
 
-def test_an_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
+def test_tcp_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
     with pytest.raises(CommError, match=r"^interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
         TcpBackend(TWO, half_a_job(), interface="ib7")
 
@@ -133,7 +133,7 @@ def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest
         TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU, interface="ib7")
 
 
-def test_a_last_barrier_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise RuntimeError("connection closed")
 
@@ -180,13 +180,13 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
     monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
 
 
-def test_an_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, rank=0, size=1)
     with pytest.raises(CommError, match="openmpi started rank 0 of 2, but MPI sees rank 0 of 1: start the job with"):
         connect(backend="mpi", env=UNLAUNCHED, device=CPU)
 
 
-def test_the_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
     address, port = mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=5)
     with listen(address, port):
@@ -194,7 +194,9 @@ def test_the_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: p
 
 
 @pytest.mark.parametrize("interface", [None, "ib7"])
-def test_all_ranks_hear_that_rank_0_has_no_address(interface: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
+    interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
     monkeypatch.setattr(addresses.socket, "gethostbyname", lambda _: "127.0.1.1")
     expected = "which other nodes cannot reach: mend /etc/hosts" if interface is None else "'ib7': .* has no such"
@@ -208,7 +210,7 @@ def forever(*_: object, **__: object) -> None:
     Event().wait(60)
 
 
-def test_a_meeting_by_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     world = SimpleNamespace(rank=0, size=2, bcast=forever)
     monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
@@ -231,7 +233,7 @@ def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-def test_setting_up_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
     with pytest.raises(PeerLostError, match=f"rank 0: MPI's copy of its world {expected}"):
         mpi_backend(monkeypatch, Dup=forever)
@@ -240,7 +242,7 @@ def test_setting_up_mpi_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatc
         backend.new_group([[0], [1]])
 
 
-def test_a_group_of_mpi_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_group_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = mpi_backend(monkeypatch, Split=lambda color, key: (color, key))
     group = backend.new_group([[1], [0]])
     assert (group.ranks, group.handle) == ((0,), (1, 0))
@@ -249,7 +251,7 @@ def test_a_group_of_mpi_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch)
         backend.submit(lambda: None, label="late")
 
 
-def test_a_message_over_mpi_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_message_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI itself refuses a longer one; a shorter one would leave old values behind."""
 
     class Arrived:
@@ -320,7 +322,7 @@ def test_mpi_reads_a_gpus_memory_after_the_kernels(monkeypatch: pytest.MonkeyPat
     assert order == ["event on cuda:1", "use cuda:1", "wait for the event", *ends]
 
 
-def test_only_a_cuda_aware_mpi_is_given_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_is_given_the_gpu_only_if_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi_backend(monkeypatch)
     gpu = torch.device("cuda", 1)
     assert mpi.MpiBackend(UNLAUNCHED, half_a_job(), device=gpu)._gpu is None
@@ -333,7 +335,7 @@ def test_only_a_cuda_aware_mpi_is_given_the_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_setting_up_horovod_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     names: dict[str, Any] = {"is_initialized": lambda: False, "rank": lambda: 0, "size": lambda: 2}
     hvd = SimpleNamespace(**names, init=forever, global_process_set="all", add_process_set=forever)

@@ -23,7 +23,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
     monkeypatch.setitem(sys.modules, "horovod.torch", module)
 
 
-def test_without_horovod_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
     with pytest.raises(
@@ -33,7 +33,7 @@ def test_without_horovod_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_build_without_torch_or_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_without_torch_or_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(CommError, match="built without its part for PyTorch"):
         import_horovod()
@@ -53,7 +53,7 @@ def test_gpus_are_refused() -> None:
         HorovodBackend(ENV, CONTROL, device=torch.device("cuda", 0))
 
 
-def test_a_horovod_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, mpi_built=lambda: True, is_initialized=lambda: True)
     with pytest.raises(CommError, match=r"call connect\(\) once, and in place of hvd.init\(\)"):
         HorovodBackend(ENV, CONTROL, device=torch.device("cpu"))
@@ -71,13 +71,13 @@ def test_messages_are_refused() -> None:
             operation()
 
 
-def test_it_states_what_it_can_do() -> None:
+def test_horovod_states_what_it_can_do() -> None:
     capabilities = HorovodBackend.capabilities
     assert capabilities.device_types == ("cpu",)
     assert torch.bfloat16 not in capabilities.dtypes
     assert not capabilities.has_messages
 
 
-def test_one_rank_needs_no_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_is_not_needed_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
     assert connect(backend="horovod", env=ALONE, device=torch.device("cpu")).backend.name == "single"

@@ -26,7 +26,7 @@ def assert_true(value: bool) -> None:
     assert value
 
 
-def test_a_queue_runs_in_order_beside_its_caller() -> None:
+def test_queue_runs_in_order_beside_its_caller() -> None:
     queue = ThreadQueue(explain, while_waiting=be_patient)
     gate, done = threading.Event(), list[int]()
     queue.submit(lambda: assert_true(gate.wait(timeout=10)), label="first")
@@ -40,7 +40,7 @@ def test_a_queue_runs_in_order_beside_its_caller() -> None:
         queue.submit(lambda: None, label="buffer 0")
 
 
-def test_the_operation_that_runs_is_known_to_others() -> None:
+def test_queue_tells_others_the_operation_that_runs() -> None:
     queue = ThreadQueue(explain, while_waiting=be_patient)
     assert queue.oldest() is None
     running, gate = threading.Event(), threading.Event()
@@ -62,7 +62,7 @@ def test_the_operation_that_runs_is_known_to_others() -> None:
     assert queue.oldest() is None
 
 
-def test_after_a_failure_nothing_more_is_tried() -> None:
+def test_queue_tries_nothing_more_after_a_failure() -> None:
     queue = ThreadQueue(explain, while_waiting=be_patient)
     done: list[str] = []
 
@@ -77,7 +77,7 @@ def test_after_a_failure_nothing_more_is_tried() -> None:
     queue.close()
 
 
-def test_a_wait_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
     gate = threading.Event()
 
@@ -96,7 +96,7 @@ def test_a_wait_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_stream_runs_behind_its_callers_kernels() -> None:
+def test_stream_runs_behind_its_callers_kernels() -> None:
     device = torch.device("cuda", 0)
     queue = StreamQueue(device)
     tensor_N = torch.zeros(1 << 24, device=device)

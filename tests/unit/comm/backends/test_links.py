@@ -103,7 +103,7 @@ def test_messages_both_ways(store: HashStore, threads: ThreadPoolExecutor) -> No
         job.close()
 
 
-def test_a_stranger_is_turned_away_and_the_job_goes_on(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_stranger_is_turned_away_and_the_job_goes_on(store: HashStore, threads: ThreadPoolExecutor) -> None:
     first, second = join(store, 0), join(store, 1)
     strangers = [introduce(store, 1, secret=b"0" * 32), socket.create_connection(address_of(store, 0), timeout=5)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -116,9 +116,7 @@ def test_a_stranger_is_turned_away_and_the_job_goes_on(store: HashStore, threads
     assert list(first._links) == [1]
 
 
-def test_a_second_caller_under_a_rank_that_is_there_is_turned_away(
-    store: HashStore, threads: ThreadPoolExecutor
-) -> None:
+def test_second_caller_under_a_rank_that_is_there_is_turned_away(store: HashStore, threads: ThreadPoolExecutor) -> None:
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
     there = threads.submit(say, jobs[1], b"there", to=0)
     assert hear(jobs[0], 5, source=1) == b"there"
@@ -130,7 +128,7 @@ def test_a_second_caller_under_a_rank_that_is_there_is_turned_away(
         assert twin.recv(1) == b""
 
 
-def test_a_caller_who_says_nothing_does_not_hold_up_the_job(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_caller_who_says_nothing_does_not_hold_up_the_job(store: HashStore, threads: ThreadPoolExecutor) -> None:
     first, second = join(store, 0), join(store, 1)
     with socket.create_connection(address_of(store, 0), timeout=5):
         there = threads.submit(say, second, b"there", to=0)
@@ -140,7 +138,7 @@ def test_a_caller_who_says_nothing_does_not_hold_up_the_job(store: HashStore, th
         there.result()
 
 
-def test_the_secret_is_new_for_each_job_and_long(store: HashStore) -> None:
+def test_secret_is_new_for_each_job_and_long(store: HashStore) -> None:
     join(store, 0)
     first = store.get("bigbatch/tcp/secret")
     join(store, 0)
@@ -149,7 +147,7 @@ def test_the_secret_is_new_for_each_job_and_long(store: HashStore) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3, 8])
-def test_a_message_of_another_length_is_refused(length: int, store: HashStore) -> None:
+def test_message_of_another_length_is_refused(length: int, store: HashStore) -> None:
     job = join(store, 0)
     with introduce(store, 1) as peer:
         peer.sendall(LENGTH.pack(length) + bytes(length))
@@ -158,7 +156,7 @@ def test_a_message_of_another_length_is_refused(length: int, store: HashStore) -
             hear(job, 5, source=1)
 
 
-def test_a_length_that_comes_in_pieces_is_read(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_length_that_comes_in_pieces_is_read(store: HashStore, threads: ThreadPoolExecutor) -> None:
     job = join(store, 0)
     with introduce(store, 1) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -175,7 +173,7 @@ def test_a_length_that_comes_in_pieces_is_read(store: HashStore, threads: Thread
 
 
 @pytest.mark.parametrize("last_words", [b"", b"\0\0", LENGTH.pack(5), LENGTH.pack(5) + b"th"])
-def test_a_peer_that_leaves_is_noticed_at_once(last_words: bytes, store: HashStore) -> None:
+def test_peer_that_leaves_is_noticed_at_once(last_words: bytes, store: HashStore) -> None:
     job = join(store, 0)
     peer = introduce(store, 1)
     peer.sendall(last_words)
@@ -184,14 +182,14 @@ def test_a_peer_that_leaves_is_noticed_at_once(last_words: bytes, store: HashSto
         hear(job, 5, source=1)
 
 
-def test_a_peer_that_leaves_while_it_is_sent_to_is_noticed(store: HashStore) -> None:
+def test_peer_that_leaves_while_it_is_sent_to_is_noticed(store: HashStore) -> None:
     job = join(store, 0)
     introduce(store, 1).close()
     with pytest.raises(ConnectionError):
         say(job, bytes(100_000_000), to=1)  # more than the kernel takes before it knows
 
 
-def test_a_peer_that_never_connects_is_given_up(store: HashStore) -> None:
+def test_peer_that_never_connects_is_given_up(store: HashStore) -> None:
     job = join(store, 0)
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="some rank has not come to it"):
@@ -199,31 +197,31 @@ def test_a_peer_that_never_connects_is_given_up(store: HashStore) -> None:
     assert time.monotonic() - start < 3
 
 
-def test_a_peer_that_sends_nothing_is_given_up(store: HashStore) -> None:
+def test_peer_that_sends_nothing_is_given_up(store: HashStore) -> None:
     job = join(store, 0)
     with introduce(store, 1), pytest.raises(TimeoutError, match="some rank has not come to it"):
         hear(job, 5, source=1)
 
 
-def test_a_peer_out_of_reach_is_named_with_its_address(store: HashStore) -> None:
+def test_peer_out_of_reach_is_named_with_its_address(store: HashStore) -> None:
     join(store, 0).close()  # listens no more
     where = ":".join(map(str, address_of(store, 0)))
     with pytest.raises(CommError, match=rf"rank 1 on here cannot connect to rank 0 on node0 at {where} \(.*refused\)"):
         say(join(store, 1), b"x", to=0)
 
 
-def test_a_rank_has_no_link_to_itself(store: HashStore) -> None:
+def test_rank_has_no_link_to_itself(store: HashStore) -> None:
     with pytest.raises(ValueError, match="rank 0 has no link to itself"):
         say(join(store, 0), b"x", to=0)
 
 
-def test_listens_on_the_named_interface_alone(store: HashStore) -> None:
+def test_links_listen_on_the_named_interface_alone(store: HashStore) -> None:
     assert join(store, 0, interface="lo")._listener.getsockname()[0] == "127.0.0.1"
     with pytest.raises(CommError, match="no such network interface; it has"):
         join(store, 0, interface="ib7")
 
 
-def test_whoever_waits_moves_all_transfers(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_links_move_all_transfers_while_anyone_waits(store: HashStore, threads: ThreadPoolExecutor) -> None:
     """Two ranks that both send 8 MB before they receive: neither can finish unless waiting to send also receives."""
     jobs = [join(store, rank) for rank in range(2)]
     sent = [bytes([rank + 1]) * 8_000_000 for rank in range(2)]
@@ -246,7 +244,7 @@ def test_only_contiguous_tensors_have_bytes() -> None:
         as_bytes(torch.zeros(4)[::2])
 
 
-def test_a_rank_that_waits_for_a_caller_goes_on_sending(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_rank_that_waits_for_a_caller_goes_on_sending(store: HashStore, threads: ThreadPoolExecutor) -> None:
     """Rank 0 owes rank 1 most of 16 MB while it waits for rank 2, who comes only when rank 1 has it all."""
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
     data = bytes(16_000_000)
@@ -308,9 +306,7 @@ def test_bbr_alone_is_left(default: str, allowed: tuple[str, ...], taken: str) -
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system lets nobody choose")
-def test_no_connection_between_ranks_uses_bbr_where_another_is_allowed(
-    store: HashStore, threads: ThreadPoolExecutor
-) -> None:
+def test_bbr_is_used_by_no_connection_where_another_is_allowed(store: HashStore, threads: ThreadPoolExecutor) -> None:
     a, b = join(store, 0), join(store, 1)
     received = bytearray(1)
     sent = threads.submit(lambda: b.send(memoryview(b"x"), to=0).wait())

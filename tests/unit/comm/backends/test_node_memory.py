@@ -82,7 +82,7 @@ def test_each_rank_sees_what_the_others_of_its_node_write(dtype: torch.dtype) ->
 
 
 @needs_memfd
-def test_a_node_group_shares_only_within_itself() -> None:
+def test_node_group_shares_only_within_itself() -> None:
     ranks = memories(["a"] * 4, group_size=2)
     tensors = allocate(ranks, 4, torch.float32)
     for rank, tensor_N in enumerate(tensors):
@@ -91,7 +91,7 @@ def test_a_node_group_shares_only_within_itself() -> None:
 
 
 @needs_memfd
-def test_a_tensor_has_one_name_on_all_ranks_and_others_have_none() -> None:
+def test_tensor_has_one_name_on_all_ranks_and_others_have_none() -> None:
     ranks = memories(["a", "a"])
     first, second = allocate(ranks, 10, torch.float32), allocate(ranks, 10, torch.float32)
     for tensors in (first, second):

@@ -64,7 +64,7 @@ def test_shown_sizes_are_read_back(num_bytes: int) -> None:
     assert bench.parse_bytes(bench.show_bytes(num_bytes), option="") == num_bytes
 
 
-def test_a_sweep() -> None:
+def test_sweep() -> None:
     counts = bench.sweep_counts(min_bytes=1024, max_bytes=1 << 28, factor=4, dtype="float32")
     assert [4 * count for count in counts] == [4**k for k in range(5, 15)]
     assert bench.sweep_counts(min_bytes=10, max_bytes=40, factor=2, dtype="bfloat16") == (5, 10, 20)
@@ -117,7 +117,7 @@ def test_share_of_the_limit() -> None:
     assert row(count=2_500_000, seconds=0.75, limit=narrow).limit_share == pytest.approx(0.4, rel=1e-12)
 
 
-def test_the_table() -> None:
+def test_table() -> None:
     limit = Limit(num_nodes=4, bytes_per_second=25e6)
     rows = [row("ring", seconds=8.0, limit=limit), row("native", seconds=10.0, limit=limit)]
     titles, units = bench.table_head().splitlines()
@@ -142,7 +142,7 @@ def test_what_the_last_column_is_a_share_of() -> None:
     assert "give --link-gbit" in bench.explain_limit(None, num_nodes=2, source="")
 
 
-def test_the_page_states_the_columns_and_formulas_of_the_code() -> None:
+def test_page_states_the_columns_and_formulas_of_the_code() -> None:
     page = (ROOT / "docs/comm-bench.md").read_text()
     columns = re.findall(r"^\| `([^`]+)` \|", page, re.M)
     assert columns == [title for title, _, _ in bench._COLUMNS]
@@ -158,7 +158,7 @@ def test_the_page_states_the_columns_and_formulas_of_the_code() -> None:
     assert eval(sides["least time"], values) == pytest.approx(limit.seconds(r.size), rel=1e-12)
 
 
-def test_the_plot(tmp_path: Path) -> None:
+def test_plot(tmp_path: Path) -> None:
     limit = Limit(num_nodes=4, bytes_per_second=25e6)
     rows = [
         row(name, count=4**k, seconds=1e-3 + 4**k / 1e7, limit=limit)
@@ -194,7 +194,7 @@ def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) ->
         assert total_P.tolist() == oracle
 
 
-def test_the_pattern_tells_ranks_and_places_apart() -> None:
+def test_pattern_tells_ranks_and_places_apart() -> None:
     """No rank's values are another's, and no shift of the sum is the sum."""
     for world_size in (2, 4, 8):
         patterns = [rank_pattern(rank, world_size, limit=LIMITS["bfloat16"]) for rank in range(world_size)]
@@ -286,7 +286,7 @@ def test_wrong_sums_are_counted_over_ranks_and_for_their_algorithm_alone() -> No
     assert times(ring=FakeCommunicator(spoil_zeros))["ring"].num_wrong == 6  # on both ranks, in three rounds
 
 
-def test_the_slowest_rank_counts() -> None:
+def test_slowest_rank_counts() -> None:
     result = times(ring=FakeCommunicator(other_seconds=12.5))
     assert result["ring"].measured.seconds == (12.5, 12.5)  # and so long that two repetitions must do
 
@@ -333,12 +333,12 @@ def test_where_time_is_short_only_contenders_are_repeated(clock: Clock) -> None:
     assert len(result["slow"].measured.seconds) == 10
 
 
-def test_a_backend_without_messages_has_no_links_to_measure() -> None:
+def test_backend_without_messages_has_no_links_to_measure() -> None:
     mute = SimpleNamespace(backend=SimpleNamespace(capabilities=SimpleNamespace(has_messages=False)), topology=None)
     assert measure.measure_links(mute, seconds=1) == measure.MeasuredLinks(None, None)  # type: ignore[arg-type]
 
 
-def test_a_burst_does_not_count_as_bandwidth() -> None:
+def test_burst_does_not_count_as_bandwidth() -> None:
     """A link that lets 1 MB through at once and goes on at 25 MB/s; the best of the longest messages counts."""
 
     def seconds(num_bytes: int) -> float:
@@ -355,7 +355,7 @@ def test_a_burst_does_not_count_as_bandwidth() -> None:
 # --- the command ---
 
 
-def test_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, plot = tmp_path / "new/a.jsonl", tmp_path / "a.png"
     options = ["--max-bytes", "4K", "--repetitions", "2", "--dtype", "bfloat16", "--algorithms", "native,ring"]
     assert main(["comm", "bench", *options, "--output", str(output), "--plot", str(plot)]) == 0
@@ -380,7 +380,7 @@ def test_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_value_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_value_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def time_sums(tensor_N: Tensor, communicators: Any, *, effort: Effort, label: str) -> dict[str, Sums]:
         return {name: Sums(Measured((1e-3, 1e-3)), 7) for name in communicators}
 

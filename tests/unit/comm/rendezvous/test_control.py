@@ -41,7 +41,7 @@ def half_a_job(seconds: float = 5.0) -> Control:
 # --- texts and failures ---
 
 
-def test_a_rank_that_misses_a_comparison_is_named() -> None:
+def test_rank_that_misses_a_comparison_is_named() -> None:
     expected = r"rank 0: comparison of a text over all ranks failed after 0\.\d s; no answer from rank 1 on node1 \(con"
     with pytest.raises(PeerLostError, match=expected):
         half_a_job(0.3).gather_text("seed: 1")
@@ -53,7 +53,7 @@ def test_texts_of_a_world_of_one() -> None:
     assert alone.host_of(0) == "here"
 
 
-def test_another_ranks_failure_ends_a_wait() -> None:
+def test_wait_is_ended_by_another_ranks_failure() -> None:
     job = half_a_job()
     job.heed_others("buffer 0", 1.0)  # nothing was reported: go on
     job.store.set("bigbatch/alive/1", "1")
@@ -63,7 +63,7 @@ def test_another_ranks_failure_ends_a_wait() -> None:
         job.heed_others("buffer 0", 1.0)
 
 
-def test_a_wait_ends_after_the_time_limit_of_the_connection() -> None:
+def test_wait_ends_after_the_time_limit_of_the_connection() -> None:
     job = half_a_job(seconds=3.0)
     job.give_up("buffer 0", 2.9)
     expected = r"buffer 0 failed after 3\.1 s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
@@ -78,7 +78,7 @@ class GoneStore(HashStore):
         raise RuntimeError("connection reset")
 
 
-def test_a_rendezvous_that_is_gone_is_named() -> None:
+def test_rendezvous_that_is_gone_is_named() -> None:
     job = half_a_job()
     job.store, job._holder = GoneStore(), "rank 7"
     job.heed_others("buffer 0", 1.0)  # the operation itself will fail
@@ -107,7 +107,7 @@ LOOPBACK, ANY = "0100007F", "00000000"
 
 
 @needs_proc
-def test_the_rendezvous_of_one_host_listens_on_loopback_alone() -> None:
+def test_rendezvous_of_one_host_listens_on_loopback_alone() -> None:
     store = rendezvous(rank_of_two(), SECONDS)
     assert listening_addresses()[store.port] == LOOPBACK
 
@@ -123,7 +123,7 @@ def test_the_rendezvous_of_one_host_listens_on_loopback_alone() -> None:
         ("node1", False, ANY),  # Ubuntu's /etc/hosts: the host's own name leads to itself alone
     ],
 )
-def test_who_can_reach_the_listener(
+def test_listener_and_who_can_reach_it(
     address: str, is_one_host: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
@@ -148,7 +148,7 @@ def test_connections_of_one_process_share_the_rendezvous_but_no_keys() -> None:
     assert not second.store.check(["bigbatch/failed"])
 
 
-def test_beside_a_default_process_group_its_store_is_used() -> None:
+def test_store_of_a_default_process_group_is_used() -> None:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         env = ProcessEnv("none", 0, 2, 0, 2, "here", None)  # no master: nowhere else to meet
@@ -159,7 +159,7 @@ def test_beside_a_default_process_group_its_store_is_used() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommError, match=f"rank 0 on here: no rendezvous at 127.0.0.1:{port}: .*in use; check"):
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_named() -> None:
             rendezvous(replace(rank_of_two(port=port), launcher="srun"), SECONDS)
 
 
-def test_a_meeting_point_that_leads_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meeting_point_that_leads_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One /etc/hosts for all nodes, in which the first one's name is its own loopback address."""
     address = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: address)
@@ -179,7 +179,7 @@ def test_a_meeting_point_that_leads_back_is_named(monkeypatch: pytest.MonkeyPatc
         rendezvous(env, timedelta(seconds=0.2))
 
 
-def test_no_meeting_point_is_named() -> None:
+def test_meeting_point_missing_is_named() -> None:
     env = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
     with pytest.raises(CommError, match=r"openmpi tells ranks no meeting point: install mpi4py .*set MASTER_ADDR"):
         rendezvous(env, SECONDS)

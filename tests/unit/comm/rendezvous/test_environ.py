@@ -86,7 +86,7 @@ def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
         ),
     ],
 )
-def test_each_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
+def test_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
     assert place(read_process_env(variables)) == expected
 
 
@@ -119,7 +119,7 @@ def test_slurm_nodes_may_hold_different_numbers_of_tasks(tasks_per_node: str, no
         ({"BIGBATCH_TERMINAL_COLUMNS": "wide"}, "BIGBATCH_TERMINAL_COLUMNS='wide' is not a number"),
     ],
 )
-def test_a_broken_environment_names_the_variable(variables: dict[str, str], message: str) -> None:
+def test_broken_environment_names_the_variable(variables: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message) as caught:
         read_process_env(variables)
     assert isinstance(caught.value, UserError)  # one line for the user, no traceback
@@ -144,7 +144,7 @@ def test_host_lists_are_written_out(text: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", ["", ",", "a,,b", "n[1-3", "n1-3]", "n[]", "n[a-b]", "n[3-1]", "n[1-]", "n[1[2]]", "n 1", "n[²]"]
 )
-def test_what_is_no_host_list_is_refused(text: str) -> None:
+def test_host_list_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="is not a Slurm host list"):
         expand_hostlist(text)
 
@@ -163,11 +163,11 @@ def test_what_is_no_host_list_is_refused(text: str) -> None:
         ({**SRUN, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
     ],
 )
-def test_the_meeting_point(variables: dict[str, str], master: tuple[str, int] | None) -> None:
+def test_meeting_point(variables: dict[str, str], master: tuple[str, int] | None) -> None:
     assert read_process_env(variables).master == master
 
 
-def test_a_slurm_job_on_one_host_meets_on_the_loopback_interface() -> None:
+def test_slurm_job_on_one_host_meets_on_the_loopback_interface() -> None:
     one_host = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
     env = read_process_env({**SRUN, **one_host, "SLURM_PROCID": "3"})
     assert env.is_one_host
@@ -201,7 +201,7 @@ def test_slurm_ports_stay_below_those_that_linux_hands_out() -> None:
         ({**SRUN, **MPICH}, socket.gethostname()),
     ],
 )
-def test_the_name_of_the_host(variables: dict[str, str], host: str) -> None:
+def test_name_of_the_host(variables: dict[str, str], host: str) -> None:
     assert read_process_env(variables).host == host
 
 
@@ -242,7 +242,7 @@ def test_width_of_the_terminal(
     assert read_process_env(variables).terminal_columns == columns
 
 
-def test_the_real_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert place(read_process_env()) == ("torchrun", 5, 8, 1, 4)
@@ -266,7 +266,7 @@ def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ib0", False, ("ib0",), ("ib0",)),
     ],
 )
-def test_the_libraries_are_told_the_interface(
+def test_libraries_are_told_the_interface(
     interface: str | None, is_one_host: bool, gloo: tuple[str | None], nccl: tuple[str | None]
 ) -> None:
     prefer_interface(interface, is_one_host=is_one_host)
@@ -275,7 +275,7 @@ def test_the_libraries_are_told_the_interface(
 
 
 @pytest.mark.parametrize("variables", [{}, TORCHRUN, SRUN])
-def test_the_launcher_may_name_the_interface(variables: dict[str, str]) -> None:
+def test_launcher_may_name_the_interface(variables: dict[str, str]) -> None:
     assert read_process_env({**variables, "BIGBATCH_INTERFACE": "ib0"}).interface == "ib0"
     assert read_process_env({**variables, "BIGBATCH_INTERFACE": ""}).interface is None
     assert read_process_env(variables).interface is None
@@ -283,7 +283,7 @@ def test_the_launcher_may_name_the_interface(variables: dict[str, str]) -> None:
 
 @pytest.mark.usefixtures("no_interface")
 @pytest.mark.parametrize("interface", [None, "eth1"])
-def test_a_users_own_interface_wins(interface: str | None) -> None:
+def test_users_own_interface_wins(interface: str | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "ib0"
     prefer_interface(interface, is_one_host=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

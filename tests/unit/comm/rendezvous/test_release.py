@@ -21,7 +21,7 @@ def test_hosts_that_differ_are_named_once() -> None:
     assert "n4" not in str(caught.value)
 
 
-def test_the_digest_is_of_all_sources_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_of_all_sources_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy without links has the same; a word more in any room, a file less or another name has not."""
     here = sources_digest()
     copy = tmp_path / "elsewhere"

@@ -50,7 +50,7 @@ def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
 
 
-def test_nothing_is_said_while_nobody_waits_long() -> None:
+def test_inspector_says_nothing_while_nobody_waits_long() -> None:
     first, second = ranks(2)
     first.waits(3, seconds=3.9)
     for _ in range(3):
@@ -58,7 +58,7 @@ def test_nothing_is_said_while_nobody_waits_long() -> None:
     assert first.said == second.said == []
 
 
-def test_the_late_rank_is_named_by_all_others_and_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_rank_is_named_by_all_others_and_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, late = ranks(3)
     first.waits(3, seconds=5)
     second.waits(3, seconds=0.5)  # came later, and waits as well
@@ -80,7 +80,7 @@ def assert_matches(text: str, pattern: str) -> None:
     assert re.match(pattern, text), text
 
 
-def test_where_all_ranks_wait_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspector_blames_nobody_where_all_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     both = ranks(2)
     for rank in both:
         rank.waits(1, seconds=5)
@@ -90,7 +90,7 @@ def test_where_all_ranks_wait_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch) 
     assert all(": all ranks are in it (the job" in rank.said[0] for rank in both)
 
 
-def test_a_rank_that_has_passed_the_operation_is_not_late() -> None:
+def test_rank_that_has_passed_the_operation_is_not_late() -> None:
     first, second = ranks(2)
     first.waits(1, seconds=5)
     second.waits(1, seconds=5)
@@ -102,7 +102,7 @@ def test_a_rank_that_has_passed_the_operation_is_not_late() -> None:
     assert second.said == []
 
 
-def test_nobody_outside_of_a_group_is_late_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_has_nobody_late_for_it_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 are in it, of which 1 is late; 2 and 3 have one of their own, and have not come so far either."""
     first, late, third, fourth = ranks(4)
     first.waits(3, seconds=5, group=(0, 1))
@@ -132,7 +132,7 @@ def test_two_groups_that_wait_at_once_name_the_late_of_both(monkeypatch: pytest.
     assert_matches(fourth.said[0], "rank 3 on node3 is late")
 
 
-def test_where_nothing_else_can_the_inspector_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspector_ends_the_job_where_nothing_else_can(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     rank = Rank(0, store, world_size=2, ends_job=True)
     store.set("bigbatch/host/1", "node1")
@@ -149,7 +149,7 @@ def test_where_nothing_else_can_the_inspector_ends_the_job(monkeypatch: pytest.M
     assert rank.said[-1] == str(lost)
 
 
-def test_the_thread_looks_by_itself_and_survives_a_store_that_is_gone() -> None:
+def test_inspector_thread_looks_by_itself_and_survives_a_store_that_is_gone() -> None:
     class Gone:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection closed")

@@ -28,7 +28,7 @@ def test_groups(hosts: tuple[str, ...], group_size: int | None, groups: tuple[tu
     assert make_topology(hosts, rank=0, group_size=group_size).groups == groups
 
 
-def test_one_ranks_view() -> None:
+def test_topology_of_one_ranks_view() -> None:
     topology = make_topology(CYCLIC, rank=5, group_size=2)
     assert topology == Topology(rank=5, groups=((0, 2), (4, 6), (1, 3), (5, 7)))
     assert (topology.world_size, topology.num_nodes, topology.node_rank) == (8, 4, 3)
@@ -39,7 +39,7 @@ def test_one_ranks_view() -> None:
 
 @pytest.mark.parametrize("group_size", [None, 1, 2, 3])
 @pytest.mark.parametrize("hosts", [NODE_MAJOR, CYCLIC, UNEVEN, ("c", "a", "b", "c", "a", "c")])
-def test_a_ring_enters_each_host_once(hosts: tuple[str, ...], group_size: int | None) -> None:
+def test_ring_enters_each_host_once(hosts: tuple[str, ...], group_size: int | None) -> None:
     ring = make_topology(hosts, rank=0, group_size=group_size).ring
     assert sorted(ring) == list(range(len(hosts)))
     crossings = sum(hosts[ring[i - 1]] != hosts[rank] for i, rank in enumerate(ring))
@@ -49,7 +49,7 @@ def test_a_ring_enters_each_host_once(hosts: tuple[str, ...], group_size: int | 
 @pytest.mark.parametrize(
     ("hosts", "group_size", "smallest"), [(NODE_MAJOR, None, 4), (UNEVEN, None, 2), (UNEVEN, 2, 1), (("a",), 16, 1)]
 )
-def test_the_smallest_node_says_how_many_shards_there_can_be(
+def test_smallest_node_says_how_many_shards_there_can_be(
     hosts: tuple[str, ...], group_size: int | None, smallest: int
 ) -> None:
     assert make_topology(hosts, rank=0, group_size=group_size).smallest_node == smallest

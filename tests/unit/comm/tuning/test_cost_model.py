@@ -27,19 +27,19 @@ def cluster(*group_sizes: int, g: float = 0.0) -> ClusterModel:
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 8, 1024])
-def test_a_flat_ring_is_the_textbook_formula(P: int) -> None:
+def test_flat_ring_is_the_textbook_formula(P: int) -> None:
     a, b, g, M = 30e-6, 1 / 3e9, 1e-11, 25_000_000
     expected = 2 * (P - 1) * a + 2 * (P - 1) / P * M * b + (P - 1) / P * M * g
     assert ring_seconds(M, cluster(*(1,) * P, g=g)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_ring_walks_at_the_pace_of_its_slowest_hop() -> None:
+def test_ring_walks_at_the_pace_of_its_slowest_hop() -> None:
     part = 1e6 / 8
     assert ring_seconds(1e6, cluster(8)) == pytest.approx(14 * (2e-6 + part / 50e9), rel=1e-12)
     assert ring_seconds(1e6, cluster(4, 4)) == pytest.approx(14 * (30e-6 + part / 3e9), rel=1e-12)
 
 
-def test_steps_of_the_paper() -> None:
+def test_hierarchical_steps_of_the_paper() -> None:
     """Jia et al. 2018: 1,024 GPUs in groups of 16 take 60 + 126 = 186 steps instead of 2,046."""
     unit = LinkModel(1.0, float("inf"))
     big = ClusterModel((16,) * 64, unit, unit)
@@ -78,7 +78,7 @@ def test_doubling_by_hops(m: int, hops: int, sums: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("group_sizes", [sizes for sizes in CLUSTERS if len(sizes) > 1])
-def test_nothing_beats_the_links(name: str, group_sizes: tuple[int, ...]) -> None:
+def test_limit_of_the_links_is_beaten_by_nothing(name: str, group_sizes: tuple[int, ...]) -> None:
     for num_bytes in (1, 10**6, 10**9):
         limit = least_seconds(num_bytes, num_nodes=len(group_sizes), bytes_per_second=3e9)
         assert MODELS[name](num_bytes, cluster(*group_sizes)) >= limit
@@ -102,7 +102,7 @@ def test_uneven_nodes() -> None:
 
 
 @pytest.mark.parametrize("group_sizes", [(), (2, 0)])
-def test_a_cluster_has_nodes_and_nodes_have_ranks(group_sizes: tuple[int, ...]) -> None:
+def test_cluster_has_nodes_and_nodes_have_ranks(group_sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must name at least one node, each of at least one rank"):
         cluster(*group_sizes)
 

@@ -96,7 +96,7 @@ def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_yardstick_is_the_best_of_all_cuts(seed: int) -> None:
+def test_yardstick_is_the_best_of_all_cuts(seed: int) -> None:
     """Against all 2^(n-1) ways to cut n gradients into runs of neighbours."""
     tensors, times, a, b = random_case(seed, count=7)
     best = float("inf")
@@ -112,7 +112,7 @@ def test_the_yardstick_is_the_best_of_all_cuts(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_many_gradients(seed: int) -> None:
+def test_search_over_many_gradients(seed: int) -> None:
     """Far more sizes than can be tried. Three sizes cannot make every cut, but they beat the obvious ones."""
     tensors, times, a, b = random_case(seed, count=150)
 
@@ -128,7 +128,7 @@ def test_many_gradients(seed: int) -> None:
         assert choice.exposed_seconds <= other.exposed_seconds + LEAST_GAIN * (times.seconds + other.exposed_seconds)
 
 
-def test_as_few_buffers_as_will_do() -> None:
+def test_search_takes_as_few_buffers_as_will_do() -> None:
     """Where all communication is hidden, one buffer is as good as many, and simpler."""
     tensors = specs(400, 400, 400, 400)
     choice = search_plan(tensors, backward(1.0, 2.0, 3.0, 4.0, seconds=100.0), lambda n: 1.0)
@@ -152,6 +152,6 @@ def test_more_buffers_must_be_worth_it() -> None:
     assert len(search_plan(tensors, backward(5e-4, 1e-3), lambda n: n / 8000).plan.buffers) == 1
 
 
-def test_nothing_to_plan_for() -> None:
+def test_search_with_nothing_to_plan_for() -> None:
     with pytest.raises(ValueError, match="no gradient to plan for"):
         search_plan([], Backward({}, 1.0), lambda n: 1.0)

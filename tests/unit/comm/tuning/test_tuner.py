@@ -55,7 +55,7 @@ TUNED = Tuned(
 # --- the stored file ---
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_tuned_file_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new/tuned.json"
     for tuned in (TUNED, dataclasses.replace(TUNED, sizes=PlanSizes(1, 2, None), evidence={})):
         write_tuned(tuned, path)
@@ -76,7 +76,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (GROUPS, {"device": "NVIDIA H200"}, "device cpu there, NVIDIA H200 here"),
     ],
 )
-def test_another_cluster_is_refused(groups: Any, changed: dict[str, Any], message: str) -> None:
+def test_tuned_file_of_another_cluster_is_refused(groups: Any, changed: dict[str, Any], message: str) -> None:
     other = make_cluster(groups, **{"backend": "tcp", "wire_dtype": None, "device": "cpu", **changed})
     with pytest.raises(TunedError) as error:
         TUNED.require_cluster(other, path=Path("a.json"))
@@ -95,7 +95,7 @@ def test_another_cluster_is_refused(groups: Any, changed: dict[str, Any], messag
         ((TENSORS[0], TensorSpec("conv.weight", 2000, 2, "float16")), "2000 float32 there, 2000 float16 here"),
     ],
 )
-def test_another_model_is_refused(tensors: tuple[TensorSpec, ...], message: str) -> None:
+def test_tuned_file_of_another_model_is_refused(tensors: tuple[TensorSpec, ...], message: str) -> None:
     with pytest.raises(TunedError) as error:
         TUNED.require_model(tensors, path=Path("a.json"))
     assert str(error.value).startswith("a.json was tuned for another model: ")
@@ -133,7 +133,9 @@ def replace(key: str, value: object) -> Callable[[dict[str, Any]], None]:
         (replace("tensors", []), r"is damaged \(its tensors are not those of its fingerprint\)"),
     ],
 )
-def test_a_damaged_file_is_refused(damage: Callable[[dict[str, Any]], None], message: str, tmp_path: Path) -> None:
+def test_tuned_file_that_is_damaged_is_refused(
+    damage: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.json"
     write_tuned(TUNED, path)
     record = json.loads(path.read_text())
@@ -144,13 +146,13 @@ def test_a_damaged_file_is_refused(damage: Callable[[dict[str, Any]], None], mes
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", '"text"', "[]"])
-def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+def test_tuned_file_that_is_another_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(TunedError, match="make it anew with bigbatch comm tune"):
         read_tuned(tmp_path / "a.json")
 
 
-def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_tuned_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(TunedError, match=r"cannot read .*: No such file or directory; bigbatch comm tune makes such"):
         read_tuned(tmp_path / "absent.json")
     (tmp_path / "file").write_text("")
@@ -162,13 +164,13 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"file", "a.json"}  # nothing half-written
 
 
-def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(TunedError, match=f"cannot write into {tmp_path}: Permission denied; choose another --output"):
         require_folder(tmp_path)
 
 
-def test_one_file_per_cluster_and_model() -> None:
+def test_tuned_file_is_one_per_cluster_and_model() -> None:
     uneven = make_cluster(((0, 1, 2), (3,)), backend="tcp", wire_dtype=None, device="cpu")
     assert str(default_path(CLUSTER, "small", TENSORS)).startswith("tuned/small-tcp-2x2-")
     assert str(default_path(uneven, "small", TENSORS)).startswith("tuned/small-tcp-3+1-")
@@ -199,7 +201,7 @@ MANY = tuple(TensorSpec(f"t{i}", 50_000, 4, "float32") for i in range(20))
 BACKWARD = Backward({f"t{i}": 0.01 * (i + 1) for i in range(20)}, 0.2)
 
 
-def test_the_choice_follows_the_times() -> None:
+def test_choice_follows_the_times() -> None:
     stated = PlanSizes(10_000_000, 10_000_000)
     findings = choose(MeasuredLinks(None, None), TIMES, BACKWARD, MANY, stated=stated, stated_algorithm="doubling")
     assert findings.table.algorithms == ("doubling", "ring")
@@ -212,7 +214,7 @@ def test_the_choice_follows_the_times() -> None:
     assert again == findings.chosen
 
 
-def test_no_yardstick_is_worse_than_the_choice() -> None:
+def test_yardsticks_are_never_worse_than_the_choice() -> None:
     """A plan that sends a large gradient alone and its small neighbours together is no cut into runs of neighbours."""
     tensors = tuple(TensorSpec(name, n, 4, "float32") for name, n in (("a", 250), ("large", 25_000), ("b", 250)))
     backward = Backward({"a": 1.0, "large": 2.0, "b": 3.0}, 3.0)
@@ -225,13 +227,13 @@ def test_no_yardstick_is_worse_than_the_choice() -> None:
     assert findings.least_exposed_seconds == pytest.approx(7.0)
 
 
-def test_an_algorithm_that_was_not_measured_counts_as_the_table() -> None:
+def test_algorithm_that_was_not_measured_counts_as_the_table() -> None:
     stated = PlanSizes(10_000_000, 10_000_000)
     findings = choose(MeasuredLinks(None, None), TIMES, BACKWARD, MANY, stated=stated, stated_algorithm="hybrid")
     assert findings.stated == findings.stated_with_table
 
 
-def test_an_algorithm_that_was_given_up_counts_by_its_own_last_slope() -> None:
+def test_algorithm_that_was_given_up_counts_by_its_own_last_slope() -> None:
     given_up = {
         size: {name: at[name] for name in (("ring",) if size > 4**9 else ("ring", "doubling"))}
         for size, at in TIMES.items()
@@ -241,7 +243,7 @@ def test_an_algorithm_that_was_given_up_counts_by_its_own_last_slope() -> None:
     assert findings.stated.exposed_seconds == pytest.approx(0.001 + 4e6 * 3e-8, rel=1e-9)
 
 
-def test_a_larger_sum_is_as_cheap_per_byte_as_a_smaller_one() -> None:
+def test_larger_sum_is_as_cheap_per_byte_as_a_smaller_one() -> None:
     """2 KiB in 2 s, 4 KiB within 15% of twice that; 8 KiB in less than four times that, 16 KiB in far more."""
     measured = {1024: 1.9, 2048: 2.0, 4096: 4.5, 8192: 7.0, 16384: 21.0}
     seconds_of = tuner.seconds_by({size: {"ring": exact(s)} for size, s in measured.items()}, lambda size: "ring")
@@ -261,20 +263,20 @@ def test_a_larger_sum_is_as_cheap_per_byte_as_a_smaller_one() -> None:
         ({"a": 9.0, "b": 1.0}, {"a": 9.0, "b": 3.0}, ["a", "b"]),  # the best one changes
     ],
 )
-def test_who_is_given_up(before: dict[str, float], last: dict[str, float], left: list[str]) -> None:
+def test_survivors_and_who_is_given_up(before: dict[str, float], last: dict[str, float], left: list[str]) -> None:
     times = {size: {n: exact(s) for n, s in at.items()} for size, at in ((1024, before), (4096, last))}
     assert tuner.survivors(times, ["a", "b"]) == left
     assert tuner.survivors({1024: times[1024]}, ["a", "b"]) == ["a", "b"]
 
 
-def test_who_seems_behind_by_noise_stays() -> None:
+def test_survivors_hold_who_seems_behind_by_noise() -> None:
     """1.07 times the best's median, give or take: quartiles 0.5 apart of 2 make that uncertain by far more."""
     noisy = Measured((4.0, 4.28, 4.6))
     times = {1024: {"a": exact(1.0), "b": exact(1.06)}, 4096: {"a": exact(4.0), "b": noisy}}
     assert tuner.survivors(times, ["a", "b"]) == ["a", "b"]
 
 
-def test_the_reasons() -> None:
+def test_reasons() -> None:
     link = LinkModel(2e-6, 1.25e9)
     links = MeasuredLinks(inside=Hops(tuple((n, exact(link.seconds(n))) for n in (8, 1000, 1 << 40))), across=None)
     stated = PlanSizes(10_000_000, 10_000_000)
@@ -295,7 +297,7 @@ def test_the_reasons() -> None:
     assert explain_links(MeasuredLinks(None, None)) == "messages: none between these ranks"
 
 
-def test_the_table_of_times() -> None:
+def test_table_of_times() -> None:
     names = ["ring", "sharded", "native"]
     head, line = times_head(names), times_line(4096, {"ring": exact(0.002), "native": exact(0.0015)}, names)
     assert line.split() == ["4096", "2.000", "-", "1.500*", "n", "=", "2"]
@@ -326,7 +328,9 @@ def fake_times(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], floa
 
 
 @pytest.mark.parametrize(("seconds", "largest"), [(1e9, 4**10), (6.0, 4**8), (1e-9, 4**5)])
-def test_no_size_that_would_exceed_the_budget(seconds: float, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_would_exceed_the_budget_are_left_out(
+    seconds: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of the algorithms takes a second per MiB: 4**9 would take 3 * 0.25 s of each, 4**10 3 s."""
     asked = fake_times(monkeypatch, lambda num_bytes: num_bytes / 2**20)
     alone = connect(env=ALONE, device=CPU)
@@ -341,7 +345,7 @@ def test_no_size_that_would_exceed_the_budget(seconds: float, largest: int, monk
     assert set(times[1024]) == set(alone.algorithms)
 
 
-def test_a_wrong_sum_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sum_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_times(monkeypatch, lambda num_bytes: 1.0, num_wrong=3)
     with pytest.raises(CommError, match="native summed 3 elements of 1024 bytes wrongly: run bigbatch comm bench"):
         measure_times(connect(env=ALONE, device=CPU), [1024], dtype=torch.float32, seconds=1, on_size=lambda *_: None)
@@ -448,7 +452,7 @@ def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet152", "alexnet_bn"])
-def test_a_named_model_brings_the_options_that_it_has(name: str) -> None:
+def test_named_model_brings_the_options_that_it_has(name: str) -> None:
     arguments = tune_comm._parser().parse_args(["--model", name])
     assert load_config(tune_comm._config_argv(arguments, [])).model.name == name
 
@@ -467,7 +471,7 @@ def test_a_named_model_brings_the_options_that_it_has(name: str) -> None:
         ([*SMALL, "--budget-seconds", "1", "--output", "/proc/no/a.json"], "cannot write into /proc/no: "),
     ],
 )
-def test_impossible_arguments(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_impossible(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["comm", "tune", *options]) == 1
     err = capsys.readouterr().err
     assert message in err

@@ -51,11 +51,11 @@ RATES = verdict.DoctorRates(
         ({"wait_share": 0.06, "exposed_share": None}, "input"),
     ],
 )
-def test_the_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> None:
+def test_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> None:
     assert verdict.find_limit(replace(RATES, **changes)) == limit
 
 
-def test_the_verdict_in_words() -> None:
+def test_verdict_in_words() -> None:
     assert RATES.roofline_share == pytest.approx(0.25)  # 1,000 x 2e9 of 8e12
     text = "\n".join(verdict.explain(RATES))
     assert "limited by the model's own work: 1.0% of a step waits for pictures, 2.0% for sums" in text
@@ -70,7 +70,7 @@ def test_the_verdict_in_words() -> None:
     assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
 
 
-def test_what_intervals_cover_counts_overlaps_once() -> None:
+def test_profile_intervals_count_overlaps_once() -> None:
     assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 5.0
     assert covered([]) == 0.0
 
@@ -113,7 +113,7 @@ class Lab:
         return greedy, [greedy.consider(Candidate(name, {name: 1})) for name in names]
 
 
-def test_a_comparison_is_the_median_gain_and_half_of_the_range() -> None:
+def test_comparison_is_the_median_gain_and_half_of_the_range() -> None:
     base, other = Fake(iter([100.0, 100.0, 200.0])), Fake(iter([110.0, 130.0, 240.0]))
     found = compare(base, other, turns=3)
     assert found.gain == pytest.approx(0.2)  # of 10%, 30% and 20%
@@ -124,7 +124,7 @@ def test_a_comparison_is_the_median_gain_and_half_of_the_range() -> None:
     assert not replace(found, spread=0.21).is_worth(noise=0.0)
 
 
-def test_each_begins_as_often() -> None:
+def test_compare_lets_each_begin_as_often() -> None:
     order: list[str] = []
 
     @dataclass
@@ -141,7 +141,7 @@ def test_each_begins_as_often() -> None:
     assert "".join(order) == "abbaabba"
 
 
-def test_what_is_faster_than_the_noise_is_taken_on_top_of_the_others() -> None:
+def test_greedy_takes_what_is_faster_than_the_noise_on_top_of_the_others() -> None:
     lab = Lab({"a": 1.5, "b": 1.01, "c": 0.8, "d": 1.2})
     greedy, rows = lab.greedy("a", "b", "oom", "c", "d")
     assert [row.is_taken for row in rows] == [True, False, False, False, True]
@@ -156,7 +156,7 @@ def test_what_is_faster_than_the_noise_is_taken_on_top_of_the_others() -> None:
     assert [each.is_closed for each in lab.started] == [False, True, True, True, False]  # base and the best stay
 
 
-def test_a_gain_within_the_spread_is_not_taken() -> None:
+def test_gain_within_the_spread_is_not_taken() -> None:
     lab = Lab({"a": 1.1}, wobble=(1.0, 1.3, 0.8))  # of the same turn, so that the gain itself is steady
     assert lab.greedy("a")[1][0].is_taken
     restless = Lab({"a": 1.1})
@@ -170,14 +170,14 @@ def test_a_gain_within_the_spread_is_not_taken() -> None:
     assert other.is_closed
 
 
-def test_what_was_tried_is_not_tried_again_under_another_name() -> None:
+def test_greedy_does_not_try_again_under_another_name() -> None:
     greedy, _ = Lab({"a": 1.5, "b": 0.9}).greedy("a", "b")  # a is taken, b is not
     assert not greedy.is_new(Candidate("both", {"a": 1, "b": 1}))
     assert not greedy.is_new(Candidate("none", {"a": 1}))
     assert greedy.is_new(Candidate("further", {"a": 2}))
 
 
-def test_what_is_worse_together_is_not_recommended() -> None:
+def test_greedy_does_not_recommend_what_is_worse_together() -> None:
     slower_later = Fake(iter([120.0] * 3 + [90.0] * 3))
     greedy = Greedy(Fake(cycle([100.0])), lambda values: slower_later, turns=3, noise=0.0)
     assert greedy.consider(Candidate("a", {"a": 1})).is_taken
@@ -201,7 +201,7 @@ def test_failures_while_measuring_are_rows_and_verify_survives_them() -> None:
     assert advice(greedy.taken, None, noise=0.0) == {}
 
 
-def test_the_noise_is_how_a_config_differs_from_itself() -> None:
+def test_noise_is_how_a_config_differs_from_itself() -> None:
     again = Fake(iter([97.0, 96.0, 95.0]))
     found = measure_noise(Fake(cycle([100.0])), lambda values: again, turns=3)
     assert noise_of(found) == pytest.approx(0.04)
@@ -240,7 +240,7 @@ def test_configs_that_do_not_fit_beside_each_other_run_alone() -> None:
     assert Process.running == 0
 
 
-def test_what_does_not_fit_alone_either_fails_and_the_others_go_on_together() -> None:
+def test_configs_that_do_not_fit_alone_either_fail_and_the_others_go_on_together() -> None:
     Process.running = 0
     rooms = {"small": 9, "large": 0}
     probes = Probes(lambda values: Process(room=rooms[values["size"]]), limit_seconds=1.0)
@@ -279,7 +279,7 @@ def test_candidates_are_legal_and_leave_the_update_as_it_is(config: Config, mach
         )
 
 
-def test_every_speedup_is_tried_or_has_a_reason() -> None:
+def test_speedups_are_all_tried_or_have_a_reason() -> None:
     for machine in (CPU, GPU, replace(CPU, world_size=2)):
         tried, reasons = find(QUICKSTART, machine)
         expected = {"workers", "prefetch", "pinning", "precision", "microbatch", "buckets", "algorithm"}
@@ -296,14 +296,14 @@ def test_every_speedup_is_tried_or_has_a_reason() -> None:
     ]
 
 
-def test_what_helps_against_the_limit_is_tried_first() -> None:
+def test_speedups_against_the_limit_are_tried_first() -> None:
     two = replace(CPU, world_size=2)
     assert find(QUICKSTART, two, "input")[0][0].name == "workers"
     assert find(QUICKSTART, two, "network")[0][0].name == "buckets"
     assert find(QUICKSTART, two, "compute")[0][0].name in speedups.COMPUTE
 
 
-def test_a_gpu_without_bf16_is_offered_fp16() -> None:
+def test_gpu_without_bf16_is_offered_fp16() -> None:
     old = [each for each in find(QUICKSTART, replace(GPU, capability=(7, 0)))[0] if each.name == "precision"]
     assert old[-1].values["optimizer.precision"] == "fp16"
     assert all(each.values["optimizer.loss_scale"] == 1024.0 for each in old)
@@ -322,7 +322,7 @@ def graphs(config: Config) -> list[dict[str, Any]]:
     return [dict(each.values) for each in find(config, GPU)[0] if each.name == "graph"]
 
 
-def test_a_graph_is_tried_on_steps_of_one_microbatch() -> None:
+def test_graph_is_tried_on_steps_of_one_microbatch() -> None:
     size = QUICKSTART.batch.global_batch_size
     alone = {"compute.cuda_graph": True}
     assert graphs(QUICKSTART) == [{**alone, "batch.microbatch_size": size}]
@@ -330,7 +330,7 @@ def test_a_graph_is_tried_on_steps_of_one_microbatch() -> None:
     assert graphs(of(QUICKSTART, {"batch.microbatch_size": size, **alone})) == []
 
 
-def test_a_graph_that_the_whole_batch_cannot_have_is_not_tried() -> None:
+def test_graph_that_the_whole_batch_cannot_have_is_not_tried() -> None:
     span = RESNET.batch.bn_span
     odd = of(RESNET, {"batch.global_batch_size": 31 * span, "batch.microbatch_size": span})
     assert part_of_step(odd, world_size=1).batch.global_batch_size == span
@@ -344,23 +344,23 @@ ALEXNET = of(RESNET, {"model.name": "alexnet_bn", "model.zero_gamma": None, "mod
 
 
 @pytest.mark.parametrize(("config", "num_blocks"), [(QUICKSTART, {2}), (RESNET, {4}), (ALEXNET, set())])
-def test_no_more_blocks_are_recomputed_than_there_are(config: Config, num_blocks: set[int]) -> None:
+def test_recompute_of_no_more_blocks_than_there_are(config: Config, num_blocks: set[int]) -> None:
     tried = [each.values["compute.recomputed_blocks"] for each in find(config, CPU)[0] if each.name == "recompute"]
     assert set(tried) == num_blocks
 
 
-def test_a_step_of_many_microbatches_is_measured_in_part() -> None:
+def test_step_of_many_microbatches_is_measured_in_part() -> None:
     size = RESNET.batch.microbatch_size
     assert RESNET.batch.global_batch_size > 8 * size
     assert part_of_step(RESNET, world_size=1).batch.global_batch_size == 8 * size
     assert part_of_step(QUICKSTART, world_size=1) is QUICKSTART
 
 
-def test_an_illegal_change_is_told() -> None:
+def test_illegal_change_is_told() -> None:
     assert "is neither a divisor" in str(change(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
 
 
-def test_a_change_begins_where_the_last_one_ended() -> None:
+def test_change_begins_where_the_last_one_ended() -> None:
     more = Candidate("workers", {"data.num_threads": 4, "data.flip": False})
     assert describe(more, QUICKSTART, before={"data.num_threads": 2}) == (
         "data.num_threads 2 -> 4, data.flip true -> false"
@@ -379,7 +379,7 @@ def report(findings: Findings) -> str:
     return text
 
 
-def test_the_report_recommends_a_command_line() -> None:
+def test_report_recommends_a_command_line() -> None:
     row = Row(Candidate("workers", {"data.num_threads": 2}, "note"), comparison(0.25), is_taken=True)
     failed = Row(Candidate("prefetch", {"data.prefetch_batches": 4}), None, "OutOfMemoryError: no room")
     findings = Findings(
@@ -425,7 +425,7 @@ def test_refusals(options: list[str], error: type[Exception], complaint: str) ->
     assert complaint in str(caught.value)
 
 
-def test_a_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")

@@ -59,7 +59,7 @@ def slow_step(images_BF: Tensor, weight_FK: Tensor) -> float:
     return logits_BK.max().item()
 
 
-def test_an_item_in_a_step_is_found_with_its_line() -> None:
+def test_item_in_a_step_is_found_with_its_line() -> None:
     with FindSyncs(CPU) as syncs:
         for _ in range(2):
             slow_step(torch.ones(2, 3), torch.ones(3, 4, requires_grad=True))
@@ -84,14 +84,14 @@ def in_backward(gradient: Tensor) -> Tensor:
         (lambda x_N: float(x_N[0]), "reads a number"),
     ],
 )
-def test_what_else_waits_is_found(work: Any, words: str) -> None:
+def test_syncs_find_what_else_waits(work: Any, words: str) -> None:
     with FindSyncs(CPU) as syncs:
         work(torch.ones(3))
     assert len(syncs.found) == 1
     assert words in next(iter(syncs.found))
 
 
-def test_a_sync_in_a_hook_of_backward_is_found_and_plain_work_is_not() -> None:
+def test_sync_in_a_hook_of_backward_is_found_and_plain_work_is_not() -> None:
     weight_N = torch.ones(3, requires_grad=True)
     with FindSyncs(CPU) as syncs:
         (weight_N * 2).sum().backward()
@@ -116,7 +116,9 @@ def test_a_sync_in_a_hook_of_backward_is_found_and_plain_work_is_not() -> None:
         (lambda there, here: there.to(torch.float64), None),
     ],
 )
-def test_copies_that_a_gpu_makes_the_host_wait_for(work: Callable[[Tensor, Tensor], object], words: str | None) -> None:
+def test_syncs_are_copies_that_a_gpu_makes_the_host_wait_for(
+    work: Callable[[Tensor, Tensor], object], words: str | None
+) -> None:
     """By tensors that have a device and no values, so that no GPU is needed."""
     with FakeTensorMode():
         there, here = torch.zeros(3, device="cuda"), torch.zeros(3)
@@ -126,14 +128,14 @@ def test_copies_that_a_gpu_makes_the_host_wait_for(work: Callable[[Tensor, Tenso
     assert all(words in place for place in syncs.found)
 
 
-def test_on_a_gpu_only_its_own_tensors_wait() -> None:
+def test_syncs_on_a_gpu_are_of_its_own_tensors_only() -> None:
     with FindSyncs(torch.device("cuda")) as syncs:
         slow_step(torch.ones(2, 3), torch.ones(3, 4, requires_grad=True))
         torch.ones(3)[torch.ones(3) > 0].cpu()
     assert not syncs.found
 
 
-def test_arithmetic_of_a_image_is_that_of_the_formula() -> None:
+def test_flops_of_an_image_are_those_of_the_formula() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
     reducer = SimpleNamespace(is_active=True, zero_grad=model.zero_grad)
     prepared = SimpleNamespace(
@@ -146,7 +148,7 @@ def test_arithmetic_of_a_image_is_that_of_the_formula() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_peak_is_that_of_a_processor() -> None:
+def test_peak_is_that_of_a_processor() -> None:
     assert 1e8 < peak_flops(CPU, precision="fp32", seconds=0.01) < 1e14
 
 
@@ -161,7 +163,7 @@ def test_half_written_lines_wait_and_orders_end_with_the_doctor(tmp_path: Path) 
     assert (exchange.find_answer(0), exchange.find_answer(1)) == ({"steps": 1}, None)
 
 
-def test_a_process_that_has_ended_is_not_running() -> None:
+def test_process_that_has_ended_is_not_running() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     assert is_running(os.getpid())
@@ -191,7 +193,7 @@ def probe(options: list[str]) -> Iterator[_Probe]:
 
 
 @pytest.mark.long
-def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
+def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     before = {name: tensor.clone() for name, tensor in probe.parts.model.named_parameters()}
     for batches in ("pictures", "tensors", "pictures"):
         found = probe.steps(batches=batches, seconds=0.02)
@@ -215,7 +217,7 @@ def test_a_probe_measures_the_steps_of_training(probe: _Probe) -> None:
 
 
 @pytest.mark.slow
-def test_a_captured_step_tells_no_parts(probe: _Probe) -> None:
+def test_captured_step_tells_no_parts(probe: _Probe) -> None:
     class Captured(EagerExecution):
         measures_waits = False
 
@@ -240,7 +242,7 @@ QUICK = ("--quick", "--seconds", "0.05", "--only", "prefetch")
 
 
 @pytest.mark.long
-def test_a_whole_examination(options: list[str], tmp_path: Path) -> None:
+def test_whole_examination(options: list[str], tmp_path: Path) -> None:
     """On two ranks; the tests that follow have one."""
     files = ["--json", str(tmp_path / "found.json"), "--out", str(tmp_path / "out.yaml")]
     words = doctor(*options, *QUICK, "--ranks", "2", *files, f"--run.directory={tmp_path / 'run'}")
@@ -261,7 +263,7 @@ def test_a_whole_examination(options: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_config_that_cannot_be_measured_is_an_error_as_in_training(options: list[str], tmp_path: Path) -> None:
+def test_config_that_cannot_be_measured_is_an_error_as_in_training(options: list[str], tmp_path: Path) -> None:
     words = doctor(*options, *QUICK, f"--data.root={tmp_path / 'nowhere'}", "--json", str(tmp_path / "found.json"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1

@@ -43,7 +43,7 @@ def test_convolution_of_the_blurred_image(kernel_size: int, side: int) -> None:
     assert not torch.allclose(got.double(), plain(images_BCHW.double()), rtol=1e-2, atol=1e-2)
 
 
-def test_a_constant_stays_so_inside_of_the_image() -> None:
+def test_constant_stays_so_inside_of_the_image() -> None:
     blur = BlurConv2d(3, 3, 1, stride=2, padding=0, bias=False)
     torch.nn.init.eye_(blur.weight.data.view(3, 3))
     torch.testing.assert_close(blur(torch.ones(1, 3, 9, 9))[..., 1:-1, 1:-1], torch.ones(1, 3, 3, 3))

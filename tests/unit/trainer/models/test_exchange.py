@@ -50,7 +50,7 @@ def assert_same_logits(model: nn.Module, peer: nn.Module) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_theirs_in_ours(name: str, library: str) -> None:
+def test_foreign_weights_in_ours(name: str, library: str) -> None:
     peer, model = scrambled(LIBRARIES[library](name, num_classes=10)), ours(name)
     model.load_state_dict(from_foreign(peer.state_dict(), model, source="their.pth"))
     assert_same_logits(model, peer)
@@ -59,7 +59,7 @@ def test_theirs_in_ours(name: str, library: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_ours_in_theirs(name: str, library: str) -> None:
+def test_foreign_models_take_ours(name: str, library: str) -> None:
     model, peer = scrambled(ours(name)), LIBRARIES[library](name, num_classes=10).eval()
     model.to(memory_format=torch.channels_last)
     state = to_torchvision(model.state_dict())
@@ -171,5 +171,5 @@ REMEDY = "save one with torch.save(model.state_dict(), FILE)"
         ({0: torch.ones(1)}, "a.pth holds no state_dict, since 0 in it is of type Tensor"),
     ],
 )
-def test_what_is_no_state_dict(state: object, message: str) -> None:
+def test_state_dict_that_is_none(state: object, message: str) -> None:
     assert refusal(state, ours()) == f"{message}: {REMEDY}"

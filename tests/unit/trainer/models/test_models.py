@@ -94,7 +94,7 @@ def stage_blocks(name: str) -> list[tuple[int, int]]:
     return [(stage + 1, i) for stage, depth in enumerate(depths) for i in range(depth)]
 
 
-def test_a_zero_initialised_block_passes_its_input_through() -> None:
+def test_zero_initialised_block_passes_its_input_through() -> None:
     model = ResNet(Bottleneck, (2, 1, 1, 1))
     features_BCHW = torch.randn(2, 256, 4, 4)
     torch.testing.assert_close(model.layer1[1](features_BCHW), features_BCHW.clamp(min=0), rtol=0, atol=0)
@@ -185,7 +185,7 @@ def test_alexnet_bn_norms_follow_every_convolution_and_pool5() -> None:
     assert all(module.bias is None for module in features if isinstance(module, nn.Conv2d))
 
 
-def test_the_page_of_models_states_their_parameters_and_smallest_images() -> None:
+def test_page_of_models_states_their_parameters_and_smallest_images() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs/models.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (\d+) \|", page, re.M)
     counts = {name: num_parameters(make_on_meta(MODELS[name])) for name in MODELS}

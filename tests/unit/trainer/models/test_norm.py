@@ -142,7 +142,7 @@ def test_statistics_averaged_over_two_ranks_are_those_of_one() -> None:
     assert_statistics(mean, var, oracle_of(inputs, norm=ranks[0]), num_steps=3)
 
 
-def test_one_ghost_is_plain_batch_norm_in_train_and_eval() -> None:
+def test_ghost_that_is_one_is_plain_batch_norm_in_train_and_eval() -> None:
     norm, inputs = make_norm(1), make_inputs(1)
     plain = nn.BatchNorm2d(C, eps=EPS, momentum=MOMENTUM).double()
     plain.load_state_dict(norm.state_dict(), strict=True)
@@ -174,7 +174,7 @@ def test_half_inputs_keep_fp32_statistics_and_channels_last(dtype: torch.dtype) 
     np.testing.assert_allclose(norm.running_mean.numpy(), want_mean, rtol=1e-5)
 
 
-def test_a_batch_that_is_no_multiple_of_the_span_is_refused() -> None:
+def test_batch_that_is_no_multiple_of_the_span_is_refused() -> None:
     norm = make_norm(4)
     with pytest.raises(ValueError, match="batch of 7 samples is not a multiple of bn_span 6"):
         norm(make_inputs(2)[:7])
@@ -183,7 +183,7 @@ def test_a_batch_that_is_no_multiple_of_the_span_is_refused() -> None:
     assert norm.ghost_index == 0
 
 
-def test_a_batch_that_runs_over_the_step_is_refused() -> None:
+def test_batch_that_runs_over_the_step_is_refused() -> None:
     norm = make_norm(3)
     norm(make_inputs(2))
     with pytest.raises(ValueError, match=r"2 ghost batches after 2 .* ghosts_per_step 3"):
@@ -234,7 +234,7 @@ def test_averaging_between_forward_and_backward_leaves_autograd_alone() -> None:
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
 
 
-def test_a_model_without_running_statistics_gives_an_empty_tensor() -> None:
+def test_model_without_running_statistics_gives_an_empty_tensor() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm2d(C, track_running_stats=False))
     assert flatten_running_statistics(model).shape == (0,)
 

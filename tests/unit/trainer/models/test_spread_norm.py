@@ -123,7 +123,7 @@ def test_parts_are_those_of_plain_batch_norm_of_the_whole(num_ranks: int, dtype:
     assert results[0].outputs.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_rank_alone_would_be_wrong() -> None:
+def test_rank_alone_would_be_wrong() -> None:
     """What the comparison above says of statistics that stop at the rank."""
     inputs, grads = make_batch(2, torch.float32)
     norm = GhostBatchNorm2d(C, bn_span=PART, ghosts_per_step=1)
@@ -131,7 +131,7 @@ def test_a_rank_alone_would_be_wrong() -> None:
     assert (outputs.double() - whole(inputs, grads).outputs[:PART]).abs().max() > 0.1
 
 
-def test_a_large_mean_does_not_cancel_the_variance() -> None:
+def test_large_mean_does_not_cancel_the_variance() -> None:
     """Sums of squares would lose it: 1000^2 beside 1 leaves 1 digit of fp32."""
     inputs, grads = make_batch(2, torch.float32, offset=1000.0)
     results = spread(inputs, grads, num_ranks=2, dtype=torch.float32)
@@ -142,7 +142,7 @@ def test_a_large_mean_does_not_cancel_the_variance() -> None:
     assert_equal(results, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_several_steps_weigh_ghost_batches_as_one_rank_would() -> None:
+def test_ghost_batches_of_several_steps_weigh_as_on_one_rank() -> None:
     """Two ghost batches a step, each over two ranks: the running statistics of a rank that holds them whole."""
     batches = [make_batch(2, torch.float64, offset=float(k))[0] for k in range(4)]
     alone = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=2).double()
@@ -173,7 +173,7 @@ def test_evaluation_asks_no_other_rank() -> None:
     torch.testing.assert_close(norm(images), nn.BatchNorm2d(C).eval()(images), rtol=0, atol=0)
 
 
-def test_a_part_of_another_size_is_refused() -> None:
+def test_part_of_another_size_is_refused() -> None:
     norm = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=1, group=UNHEARD)
     with pytest.raises(ValueError, match="batch of 5 samples is not a multiple of bn_span 8 / 2 ranks"):
         norm(torch.zeros(PART + 1, C, H, W))

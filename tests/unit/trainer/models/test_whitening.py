@@ -80,7 +80,7 @@ def test_images_of_one_colour_give_numbers() -> None:
     assert whitening_filters(sums, std=STD, eps=EPS).isfinite().all()
 
 
-def test_the_weights_are_saved_and_nothing_updates_or_rounds_them() -> None:
+def test_weights_are_saved_and_nothing_updates_or_rounds_them() -> None:
     model = resnet9(width=2, is_whitened=True, norm_scale=0.25)
     names = [name for name, _ in model.named_parameters()]
     assert "prep.0.weight" not in names
@@ -92,7 +92,7 @@ def test_the_weights_are_saved_and_nothing_updates_or_rounds_them() -> None:
     assert layer(torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_before_it_is_fitted_each_channel_is_a_pixel() -> None:
+def test_whitening_before_it_is_fitted_has_a_pixel_in_each_channel() -> None:
     images_BCHW = torch.randn(1, 3, 8, 8)
     channels = PatchWhitening()(images_BCHW)
     torch.testing.assert_close(channels[:, 4], images_BCHW[:, 0])

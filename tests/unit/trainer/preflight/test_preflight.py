@@ -97,7 +97,7 @@ def test_noise_is_no_finding() -> None:
         ({"copy_gb_per_second": 750.0}, "n1: copies memory at 750.0 GB/s, the median node at 1,500.0"),
     ],
 )
-def test_a_node_slowed_by_half_is_named(count: int, odd: dict[str, float], told: str) -> None:
+def test_node_slowed_by_half_is_named(count: int, odd: dict[str, float], told: str) -> None:
     nodes = cluster(count, **odd)
     (text,) = texts(nodes)
     assert text.startswith(told)
@@ -105,20 +105,20 @@ def test_a_node_slowed_by_half_is_named(count: int, odd: dict[str, float], told:
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 16])
-def test_a_link_at_a_tenth_is_named_and_not_its_partners(count: int) -> None:
+def test_link_at_a_tenth_is_named_and_not_its_partners(count: int) -> None:
     nodes = cluster(count, rate=lambda a, b: (10 if 1 in (a, b) else 100) * GBIT)
     (text,) = texts(nodes)
     assert text.startswith("n1: its link carries 10.00 Gbit/s, the median node's 100.00 Gbit/s")
     assert blamed(nodes) == ["n1"]
 
 
-def test_one_slow_path_between_two_good_nodes_is_a_pair() -> None:
+def test_slow_path_between_two_good_nodes_is_a_pair() -> None:
     nodes = cluster(rate=lambda a, b: (10 if {a, b} == {1, 3} else 100) * GBIT)
     assert texts(nodes) == ["n1 to n3: 10.00 Gbit/s, the median node's link 100.00 Gbit/s"]
     assert blamed(nodes) == []
 
 
-def test_two_nodes_have_no_link_to_compare_with() -> None:
+def test_slow_links_of_two_nodes_have_none_to_compare_with() -> None:
     assert judge(cluster(2, rate=lambda a, b: GBIT)) == []
 
 
@@ -137,7 +137,7 @@ def test_two_nodes_have_no_link_to_compare_with() -> None:
         ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
     ],
 )
-def test_an_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
+def test_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
     nodes = cluster(**odd)
     (text,) = texts(nodes)
     assert text.startswith(told)
@@ -164,7 +164,7 @@ def test_data_that_nobody_sees_are_no_nodes_fault() -> None:
     assert blamed(nodes) == []
 
 
-def test_a_node_that_nobody_reaches_is_named_once() -> None:
+def test_node_that_nobody_reaches_is_named_once() -> None:
     nodes = [replace(each, unreachable=("n1",)) for each in cluster()]
     nodes[1] = replace(nodes[1], unreachable=())
     (text,) = texts(nodes)
@@ -172,14 +172,14 @@ def test_a_node_that_nobody_reaches_is_named_once() -> None:
     assert blamed(nodes) == ["n1"]
 
 
-def test_a_node_that_reaches_nobody_is_named_once() -> None:
+def test_node_that_reaches_nobody_is_named_once() -> None:
     (text,) = texts(cluster(unreachable=("n0", "n2", "n3")))
     assert "n1: 0 of 3 nodes cannot connect" in text
     assert "it cannot connect to 3" in text
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_pair_that_does_not_meet_is_named(count: int) -> None:
+def test_pair_that_does_not_meet_is_named(count: int) -> None:
     assert texts(cluster(count, unreachable=("n0",))) == ["n1 cannot connect to n0: a firewall or a route between them"]
 
 
@@ -190,7 +190,7 @@ def test_a_pair_that_does_not_meet_is_named(count: int) -> None:
         (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 works at 1,980 MHz, slowed by heat, the median one at 1,980"),
     ],
 )
-def test_a_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:
+def test_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:
     nodes = [node(f"n{i}", clocks={2 * i: Clock(1980.0, ()), 2 * i + 1: Clock(1755.0, ())}) for i in range(4)]
     assert judge(nodes) == []
     nodes[1] = replace(nodes[1], clocks={2: Clock(1980.0, ()), 3: clock})
@@ -224,7 +224,7 @@ def test_two_nodes_with_a_fault_of_their_own_are_both_named(first: dict[str, Any
 @pytest.mark.parametrize(
     "fault", [{"clocks": {0: Clock(900.0, ("heat",))}}, {"free_gb": {"/dev/shm": 0.1}}, {"disk_trouble": {"runs": "x"}}]
 )
-def test_a_node_alone_is_named_too(fault: dict[str, Any]) -> None:
+def test_node_alone_is_named_too(fault: dict[str, Any]) -> None:
     assert blamed([node("n0", **fault)]) == ["n0"]
 
 
@@ -242,7 +242,7 @@ def test_equal_places_fit() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("complaint", [None, "8 ranks on n1 but 7 GPUs"])
-def test_a_node_that_lacks_a_gpu_is_named(count: int, complaint: str | None) -> None:
+def test_node_that_lacks_a_gpu_is_named(count: int, complaint: str | None) -> None:
     odd = place(1, num_gpus=7, complaint=complaint)
     (finding,) = misfits([odd if number == 1 else place(number) for number in range(count)])
     assert finding.text == "n1: 7 GPUs, elsewhere 8: look at nvidia-smi and the kernel's log there"
@@ -261,7 +261,7 @@ def test_two_nodes_of_one_name_are_told() -> None:
     assert finding.hosts == ()
 
 
-def test_a_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[0-3]")
     control = SimpleNamespace(world_size=8, host_of=lambda rank: f"n{rank // 2}")
     (finding,) = silent([4, 5, 7], control)  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ def test_a_silent_node_is_told_apart_from_a_silent_rank(monkeypatch: pytest.Monk
     assert silent([], control) == []  # type: ignore[arg-type]
 
 
-def test_who_is_odd_of_two_camps() -> None:
+def test_odd_ones_of_two_camps() -> None:
     assert odd_ones({"a": 1, "b": 2}) == [("b", "1")]
     assert odd_ones({"a": 1, "b": 2, "c": 2}) == [("a", "2")]
     assert odd_ones({"a": {}, "b": {}}) == []
@@ -293,7 +293,7 @@ def test_remarks_on_a_data_set_that_is_not_all_of_imagenet() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 13])
-def test_every_pair_meets_once_and_nobody_twice_in_a_round(count: int) -> None:
+def test_pairs_all_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
     rounds = links.rounds_of_pairs(count)
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -311,7 +311,7 @@ def test_ports_that_do_not_answer() -> None:
 
 
 @pytest.mark.slow
-def test_a_short_queue_of_the_kernel_is_no_unreachable_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_queue_of_the_kernel_is_no_unreachable_node(monkeypatch: pytest.MonkeyPatch) -> None:
     create = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda where, backlog: create(where, backlog=4))
     with links.listening("127.0.0.1") as port:
@@ -350,7 +350,7 @@ def test_disk_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
     assert trouble == {}
 
 
-def test_a_folder_that_the_system_refuses_is_told(tmp_path: Path) -> None:
+def test_folder_that_the_system_refuses_is_told(tmp_path: Path) -> None:
     name = str(tmp_path / ("x" * 300))  # longer than a file system takes, and so refused to root, too
     words = ["--config", "quickstart", f"--run.directory={name}", "--data.stage=null", f"--data.root={name}"]
     config = load_config(words)
@@ -392,7 +392,7 @@ def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.
     assert node.complaint == "data/shapes was not read within 0.4 s: slow storage; bigbatch data pack helps"
 
 
-def test_the_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVIDIA H100 80GB HBM3, 570.86.15, 1980 MHz, 1980 MHz, 31"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -406,7 +406,7 @@ def test_the_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert facts.query_gpus() == ()
 
 
-def test_the_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that nobody asked for; the command's own word goes before it."""
     monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
     for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
@@ -435,20 +435,20 @@ def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.
 TRAIN = ("train", "--config", "quickstart")
 
 
-def test_the_command_checks_the_experiment_of_train() -> None:
+def test_command_checks_the_experiment_of_train() -> None:
     assert preflight_command(TRAIN) == ("preflight", "--config", "quickstart")
     assert preflight_command((), "--json", "x") == ("preflight", "--json", "x")
     assert preflight_command(("comm", "bench")) == ("preflight",)
 
 
-def test_who_starts_it() -> None:
+def test_launcher_starts_it() -> None:
     assert choose_launcher(JobSpec(TRAIN, 2)) == "mpirun"
     assert choose_launcher(JobSpec(TRAIN, 2, hosts=(("n0", 2),))) == "mpirun"
     for asked in ({"num_nodes": 2}, {"partition": "gpu"}, {"minutes": 5}):
         assert choose_launcher(JobSpec(TRAIN, 2, **asked)) == "slurm"  # type: ignore[arg-type]
 
 
-def test_a_job_without_its_unfit_hosts() -> None:
+def test_job_without_its_unfit_hosts() -> None:
     job = JobSpec(TRAIN, 4, hosts=(("n0.cluster", 2), ("n1.cluster", 2), ("n2.cluster", 2)))
     assert without(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))
     with pytest.raises(LaunchOptionError, match="without n0, n1 there are 2 slots for 4 ranks: name more --hosts"):
@@ -486,7 +486,7 @@ def resolves(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         (("left", "right"), {"left": "10.0.0.1", "right": "10.0.0.2", "n1": "10.0.0.2"}, "n1", ("left",)),
     ],
 )
-def test_an_unfit_host_is_found_under_another_name(
+def test_unfit_host_is_found_under_another_name(
     hosts: tuple[str, ...], known: dict[str, str], bad: str, fit: tuple[str, ...], resolves: dict[str, str]
 ) -> None:
     resolves.update(known)
@@ -502,7 +502,7 @@ def test_an_unfit_host_is_found_under_another_name(
         (("localhost", "right"), {"localhost": "127.0.0.1", "n1": "127.0.0.1"}),  # each is its own
     ],
 )
-def test_an_unfit_host_that_cannot_be_told_is_refused(
+def test_unfit_host_that_cannot_be_told_is_refused(
     hosts: tuple[str, ...], known: dict[str, str], resolves: dict[str, str], tmp_path: Path
 ) -> None:
     resolves.update(known)
@@ -601,7 +601,7 @@ def test_ctrl_c_while_it_looks_starts_nothing(
     assert len(started) == 1
 
 
-def test_a_hostfile_of_the_fit(calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hostfile_of_the_fit(calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CODE", "4")
     monkeypatch.setenv("BAD", "n1\\n")
     good = tmp_path / "good"
@@ -635,7 +635,7 @@ def test_looking_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixtur
     assert not calls.exists()
 
 
-def test_a_preflight_that_wrote_nothing_blames_nobody() -> None:
+def test_preflight_that_wrote_nothing_blames_nobody() -> None:
     assert read_bad_nodes(Path("/no/such/file")) == []
 
 

@@ -20,25 +20,25 @@ LR = exponential(1e-3, 1e3, steps=STEPS)
 LRS = [LR(step) for step in range(STEPS)]
 
 
-def test_the_learning_rate_rises_by_the_same_factor_each_step():
+def test_learning_rate_rises_by_the_same_factor_each_step():
     assert (LRS[0], LRS[-1]) == pytest.approx((1e-3, 1e3))
     assert [b / a for a, b in pairwise(LRS)] == pytest.approx([10 ** (6 / 120)] * (STEPS - 1))
 
 
-def test_the_running_mean_has_no_bias():
+def test_running_mean_has_no_bias():
     assert smooth([3.0] * 5) == pytest.approx([3.0] * 5)
     # (0.8 * 0.2 * 1 + 0.2 * 4) / (0.8 * 0.2 + 0.2)
     assert smooth([1.0, 4.0])[1] == pytest.approx(0.96 / 0.36)
 
 
-def test_an_explosion_is_four_times_the_lowest_mean():
+def test_explosion_is_four_times_the_lowest_mean():
     mean = SmoothedLoss()
     mean.add(2.0)
     assert [mean.has_exploded(value) for value in (2.0, 8.0, 8.001, math.nan)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("middle", [0.02, 0.3, 2.0])
-def test_the_steepest_descent_of_a_logistic_fall_is_its_middle(middle):
+def test_steepest_descent_of_a_logistic_fall_is_its_middle(middle):
     losses = [1 + 1.3 / (1 + (lr / middle) ** 2) for lr in LRS]  # logistic in ln(lr): steepest at the middle
     found = suggest(LRS, losses, exploded_lr=None)
     assert found.steepest_lr == pytest.approx(middle, rel=0.07)  # a step is a factor of 1.12
@@ -54,18 +54,18 @@ def test_noise_moves_it_little_and_a_rise_does_not_count():
     assert found.tenth_lr == 50
 
 
-def test_the_smaller_reading_is_suggested():
+def test_smaller_reading_is_suggested():
     losses = [1 + 1.3 / (1 + (lr / 2.0) ** 2) for lr in LRS]
     assert suggest(LRS, losses, exploded_lr=5.0).suggested_lr == 0.5
 
 
-def test_a_loss_that_only_rises_suggests_nothing():
+def test_loss_that_only_rises_suggests_nothing():
     found = suggest(LRS, [2 + step / 100 for step in range(STEPS)], exploded_lr=LRS[-1])
     assert (found.steepest_lr, found.suggested_lr) == (None, None)
     assert "never fell: raise --to" in explain(found, high=1e3, experiment=["quickstart"])[0]
 
 
-def test_the_reading_in_words():
+def test_reading_in_words():
     exploded = "\n".join(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=["quickstart"]))
     assert "exploded at 100; a tenth of that is 10" in exploded
     assert "bigbatch tune search --config quickstart --space schedule.base_lr=log:1:100 " in exploded
@@ -74,7 +74,7 @@ def test_the_reading_in_words():
     assert "log:1:50" in calm
 
 
-def test_the_suggested_search_is_of_the_experiment_as_it_was_overridden():
+def test_suggested_search_is_of_the_experiment_as_it_was_overridden():
     experiment = ["quickstart", "--data.root", "my data", "--data.mean=[0, 0, 0]"]
     command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=experiment)[-1])
     assert command[:3] == ["bigbatch", "tune", "search"]
@@ -122,7 +122,7 @@ def run_range(*options, ranks=0):
 
 
 @pytest.mark.long
-def test_two_ranks_find_where_the_loss_explodes(tmp_path):
+def test_range_of_two_ranks_finds_where_the_loss_explodes(tmp_path):
     done = run_range("--from", "0.1", "--to", "1e6", "--steps", "40", "--out", str(tmp_path / "out"), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out/range.json").read_text())
@@ -137,7 +137,7 @@ def test_two_ranks_find_where_the_loss_explodes(tmp_path):
 
 
 @pytest.mark.long
-def test_an_explosion_at_the_start_is_an_error(tmp_path):
+def test_explosion_at_the_start_is_an_error(tmp_path):
     done = run_range("--from", "1e6", "--to", "1e9", "--steps", "40", "--out", str(tmp_path / "out"))
     assert done.returncode == 1
     assert "start lower than --from 1e+06" in done.stderr

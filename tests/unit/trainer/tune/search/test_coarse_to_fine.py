@@ -19,7 +19,7 @@ from bigbatch.trainer.tune.search.coarse_to_fine import search
 
 @pytest.mark.long
 @pytest.mark.parametrize("metric", ["top1", "loss"])
-def test_a_second_round_comes_closer_to_the_best(tmp_path, metric):
+def test_second_round_comes_closer_to_the_best(tmp_path, metric):
     outcome, said = run(tmp_path, metric=metric)
     lrs = [[float(r.values["schedule.base_lr"]) for r in outcome.records if r.round == n] for n in (1, 2)]
     assert [len(each) for each in lrs] == [5, 5]
@@ -52,7 +52,7 @@ def test_best_yaml_is_the_whole_experiment_in_its_own_length(tmp_path):
 
 
 @pytest.mark.long
-def test_a_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
+def test_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
     first, _ = run(tmp_path)
     fake = Fake()
     again, _ = run(tmp_path, fake)
@@ -71,7 +71,7 @@ def test_trials_that_diverge_count_as_failed(tmp_path):
 
 
 @pytest.mark.long
-def test_a_search_whose_trials_all_fail_says_why(tmp_path):
+def test_search_whose_trials_all_fail_says_why(tmp_path):
     with pytest.raises(TuneError) as caught:
         run(tmp_path, Fake("--diverge-above", "0"), trials=4)
     message = str(caught.value)
@@ -83,7 +83,7 @@ def test_a_search_whose_trials_all_fail_says_why(tmp_path):
 
 
 @pytest.mark.long
-def test_an_evaluation_that_is_no_number_is_a_failure(tmp_path):
+def test_evaluation_that_is_no_number_is_a_failure(tmp_path):
     code = """
 import json, sys, pathlib
 folder = pathlib.Path(sys.argv[sys.argv.index('--run.directory') + 1])
@@ -115,7 +115,7 @@ def test_values_that_do_not_go_together_fail_without_a_process(tmp_path):
 
 
 @pytest.mark.long
-def test_the_worse_are_pruned_and_their_processes_end(tmp_path):
+def test_worse_are_pruned_and_their_processes_end(tmp_path):
     outcome, _ = run(tmp_path, Fake("--epoch-seconds", "0.15"), trials=12, rounds=1, epochs=10, prune=True, parallel=4)
     pruned = [r for r in outcome.records if r.ended.state == "pruned"]
     assert pruned
@@ -151,7 +151,7 @@ def stop_after(condition, number):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_search_goes_on_with_what_it_had(tmp_path, number):
+def test_stopped_search_goes_on_with_what_it_had(tmp_path, number):
     whole, _ = run(tmp_path / "whole", trials=6)
     folder = tmp_path / "study"
     before = signal.getsignal(number)
@@ -175,7 +175,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 @pytest.mark.long
-def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
+def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "END_SECONDS", 0.1)
     output, asked = tmp_path / "trial-0001/output.txt", threading.Event()
     ask_to_stop = running.RunningTrial.ask_to_stop
@@ -192,7 +192,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
+def test_best_at_an_end_of_its_range_is_pointed_out(tmp_path):
     _, said = run(tmp_path / "b", space=("optimizer.weight_decay=log2:1e-5:2e-5",), trials=2, rounds=1)
     assert [line for line in said if "lies at an end" in line] == [
         "the best optimizer.weight_decay lies at an end of its range: there may be better ones beyond "

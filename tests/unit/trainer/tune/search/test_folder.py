@@ -26,7 +26,7 @@ from bigbatch.trainer.tune.search.coarse_to_fine import search
         ({"config": ("--config", "quickstart", "--run.seed", "1")}, "run.seed=1 (was 0)"),
     ],
 )
-def test_a_folder_of_another_search_is_refused(tmp_path, changes, complaint):
+def test_folder_of_another_search_is_refused(tmp_path, changes, complaint):
     run(tmp_path, trials=3, rounds=1)
     with pytest.raises(TuneError) as caught:
         run(tmp_path, **({"trials": 3, "rounds": 1} | changes))
@@ -35,7 +35,7 @@ def test_a_folder_of_another_search_is_refused(tmp_path, changes, complaint):
 
 
 @pytest.mark.long
-def test_other_folders_are_refused(tmp_path):
+def test_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used/thesis.tex").touch()
     with pytest.raises(TuneError, match="is not empty and holds no search: choose another --study"):
@@ -55,7 +55,7 @@ def test_other_folders_are_refused(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("left", [(), ("base.yaml",), (".base.yaml.77",), ("base.yaml", ".search.json.77")])
-def test_a_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
+def test_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
     for name in (".search.lock", ".trials.lock", *left):
         (tmp_path / name).write_text("")
     outcome, _ = run(tmp_path, trials=2, rounds=1)
@@ -64,14 +64,14 @@ def test_a_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_taken_while_we_wait_for_its_lock(tmp_path, monkeypatch):
+def test_folder_that_is_taken_while_we_wait_for_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(search_module, "require_own", lambda folder, identity: (tmp_path / "thesis.tex").touch())
     with pytest.raises(TuneError, match="is not empty and holds no search"):
         run(tmp_path)
 
 
 @pytest.mark.slow
-def test_two_searches_do_not_share_a_folder(tmp_path):
+def test_folder_is_not_shared_by_two_searches(tmp_path):
     with (tmp_path / ".search.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TuneError, match="another search works in"):

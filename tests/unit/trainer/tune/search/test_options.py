@@ -16,7 +16,7 @@ from bigbatch.trainer.tune.search.options import parse_search
 WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
 
 
-def test_the_command_line(tmp_path):
+def test_command_line(tmp_path):
     found = parse_search(
         [*WORDS[2:], str(tmp_path), "--run.seed", "3", "--launch", "mpirun --ranks 2", "--prune", "none"]
     )
@@ -30,7 +30,7 @@ def test_the_command_line(tmp_path):
 
 
 @pytest.mark.long
-def test_a_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys):
+def test_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys):
     folder = tmp_path / "study"
     assert main([*WORDS, str(folder), "--dry-run", "--launch", "torchrun --ranks 2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -42,7 +42,7 @@ def test_a_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_of_a_job_is_no_search(tmp_path, monkeypatch):
+def test_rank_of_a_job_is_no_search(tmp_path, monkeypatch):
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -59,7 +59,7 @@ def test_refusals(text, complaint):
     assert "\n" not in str(caught.value)
 
 
-def test_a_space_needs_an_axis_and_names_each_key_once():
+def test_space_needs_an_axis_and_names_each_key_once():
     with pytest.raises(ConfigError, match="--space is missing"):
         parse_space(())
     with pytest.raises(ConfigError, match=r"names schedule\.base_lr twice"):
@@ -74,14 +74,14 @@ def test_a_space_needs_an_axis_and_names_each_key_once():
         ("90", 10 ** (4 / 3), 100),
     ],
 )
-def test_a_log_range_shrinks_to_a_third(best, low, high):
+def test_log_range_shrinks_to_a_third(best, low, high):
     (shrunk,) = shrink((Range("schedule.base_lr", 1, 100, is_log=True, is_int=False),), {"schedule.base_lr": best})
     assert isinstance(shrunk, Range)
     assert (shrunk.low, shrunk.high) == pytest.approx((low, high))
     assert shrunk.is_log
 
 
-def test_other_axes_shrink_too():
+def test_shrink_of_other_axes():
     linear = Range("optimizer.label_smoothing", 0, 0.3, is_log=False, is_int=False).shrunk("0.2")
     assert (linear.low, linear.high) == pytest.approx((0.15, 0.25))
     whole = Range("augment.randaugment_ops", 1, 13, is_log=False, is_int=True).shrunk("12")
@@ -93,7 +93,7 @@ def test_other_axes_shrink_too():
     assert choice.shrunk("0.9") == choice
 
 
-def test_the_best_stays_in_every_round():
+def test_best_stays_in_every_round():
     axis = Range("schedule.base_lr", 0.1, 30, is_log=True, is_int=False)
     for text in (axis.text(0.1), axis.text(3.14159), axis.text(30)):
         shrunk = axis.shrunk(text).shrunk(text).shrunk(text)
@@ -111,7 +111,7 @@ def test_numbers_have_few_digits_and_stay_in_the_range():
     assert load_config(["--config", "quickstart", "--optimizer.weight_decay", small]).optimizer.weight_decay == 3.22e-5
 
 
-def test_the_end_of_a_range_is_an_edge():
+def test_end_of_a_range_is_an_edge():
     axis = Range("schedule.base_lr", 1, 100, is_log=True, is_int=False)
     assert [axis.is_edge(text) for text in ("1.2", "1.3", "10", "79", "80")] == [True, False, False, False, True]
     grid = Grid("batch.global_batch_size", ("1", "2", "4"), is_ordered=True)

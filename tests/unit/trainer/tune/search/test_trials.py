@@ -36,7 +36,7 @@ MOMENTUM = Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
 # a trial's config
 
 
-def test_what_is_stated_in_epochs_shrinks_with_the_run(tmp_path):
+def test_short_run_shrinks_what_is_stated_in_epochs(tmp_path):
     long = load_config(
         [
             *("--config", "imagenette", "--run.epochs", "20", "--data.train_sizes", "[[0,128],[1,144],[15,160]]"),
@@ -52,14 +52,14 @@ def test_what_is_stated_in_epochs_shrinks_with_the_run(tmp_path):
     assert shorten(long, epochs=4, evaluate_each=False, directory=tmp_path).run.eval_every_epochs == 4
 
 
-def test_a_decay_shrinks_too(tmp_path):
+def test_decay_shrinks_too(tmp_path):
     long = load_config(["--config", "quickstart", "--schedule.decay_epochs", "9"])
     short = shorten(long, epochs=4, evaluate_each=False, directory=tmp_path)
     assert short.schedule.decay_epochs == pytest.approx(3)
 
 
 @pytest.mark.parametrize("name", packaged_configs())
-def test_every_recipe_can_be_shortened_to_any_length(name, tmp_path):
+def test_short_run_of_every_recipe_at_any_length(name, tmp_path):
     long = load_config(["--config", name])
     for epochs in range(1, long.run.epochs + 1):
         schedule = shorten(
@@ -72,7 +72,7 @@ def test_every_recipe_can_be_shortened_to_any_length(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_warmup_of_the_whole_run_can_be_shortened(tmp_path):
+def test_warmup_of_the_whole_run_can_be_shortened(tmp_path):
     quick = load_config(["--config", "quickstart"])
     for whole in range(2, 60):
         long = dataclasses.replace(
@@ -85,7 +85,7 @@ def test_a_warmup_of_the_whole_run_can_be_shortened(tmp_path):
             assert short.schedule.warmup_epochs == pytest.approx(epochs)
 
 
-def test_a_short_run_lasts_to_its_end(tmp_path):
+def test_short_run_lasts_to_its_end(tmp_path):
     stops = ("--run.target_top1", "0.5", "--run.stop_metric", "loss", "--run.stop_after_evaluations", "1")
     long = load_config(["--config", "quickstart", *stops, "--run.divergence_steps", "7"])
     run = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path).run
@@ -93,7 +93,7 @@ def test_a_short_run_lasts_to_its_end(tmp_path):
     assert stops == (None, None, None, None)
 
 
-def test_an_average_shrinks_with_the_run(tmp_path):
+def test_average_shrinks_with_the_run(tmp_path):
     """Else the short run would be refused: it has not so many steps."""
     quick = load_config(["--config", "quickstart"])
     steps = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 4}
@@ -106,7 +106,7 @@ def test_an_average_shrinks_with_the_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])
-def test_the_options_of_a_trial_make_its_config(name, tmp_path):
+def test_options_of_a_trial_make_its_config(name, tmp_path):
     base = load_config(["--config", name])
     other = load_config(["--config", name, "--schedule.base_lr", "3.5", "--data.mean", "[0.1,0.2,0.3]"])
     short = shorten(other, epochs=2, evaluate_each=True, directory=tmp_path)
@@ -197,7 +197,7 @@ def wait_for_word(trial):
         time.sleep(0.02)
 
 
-def test_the_reason_of_this_process_and_not_of_an_earlier_one(tmp_path):
+def test_reason_of_this_process_and_not_of_an_earlier_one(tmp_path):
     assert wait_for(start("import sys; sys.exit('bigbatch: first')", tmp_path)) == 1
     second = start("import sys; print('bigbatch: second'); sys.exit(1)", tmp_path)
     assert wait_for(second) == 1
@@ -223,7 +223,7 @@ def test_reasons(text, reason):
     assert find_reason(text) == reason
 
 
-def test_a_trial_is_asked_to_stop(tmp_path):
+def test_trial_is_asked_to_stop(tmp_path):
     trial = start(f"{ON_SIGTERM}sys.exit(130)){WAIT}", tmp_path)
     wait_for_word(trial)
     assert trial.exit_code() is None
@@ -232,7 +232,7 @@ def test_a_trial_is_asked_to_stop(tmp_path):
     assert wait_for(trial) == 130
 
 
-def test_one_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+def test_trial_that_does_not_listen_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "PATIENCE_SECONDS", (0.1, 0.1))
     trial = start(f"{ON_SIGTERM}print('asked', flush=True)){WAIT}", tmp_path)
     wait_for_word(trial)
@@ -287,7 +287,7 @@ def test_values_are_spread_evenly(tmp_path):
     assert [each["optimizer.momentum"] for each in values[1:]].count("0.9") == 4
 
 
-def test_what_a_killed_search_left_goes_on_with_the_same_values(tmp_path):
+def test_study_goes_on_with_the_values_of_a_killed_search(tmp_path):
     first = open_round(tmp_path)
     done, left = first.ask(), first.ask()
     first.tell(done[0], finished(0.3))
@@ -301,7 +301,7 @@ def test_what_a_killed_search_left_goes_on_with_the_same_values(tmp_path):
     assert open_round(tmp_path).ended()[1] == (*left, Ended("failed", None, "a reason", 2.0))
 
 
-def test_a_trial_of_which_nothing_was_chosen_yet_gets_values(tmp_path):
+def test_trial_of_which_nothing_was_chosen_yet_gets_values(tmp_path):
     """A search that was killed between the birth of a trial and the choice of its values."""
     study = open_round(tmp_path)
     study._study.ask()
@@ -316,7 +316,7 @@ def test_rounds_try_other_values_and_do_not_count_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("maximize", [True, False])
-def test_the_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
+def test_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
     study = open_round(tmp_path, maximize=maximize, prune_from_epoch=2)
     sign = 1 if maximize else -1
     for result in (0.1, 0.2, 0.3, 0.4):
@@ -335,7 +335,7 @@ def test_the_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
 
 
 @pytest.mark.parametrize("missing", ["optuna", "scipy.stats.qmc"])
-def test_a_missing_package_names_the_extra(missing, monkeypatch, tmp_path):
+def test_missing_package_names_the_extra(missing, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(TuneError, match=r"pip install 'bigbatch\[tune\]'"):
         open_round(tmp_path)
@@ -390,7 +390,7 @@ def test_trials_are_shared_out_among_rounds(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("warmup", "epoch"), [("0", 1), ("2", 1), ("6", 2), ("9", 2)])
-def test_nothing_is_pruned_in_the_warmup(tmp_path, warmup, epoch):
+def test_prune_of_nothing_in_the_warmup(tmp_path, warmup, epoch):
     """Quickstart's 12 epochs become 2, so a warm-up of 6 is one of the two."""
     assert (
         make(tmp_path, config=("--config", "quickstart", "--schedule.warmup_epochs", warmup)).prune_from_epoch == epoch
