@@ -14,7 +14,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.config.file import dump_config, flatten
+from bigbatch.trainer.config.file import dump_config, read_dumped
 from bigbatch.trainer.run.folder import RunDir, writing
 
 MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
@@ -124,10 +124,10 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
 def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) -> None:
     path = folder.config(point.number)
     try:
-        old = flatten(yaml.safe_load(path.read_text()))
+        old = read_dumped(path.read_text())
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
-    new = flatten(yaml.safe_load(dump_config(point.config)))
+    new = read_dumped(dump_config(point.config))
     if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
         old["run.directory"] = point.config.run.directory
     for key in (*new, *old):

@@ -109,8 +109,10 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_dumped(text: str) -> dict[str, Any]:
-    """The values of all keys that dump_config once wrote, by dotted key: a key that came later has its default."""
-    return with_defaults(flatten(yaml.load(text, StrictLoader)))
+    """What dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default."""
+    stated = flatten(yaml.load(text, StrictLoader))
+    values = with_defaults(stated) | stated
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def dump_config(config: Config) -> str:

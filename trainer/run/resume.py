@@ -167,10 +167,10 @@ def changes(old: str, new: str) -> dict[str, str]:
 
     A key that the old one, of an earlier version, does not state had its default.
     """
-    before, after = ({key: as_yaml(value) for key, value in read_dumped(text).items()} for text in (old, new))
+    before, after = read_dumped(old), read_dumped(new)
     where_and_how = ("run.directory", "run.resume")
     return {
-        key: f"{value} (was {before[key]})"
+        key: f"{as_yaml(value)} (was {as_yaml(before[key])})"
         for key, value in after.items()
         if value != before[key] and key not in where_and_how
     }

@@ -1,11 +1,16 @@
 """What fields state of their keys is consistent, and types are those of the fields."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
 from bigbatch.trainer.config.fields import conform, describe
-from bigbatch.trainer.config.schema import KEYS, all_keys, typed
+from bigbatch.trainer.config.file import flatten
+from bigbatch.trainer.config.schema import KEYS, all_keys, typed, with_defaults
+
+DEFAULTS = Path(__file__).resolve().parents[3] / "golden/defaults.yaml"
 
 
 @pytest.mark.parametrize("name", all_keys())
@@ -16,6 +21,13 @@ def test_every_default_is_legal(name):
     assert type(value) is type(key.default)
     numbers = value if isinstance(value, tuple) else (value,)
     assert value is None or all(legal.holds(number) for legal in key.ranges for number in numbers)
+
+
+def test_defaults_stay_what_they_are():
+    """Run folders from before a key existed load by its default, and recipes leave out what has it."""
+    kept = flatten(yaml.safe_load(DEFAULTS.read_text()))
+    defaults = with_defaults({})
+    assert {key: typed(key, value) for key, value in kept.items()} == {key: defaults[key] for key in kept}
 
 
 def test_what_decides_is_itself_for_every_choice():
