@@ -10,6 +10,7 @@ from rich.table import Table
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts, Spread
+from bigbatch.trainer.input.base import written_keys
 
 
 def print_report(report: CheckReport, *, console: Console) -> None:
@@ -91,6 +92,6 @@ def verdict(report: CheckReport) -> str:
 def write_json(report: CheckReport, path: Path) -> None:
     """Write all cases of all findings. Raises: DataError if path cannot be written."""
     try:
-        path.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(report, dict_factory=written_keys), indent=1) + "\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); name another file") from error

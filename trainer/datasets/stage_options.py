@@ -37,6 +37,7 @@ def add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _stage(arguments: argparse.Namespace) -> int:
     from bigbatch.trainer.datasets.show_progress import show_progress
     from bigbatch.trainer.datasets.stage import stage
+    from bigbatch.trainer.input.base import written_keys
 
     target = arguments.target
     with show_progress(f"staging {target}", unit="MB") as on_progress:
@@ -48,10 +49,8 @@ def _stage(arguments: argparse.Namespace) -> int:
             on_wait=lambda: print(f"waiting for another process, which stages into {target}", file=sys.stderr),
         )
     if arguments.json:
-        facts = asdict(summary)
-        # scripts read this line: its words stay when our identifiers change
-        facts = {"root": str(target), "num_pictures": facts.pop("num_images"), **facts, "gb_per_s": summary.gb_per_s}
-        print(json.dumps(facts))
+        facts = asdict(summary, dict_factory=written_keys)
+        print(json.dumps({"root": str(target), **facts, "gb_per_s": summary.gb_per_s}))
     else:
         print(f"{target}: {summary}\nin the config: data.root: {target}")
     return 0

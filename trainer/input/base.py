@@ -2,12 +2,21 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:  # torch takes seconds to import, which processes that only read pictures need not spend
     from torch import Tensor
+
+
+def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Take a dataclass's fields for a file that others read, as asdict's dict_factory.
+
+    The keys of such files stay what they were when our identifiers changed from picture to image.
+    """
+    former = {"images": "pictures", "num_images": "num_pictures"}
+    return {former.get(name, name): value for name, value in fields}
 
 
 @dataclass(frozen=True)

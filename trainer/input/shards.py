@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.trainer.input.base import ImageSource
+from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.order import list_names, read_index, read_problem, require_same_classes
 
@@ -55,8 +55,7 @@ class SplitIndex:
     """The settings of the packer: max_side, quality, shard_bytes."""
 
     def to_json(self) -> str:
-        stated = {"num_pictures" if key == "num_images" else key: value for key, value in asdict(self).items()}
-        return json.dumps(stated, indent=1) + "\n"
+        return json.dumps(asdict(self, dict_factory=written_keys), indent=1) + "\n"
 
 
 def parse_facts(text: str, *, path: Path) -> SplitIndex:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.preflight.node import Finding, Node
 from bigbatch.trainer.preflight.speeds import bits
 from bigbatch.trainer.preflight.verdict import remarks
@@ -39,7 +40,7 @@ def tell(
         _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
     if arguments.json:
         facts = {
-            "nodes": [asdict(node) for node in nodes],
+            "nodes": [asdict(node, dict_factory=written_keys) for node in nodes],
             "findings": [asdict(finding) for finding in findings],
             "seconds": seconds,
         }

@@ -462,6 +462,7 @@ def test_check_the_command_names_the_first_and_writes_all(tmp_path, capsys):
         f"c/{number}.JPEG" for number in range(3)
     ]
     assert written["splits"]["train"]["forms"] == {"JPEG RGB": 6}
+    assert written["splits"]["train"]["num_pictures"] == 9
     assert written["decoded"] is False
 
 

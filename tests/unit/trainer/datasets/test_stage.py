@@ -458,7 +458,7 @@ def test_staging_the_command(source, target, made, capsys):
     assert err.splitlines()[-1] == f"staging {target}: 1 of 1 MB"
     assert main(["data", "stage", str(source), str(target), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["root"], found["num_images"], found["bytes_copied"]) == (str(target), 24, 0)
+    assert (found["root"], found["num_pictures"], found["bytes_copied"]) == (str(target), 24, 0)
     assert main(["data", "stage", str(made / "folders"), str(target)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "is not packed" in line
