@@ -12,6 +12,9 @@ from typing import Protocol
 
 from bigbatch.launch.jobs.spec import JobSpec
 
+IN_A_TERMINAL = "its job is the command in your terminal: look there, and end it by Ctrl-C"
+"""The queue of a launcher that runs a job in the foreground."""
+
 
 class Start(Protocol):
     """A launcher starts a job here, or hands it to a queue."""

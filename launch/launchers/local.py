@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import Launcher, command_line
+from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 from bigbatch.launch.launchers.torchrun import ASKS_TO_STOP, rank_argv
 
 REFUSED = {
@@ -44,6 +44,6 @@ LAUNCHER = Launcher(
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    queue="its job is the command in your terminal: look there, and end it by Ctrl-C",
+    queue=IN_A_TERMINAL,
     count_ranks=lambda: count_gpus() or 1,
 )

@@ -13,7 +13,7 @@ from bigbatch.launch.jobs.fit_hosts import preflight_command, read_bad_nodes, wi
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import Launcher, command_line
+from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGUSR1
 """What makes mpirun pass on a request to stop, without a deadline; after SIGTERM it kills within a second."""
@@ -145,5 +145,5 @@ LAUNCHER = Launcher(
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    queue="its job is the command in your terminal: look there, and end it by Ctrl-C",
+    queue=IN_A_TERMINAL,
 )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import Launcher, command_line
+from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGTERM
 """torchrun passes it on and waits 30 seconds for the ranks; SIGUSR1 would end torchrun and leave them behind."""
@@ -77,5 +77,5 @@ LAUNCHER = Launcher(
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
-    queue="its job is the command in your terminal: look there, and end it by Ctrl-C",
+    queue=IN_A_TERMINAL,
 )
