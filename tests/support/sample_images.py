@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor
 
 REAL_DATA = Path(
     os.environ.get("BIGBATCH_REAL_DATA") or Path(__file__).resolve().parents[2].parent / "shared/data/imagenet-sample"
@@ -40,3 +42,13 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     return root
+
+
+def resized_crop(image_CHW: Tensor, box: list[int], *, size: int) -> Tensor:
+    """torchvision's resized_crop of (top, left, height, width) by torch's integer kernel, in uint8, on any CPU.
+
+    torchvision itself takes that kernel only where there is AVX2, and computes in fp32 elsewhere.
+    """
+    top, left, height, width = box
+    cut_1CHW = image_CHW[None, :, top : top + height, left : left + width]
+    return F.interpolate(cut_1CHW, size=(size, size), mode="bilinear", antialias=True)[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from image_loaders import COMMON_SETTINGS, made_loaders
 from PIL import Image
-from sample_images import encoded, smooth_image, write
+from sample_images import encoded, resized_crop, smooth_image, write
 from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, StorageError
@@ -64,7 +64,7 @@ def expected_images(index, request, bad):
     stored = [Image.open(index.full_path(position)).convert("RGB") for position in used]
     boxes_B4, flips_B = CROP(request.epoch, request.indices_B, np.array([(i.height, i.width) for i in stored]))
     resized = [
-        vision.resized_crop(vision.pil_to_tensor(image), *box, [SIZE, SIZE], antialias=True)
+        resized_crop(vision.pil_to_tensor(image), box, size=SIZE)
         for image, box in zip(stored, boxes_B4.tolist(), strict=True)
     ]
     flipped = [vision.hflip(image) if flip else image for image, flip in zip(resized, flips_B, strict=True)]
