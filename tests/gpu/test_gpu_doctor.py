@@ -31,6 +31,7 @@ def test_an_examination_tells_how_long_the_gpu_works(tmp_path: Path) -> None:
         "data.image_size": 32,
         "optimizer.precision": "fp16",
         "optimizer.loss_scale": 256.0,
+        "optimizer.loss_scale_growth_steps": "null",
     }
     words = ["doctor", "--config", "quickstart", "--quick", "--seconds", "0.2", "--only", "microbatch"]
     words += [f"--{key}={value}" for key, value in options.items()] + ["--json", str(tmp_path / "found.json")]

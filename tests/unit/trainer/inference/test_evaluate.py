@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
+import yaml
 from PIL import Image
 from torch import nn
 from torchvision.transforms.v2 import functional as tv
@@ -180,3 +181,12 @@ def test_evaluate_options_may_stand_before_the_run_folder(tmp_path: Path, capsys
     (tmp_path / "config.yaml").write_text(Path("configs/quickstart.yaml").read_text())
     assert main(["evaluate", "--data.root", "else/where", str(tmp_path)]) == 1
     assert "checkpoints holds no checkpoint: train the run first" in capsys.readouterr().err
+
+
+def test_evaluate_takes_a_run_folder_from_before_keys_existed(tmp_path: Path) -> None:
+    config = load_config(["--config", "quickstart"])
+    older = yaml.safe_load(dump_config(config))
+    del older["compute"], older["optimizer"]["clip_norm"], older["model"]["pool_first"], older["data"]["stage"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    _, read, _ = read_trained(trained_parser("bigbatch evaluate", description=""), [str(tmp_path), "--checkpoint", "c"])
+    assert read == config
