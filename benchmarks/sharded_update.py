@@ -26,7 +26,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.build.optimizer import make_native
-from bigbatch.trainer.config.optimizer import OPTIMIZERS
+from bigbatch.trainer.config.sections import OPTIMIZERS
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.param_groups import param_groups
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision

@@ -1,9 +1,8 @@
 """Which settings of the optimizer go together."""
 
 from bigbatch.errors import ConfigError, nearest
-from bigbatch.trainer.config.sections import CommConfig, OptimizerConfig
+from bigbatch.trainer.config.sections import OPTIMIZERS, CommConfig, OptimizerConfig
 
-OPTIMIZERS = ("lars", "lamb", "sgd", "adamw")
 STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_decay"}
 """Arguments of an optimizer -> the keys of the config that give them."""
 

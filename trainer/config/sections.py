@@ -15,6 +15,7 @@ from bigbatch.trainer.config.fields import (
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 READERS = ("dali", "torchvision")  # loaders that read pictures while training
+OPTIMIZERS = ("lars", "lamb", "sgd", "adamw")  # each is made by the module of its name in trainer/optim
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 
 

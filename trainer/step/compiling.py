@@ -6,7 +6,7 @@ from bigbatch.comm.rendezvous.environ import keep_compiled_code
 
 
 def compile_failure(first_call: Callable[[], object]) -> str:
-    """Make the first call of what torch.compile was given, and say in one line why it cannot compile that."""
+    """Make the first call of what torch.compile was given, and say in one line why it cannot compile that, if so."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.config.optimizer import OPTIMIZERS, optimizer_notes
+from bigbatch.trainer.config.optimizer import optimizer_notes
+from bigbatch.trainer.config.sections import OPTIMIZERS
 from bigbatch.trainer.optim.foreign import eval_mode, resume_training
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
