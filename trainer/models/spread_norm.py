@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 PIXELS = (0, 2, 3)
@@ -65,7 +64,10 @@ class SpreadNormalize(torch.autograd.Function):
         if images_BCHW.is_cuda:
             normalized: Tensor = torch.batch_norm_elemt(images_BCHW, weight_C, bias_C, mean_C, inverse_C, 0.0)
             return normalized
-        return F.batch_norm(images_BCHW, mean_C, inverse_C.pow(-2), weight_C, bias_C, training=False, eps=0.0)
+        variance_C = inverse_C.pow(-2)  # holds epsilon already; torch 2.10's F.batch_norm refuses to add none
+        return torch.batch_norm(
+            images_BCHW, weight_C, bias_C, mean_C, variance_C, False, 0.0, 0.0, torch.backends.cudnn.enabled
+        )
 
     @staticmethod
     def backward(ctx: Any, grad_BCHW: Tensor) -> tuple[Tensor | None, ...]:
