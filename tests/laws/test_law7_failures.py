@@ -64,7 +64,7 @@ def test_nan_of_one_rank_names_rank_and_step_and_is_not_saved(precision: str, da
     settings = {"optimizer.precision": precision, "run.checkpoint_every_steps": 1}
     if precision == "fp16":
         settings |= {"optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 2000}
-    line = fails(Forked(tuple(train_command(data, tmp_path, settings)), ranks=2, target="laws.ranks_nan:main"))
+    line = fails(Forked(tuple(train_command(data, tmp_path, settings)), ranks=2, target="tests.laws.ranks_nan:main"))
     assert "the loss is nan since step 3, which began on rank 1 of 2 alone: look at the pictures and the GPU" in line
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")] == [1, 2]
 

@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 from bigbatch.trainer.run.folder import RunDir, read_records
+
+pytestmark = pytest.mark.long
 
 SLEEP_SECONDS = 0.1
 SCRIPT = f"""
 import os, sys, time
 import torch.nn.functional as F
-
-pytestmark = pytest.mark.long
 
 if os.environ["RANK"] == "1":
     fast = F.cross_entropy
