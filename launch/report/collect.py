@@ -199,12 +199,12 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: RunFolderError."""
+    """Read the mapping of a JSON file. Raises: RunFolderError."""
     return _mapping(path, json.loads)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raises: RunFolderError."""
+    """Read the mapping of a YAML file. Raises: RunFolderError."""
     return _mapping(path, yaml.safe_load)
 
 

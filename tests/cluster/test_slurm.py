@@ -321,7 +321,7 @@ def test_different_code_on_two_nodes_is_named(slurm: EmulatedCluster, shapes: Pa
     """By every rank, before any training."""
     copy = tmp_path / "other"
     shutil.copytree(ROOT / "bigbatch", copy / "bigbatch", ignore=shutil.ignore_patterns("__pycache__"))
-    with (copy / "bigbatch/trainer/loop.py").open("a") as file:
+    with (copy / "bigbatch/trainer/step/loop.py").open("a") as file:
         file.write("# another\n")
     command = shlex.join([sys.executable, "-m", "bigbatch", *train_command(shapes, tmp_path / "run", LONG)])
     rank = f"[ $SLURM_NODEID = 0 ] || export PYTHONPATH={shlex.quote(str(copy))}; exec {command}"

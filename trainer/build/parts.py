@@ -260,7 +260,7 @@ def make_parts(
 def _make_optimizer(
     config: Config, model: nn.Module, precision: Precision, *, reducer: GradientReducer, communicator: Communicator
 ) -> torch.optim.Optimizer:
-    """Make it over all weights, or, in a sharded update, over this rank's share, which precision then holds."""
+    """Make the optimizer over all weights or, if sharded, over the share that this rank's precision then holds."""
     make = partial(make_optimizer, config.optimizer, model, lr=config.schedule.base_lr)
     if not config.optimizer.sharded:
         return make(precision.masters)
@@ -277,7 +277,7 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
 
 
 def _make_average(config: Config, precision: Precision) -> WeightAverage:
-    """Average the weights, and batch norm's running statistics, which are theirs (docs/decisions/027)."""
+    """Make the average of the weights and of batch norm's running statistics, which are theirs (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
         return NoAverage()

@@ -17,7 +17,7 @@ RESIDUAL_BLOCKS = {
 
 
 def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> None:
-    """Raises: ConfigError."""
+    """Check what compiling and recomputation go with. Raises: ConfigError."""
     if compute.compile is None and compute.compile_fallback:
         raise ConfigError("compute.compile_fallback=True has no meaning without compute.compile: set it to false")
     if compute.compile is not None and ranks_per_ghost(batch) > 1:

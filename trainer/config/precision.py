@@ -17,7 +17,7 @@ TENSOR_CORES = (7, 0)
 
 
 def check_precision(optimizer: OptimizerConfig) -> None:
-    """Raises: ConfigError."""
+    """Check the loss scale. Raises: ConfigError."""
     scale = optimizer.loss_scale
     if scale is not None and scale != nearest_scale(scale):
         raise ConfigError(
@@ -34,7 +34,7 @@ def nearest_scale(scale: float) -> float:
 
 
 def check_average(optimizer: OptimizerConfig) -> None:
-    """Raises: ConfigError."""
+    """Check that an average of the weights has both of its settings. Raises: ConfigError."""
     decay, every_steps = optimizer.ema_decay, optimizer.ema_every_steps
     if decay is not None and every_steps is None:
         raise ConfigError(f"optimizer.ema_every_steps is null, but optimizer.ema_decay={decay} needs it: 1 is usual")

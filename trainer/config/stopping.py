@@ -8,7 +8,7 @@ METRICS = {"top1": 1, "top5": 1, "loss": -1}
 
 
 def check_stopping(run: RunConfig, data: DataConfig) -> None:
-    """Raises: ConfigError."""
+    """Check what may end a run before its last epoch. Raises: ConfigError."""
     metric, evaluations = run.stop_metric, run.stop_after_evaluations
     if metric is not None and metric not in METRICS:
         raise ConfigError(f"run.stop_metric={metric} is no figure of an evaluation: choose one of {', '.join(METRICS)}")

@@ -64,7 +64,7 @@ class Part:
 
     split: str
     rows_N: np.ndarray
-    """Of dtype PICTURE."""
+    """Of dtype IMAGE."""
     faults: tuple[Fault, ...]
 
 

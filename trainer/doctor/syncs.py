@@ -72,7 +72,7 @@ def _reason_to_copy(func: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def place() -> str:
-    """Find the innermost line outside of torch and of this file, such as 'trainer/step/loop.py:123 (train_step)'."""
+    """Find the innermost line outside of torch and of this file, such as 'trainer/step/loop.py:123 (run)'."""
     frames = [each for each in traceback.extract_stack() if not _is_foreign(each.filename)]
     if not frames:
         return "torch itself"

@@ -25,7 +25,7 @@ class Format:
     write: Callable[[nn.Module, Tensor, Path], None]
     """The model, images_BCHW to trace it with, the file."""
     read: Callable[[Path, Config], Classify]
-    """Raises: ImportError where the library of those who will use it is not installed."""
+    """The file, the config of its model. Raises: ImportError where the library of those who use it is not installed."""
     only_resnets: bool = False
     """What it takes is the library's own model."""
 

@@ -65,7 +65,7 @@ def _is_too_large(size: tuple[int, int]) -> bool:
 def open_image(data: bytes, *, path: str) -> Image.Image:
     """Decode a picture completely, in its own mode and without applying its EXIF orientation.
 
-    Raises: DataError naming path if it is cut off or corrupt; UnsupportedPictureError if it is not an 8-bit
+    Raises: DataError naming path if it is cut off or corrupt; UnsupportedImageError if it is not an 8-bit
     JPEG or PNG, or far too large.
     """
     try:

@@ -19,7 +19,7 @@ class NoEnergyMeter:
     """For a device whose driver does not tell, and for a CPU."""
 
     def take_joules(self) -> float:
-        """Return that it is not a number."""
+        """Return no number of joules: NaN."""
         return float("nan")
 
 

@@ -75,7 +75,7 @@ class WholeWeights:
         return norms_of(tensors)
 
     def half_grads(self) -> list[Tensor]:
-        """List all of them."""
+        """List the gradients of all half-precision weights."""
         return grads_of(self._half)
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class WholeWeights:
         return counts_N
 
     def is_finite(self) -> bool:
-        """Tell it of this rank's weights: all ranks have the same bits."""
+        """Tell whether this rank's masters are all finite: all ranks have the same bits."""
         return all(bool(master.isfinite().all()) for master in self.masters.values())
 
     def whole(self) -> dict[str, Tensor]:

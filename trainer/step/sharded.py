@@ -62,7 +62,10 @@ class ShardedWeights:
     def __init__(
         self, model: nn.Module, masters: Mapping[str, Tensor], reducer: GradientReducer, communicator: Communicator
     ) -> None:
-        """Raises: ConfigError, on all ranks alike, where the last one would have nothing."""
+        """Move the model's parameters into the buffers.
+
+        Raises: ConfigError, on all ranks alike, where the last one would have nothing.
+        """
         _require_shares(reducer.plan, world_size=communicator.world_size)
         self._communicator = communicator
         self._exposed = reducer.exposed
@@ -132,7 +135,7 @@ class ShardedWeights:
         return squares_N.sqrt_().float()
 
     def half_grads(self) -> list[Tensor]:
-        """List those of the own parts, without what fills them up."""
+        """List the half-precision gradients of the own parts, without what fills these up."""
         half = {index for index, grads_M in enumerate(self._grads) if grads_M.dtype != torch.float32}
         pieces = [piece for piece in self._pieces.values() if piece.buffer in half]
         return [self._grads[piece.buffer][piece.start : piece.stop] for piece in pieces]
@@ -142,7 +145,7 @@ class ShardedWeights:
         return self._communicator.sum_(counts_N, label="all-reduce of counts")
 
     def is_finite(self) -> bool:
-        """Tell it of the masters, as without shares. Collective."""
+        """Tell whether every element of the masters is finite, on any rank. Collective."""
         odd_N = torch.stack([~full_M.isfinite().all() for full_M in self._full])
         return not self.sum_parts(odd_N.double()).any()
 
@@ -181,9 +184,12 @@ class ShardedWeights:
         """Let an optimizer over the masters know whole norms, and read and write its state as that of whole tensors.
 
         Its state_dict() and load_state_dict() are collective then.
+        Raises: TypeError for one that adapts, but takes no norms: its own would be those of shares.
         """
-        if hasattr(optimizer, "norms"):  # of those that adapt, by whole tensors
+        if hasattr(optimizer, "norms"):
             optimizer.norms = self.norms
+        elif "adapt" in optimizer.defaults:
+            raise TypeError(f"{type(optimizer).__name__} adapts, but has no attribute norms: take them as LARS does")
         optimizer.register_state_dict_post_hook(self._whole_state)
         optimizer.register_load_state_dict_pre_hook(self._own_state)
 
@@ -230,7 +236,10 @@ def shard_update(
     *,
     make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """Make the optimizer over this rank's share, which precision then holds; of masters. Collective."""
+    """Make the optimizer over this rank's share, which precision then holds. Collective.
+
+    make_optimizer: from masters by name to the optimizer over them.
+    """
     shards = ShardedWeights(model, precision.masters, reducer, communicator)
     precision.weights = shards
     optimizer = make_optimizer(shards.masters)

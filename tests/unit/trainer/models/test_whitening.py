@@ -139,7 +139,7 @@ def test_whole_images_of_the_training_set_are_whitened(root: Path) -> None:
 @pytest.mark.slow
 def test_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five of eleven, evenly spaced, each on one rank."""
-    monkeypatch.setattr(build_whitening, "NUM_PICTURES", 5)
+    monkeypatch.setattr(build_whitening, "NUM_IMAGES", 5)
     config = config_of(root, **{"batch.microbatch_size": 2, "batch.bn_span": 2})
     split, _ = build_input.make_splits(config, connect(env=ALONE, backend="gloo"))
     seen = []

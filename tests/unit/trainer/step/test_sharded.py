@@ -12,6 +12,8 @@ from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import own_part
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.optim.lamb import LAMB
+from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.step import sharded
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut
@@ -83,3 +85,19 @@ def test_what_an_update_waits_for_is_measured() -> None:
     for wait in (weights.publish_, lambda: weights.norms(list(weights.masters.values()))):
         wait()
         assert reducer.exposed.take_seconds() > 0
+
+
+def test_an_optimizer_that_would_adapt_by_norms_of_shares_is_refused() -> None:
+    communicator = connect(env=ALONE, backend="gloo")
+    model = nn.Linear(3, 2)
+    precision = Precision(model, name="fp32", device=communicator.device)
+    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
+    weights = ShardedWeights(model, precision.masters, reducer, communicator)
+    masters = list(weights.masters.values())
+    for adapting in (LARS(masters, lr=1.0), LAMB(masters, lr=1.0)):
+        weights.attach(adapting)
+        assert adapting.norms == weights.norms
+        del adapting.norms  # as one that calls them otherwise
+        with pytest.raises(TypeError, match=f"{type(adapting).__name__} adapts, but has no attribute norms"):
+            weights.attach(adapting)
+    weights.attach(torch.optim.SGD([{"params": masters, "adapt": True}], lr=1.0))  # it carries the key along
