@@ -50,7 +50,8 @@ class Control:
     """A key-value store that all ranks reach, and what they tell each other through it.
 
     Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
-    on working when that one fails. timeout_seconds bounds every wait.
+    on working when that one fails. timeout_seconds bounds every wait. find_master is asked where mpirun, which names
+    no meeting point, started the ranks.
     Raises: CommError where the ranks cannot meet.
     """
 
@@ -59,8 +60,8 @@ class Control:
         env: ProcessEnv,
         *,
         timeout_seconds: float,
+        find_master: FindMaster,
         interface: str | None = None,
-        find_master: FindMaster | None = None,
     ) -> None:
         global _connections
         _connections += 1
@@ -223,7 +224,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _open_store(
-    env: ProcessEnv, timeout_seconds: float, *, interface: str | None, find_master: FindMaster | None
+    env: ProcessEnv, timeout_seconds: float, *, interface: str | None, find_master: FindMaster
 ) -> tuple[Store, str, Master]:
     """Open the store; return it, who holds it, and where: under mpirun only now known."""
     timeout = timedelta(seconds=timeout_seconds)
@@ -235,7 +236,7 @@ def _open_store(
         return store, "the default process group's store", env.master
     if env.master not in _met:
         met = env
-        if env.master is None and env.launcher in MPI_LAUNCHERS and find_master is not None:
+        if env.master is None and env.launcher in MPI_LAUNCHERS:
             met = replace(env, master=find_master(env, timeout_seconds=timeout_seconds, interface=interface))
         _met[env.master] = rendezvous(met, timeout), "torchrun" if env.master_runs else "rank 0", met.master
     shared, holder, master = _met[env.master]

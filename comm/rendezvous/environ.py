@@ -132,6 +132,11 @@ def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
     return shutil.get_terminal_size().columns
 
 
+def runtime_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the folder for what this user's programs keep while they run, or None."""
+    return (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR") or None
+
+
 def visible_gpus(count: int, environ: Mapping[str, str] | None = None) -> list[str]:
     """List names by which CUDA_VISIBLE_DEVICES may pass on the count GPUs that this process sees."""
     named = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")

@@ -65,7 +65,7 @@ def without_master(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
-    """Start the ranks themselves, with torchrun's variables."""
+    """Return the ranks themselves, with torchrun's variables."""
     shared = {
         "WORLD_SIZE": plan.world_size,
         "MASTER_ADDR": address(0),
@@ -85,7 +85,7 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
 
 
 def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
-    """Start one torchrun per node. Raises: LaunchOptionError for an order that it does not have."""
+    """Return one torchrun per node. Raises: LaunchOptionError for an order that it does not have."""
     if site.order != "block":
         raise LaunchOptionError(
             f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
@@ -104,7 +104,7 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...
 
 
 def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
-    """Start mpirun in the first node, which reaches the others by our agent instead of ssh.
+    """Return mpirun in the first node, which reaches the others by our agent instead of ssh.
 
     Everyone is root inside. Ranks that wait yield their core: they share a few.
     Raises: LaunchOptionError for a Python that mpirun cannot be told of.
@@ -135,7 +135,7 @@ class NodeLauncher:
     """Makes the processes pass on a request to save a checkpoint and stop."""
 
 
-LAUNCHERS = {
+NODE_LAUNCHERS = {
     "mpirun": NodeLauncher(mpirun_starts, mpirun.ASKS_TO_STOP),
     "torchrun": NodeLauncher(torchrun_starts, torchrun.ASKS_TO_STOP),
     "plain": NodeLauncher(plain_starts, signal.SIGTERM),
@@ -144,7 +144,7 @@ LAUNCHERS = {
 RUN_OPTIONS = (
     Option("link", "rate of each node's link, each way, such as 200mbit (default: none = unlimited)"),
     Option("delay", "added one-way delay between nodes, such as 500us (default: 0)"),
-    Option("launcher", "what starts the ranks (default: mpirun)", choices=tuple(LAUNCHERS), default="mpirun"),
+    Option("launcher", "what starts the ranks (default: mpirun)", choices=tuple(NODE_LAUNCHERS), default="mpirun"),
     Option("place", "of ranks on nodes (default: block)", choices=ORDERS, default="block"),
 )
 """Options of `bigbatch launch emulate run` that a sweep may state."""

@@ -33,7 +33,7 @@ def conf_path(cluster_folder: Path) -> Path:
 
 
 def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
-    """Write slurm.conf of a cluster whose Slurm lives in folder.
+    """Return the text of slurm.conf of a cluster whose Slurm lives in folder.
 
     A node has a CPU for each of its ranks, whatever the machine has, and memory is never what a job waits for. Nodes
     share the machine's control groups and its /tmp, so no plugin may use the former, and each has a part of the latter.

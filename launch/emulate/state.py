@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bigbatch.comm.rendezvous.environ import runtime_folder
 from bigbatch.errors import EmulationError
 from bigbatch.files import write_whole
 from bigbatch.launch.emulate.plan import ClusterPlan
@@ -15,7 +16,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan
 
 @dataclass(frozen=True)
 class EmulatedCluster:
-    """This cluster was built. keeper is the process that holds it; when that ends, all of it ends."""
+    """A cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
 
     plan: ClusterPlan
     keeper: int
@@ -25,12 +26,12 @@ class EmulatedCluster:
     """Of the kernel that ran it: ticks count from boot."""
 
 
-def state_root(environ: Mapping[str, str]) -> Path:
+def state_root(environ: Mapping[str, str] | None = None) -> Path:
     """Return the folder of this user's clusters, which is made if needed.
 
     Raises: EmulationError where it belongs to someone else or is open to others, who could then name processes to end.
     """
-    runtime = environ.get("XDG_RUNTIME_DIR")
+    runtime = runtime_folder(environ)
     if runtime and _owner(Path(runtime)) == os.geteuid():
         root = Path(runtime) / "bigbatch-emulate"
     else:

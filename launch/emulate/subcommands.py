@@ -15,7 +15,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import (
-    LAUNCHERS,
+    NODE_LAUNCHERS,
     RUN_OPTIONS,
     Job,
     Site,
@@ -175,7 +175,7 @@ def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]
 ) -> int:
     environ = without_master(environ)
-    launcher = LAUNCHERS[arguments.launcher]
+    launcher = NODE_LAUNCHERS[arguments.launcher]
     site = Site(
         order=arguments.place,
         master_port=FIRST_SLURM_PORT + os.getpid() % NUM_SLURM_PORTS,

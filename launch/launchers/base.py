@@ -16,7 +16,7 @@ IN_A_TERMINAL = "its job is the command in your terminal: look there, and end it
 """The queue of a launcher that runs a job in the foreground."""
 
 
-class Start(Protocol):
+class StartJob(Protocol):
     """A launcher starts a job here, or hands it to a queue."""
 
     def __call__(self, job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ class Launcher:
 
     Raises: LaunchOptionError for what it cannot do, so that it also checks a job.
     """
-    start: Start
+    start: StartJob
     queue: Queue | str
     """A str says in one line how to see and end its jobs instead."""
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import launchers as emulated
 from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
+from bigbatch.launch.emulate.state import state_root
 from bigbatch.launch.jobs.options import read_options
 from bigbatch.launch.jobs.words import check_words
 from bigbatch.launch.launchers.registry import LAUNCHERS
@@ -16,7 +17,10 @@ from bigbatch.launch.sweep.points import Point
 
 
 def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
-    """Make what would be started of each number of ranks, and throw it away. Raises: LaunchOptionError."""
+    """Make what would be started of each number of ranks, and throw it away.
+
+    Raises: LaunchOptionError; EmulationError where others can reach the folder of this user's clusters.
+    """
     if sweep.where == "slurm":
         try:
             check_words("logs", str(folder.logs))
@@ -29,6 +33,8 @@ def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> 
             _check(sweep, same, folder)
         except LaunchOptionError as error:
             raise LaunchOptionError(f"launch: {error}") from error
+    if sweep.where == "emulated":
+        state_root()  # or each point would fail by it
 
 
 def _check(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
@@ -50,4 +56,4 @@ def _check_emulated(sweep: Sweep, point: Point, folder: SweepFolder) -> None:
         delay=options.delay,
     )
     job = emulated.Job(train_words(folder, point.number))
-    emulated.LAUNCHERS[options.launcher].starts(job, plan, emulated.Site(order=options.place))
+    emulated.NODE_LAUNCHERS[options.launcher].starts(job, plan, emulated.Site(order=options.place))

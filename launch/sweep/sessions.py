@@ -17,9 +17,10 @@ END_SECONDS = 30.0
 def sessions_under(pid: int) -> set[int]:
     """Return the sessions of this child of ours, which leads one, and of all processes below it."""
     found = {pid}
-    for each in psutil.Process(pid).children(recursive=True):
-        with suppress(ProcessLookupError):
-            found.add(os.getsid(each.pid))
+    with suppress(psutil.NoSuchProcess):  # a signal handler may have taken note of its end just now
+        for each in psutil.Process(pid).children(recursive=True):
+            with suppress(ProcessLookupError):
+                found.add(os.getsid(each.pid))
     return found
 
 

@@ -15,6 +15,7 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import links
 from bigbatch.comm.backends.base import Capabilities
+from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
@@ -97,14 +98,14 @@ def test_places_on_played_hosts_are_not_the_launchers() -> None:
 
 
 def test_ranks_tell_each_other_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = Control(ALONE, timeout_seconds=5)
+    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
     assert [(place.rank, place.host) for place in meet(ALONE, met)] == [(0, "here")]
 
     def gather_text(text: str, *, what: str) -> list[str]:
         other = {**json.loads(text), "rank": 1}
         return [text, json.dumps(other)]
 
-    met = Control(ALONE, timeout_seconds=5)
+    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
     monkeypatch.setattr(met, "gather_text", gather_text)
     with pytest.raises(CommError, match="rank 0 and rank 1 are both local rank 0 of here"):
         meet(TWO, met)
@@ -115,7 +116,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another bigbatch may describe its place by other words, or say nothing of its release."""
-    met = Control(ALONE, timeout_seconds=5)
+    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
     other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
     monkeypatch.setattr(met, "gather_text", lambda text, *, what: [text, other])
     expected = (
@@ -124,7 +125,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     )
     with pytest.raises(CommError, match=expected):
         meet(TWO, met)
-    untold = Control(ALONE, timeout_seconds=5)
+    untold = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
     monkeypatch.setattr(untold, "gather_text", lambda text, *, what: [text, json.dumps({"host": "n1", "rank": 1})])
     with pytest.raises(CommError, match="n1: an older bigbatch; here: bigbatch"):
         meet(TWO, untold)
@@ -132,7 +133,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
 
 @pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "rank")])
 def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> None:
-    met = Control(ALONE, timeout_seconds=5)
+    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
     meet(ALONE, met)
     again = replace(ALONE, launcher=launcher, host="there")
     expected = f"two processes are rank 0, one on here and one on there: start every .* with a {variable} of its own$"
@@ -144,7 +145,7 @@ def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> 
 
 
 def test_control_knows_where_the_ranks_met() -> None:
-    assert Control(TWO, timeout_seconds=5).master == TWO.master
+    assert Control(TWO, timeout_seconds=5, find_master=meet_by_mpi).master == TWO.master
     with listen("127.0.0.1", 0) as free:
         found = free.getsockname()[:2]
     by_mpi = replace(TWO, launcher="openmpi", master=None)
@@ -165,7 +166,7 @@ def test_links_lead_to_where_the_ranks_met(
 
     monkeypatch.setattr(links, "own_address", own_address)
     env = replace(TWO, launcher="openmpi", master=None, local_size=local_size)
-    met = Control(TWO, timeout_seconds=5)
+    met = Control(TWO, timeout_seconds=5, find_master=meet_by_mpi)
     met.master = "10.0.0.9", 1  # as MPI told
     links.Links(env, met, interface=None, while_waiting=lambda seconds: None).close()
     assert asked == [{"is_one_host": local_size == 2, "interface": None, "towards": towards}]
@@ -308,7 +309,7 @@ def test_lost_peer_during_the_choice_ends_the_job_and_not_the_transport(monkeypa
 
 
 def test_abandoned_tcp_backend_listens_no_more() -> None:
-    met = Control(TWO, timeout_seconds=1)
+    met = Control(TWO, timeout_seconds=1, find_master=meet_by_mpi)
     met.store.set("bigbatch/host/1", "node1")
     backend = TcpBackend(TWO, met)
     address, port = met.store.get("bigbatch/tcp/0").decode().split()
@@ -320,7 +321,7 @@ def test_abandoned_tcp_backend_listens_no_more() -> None:
 
 def test_abandoned_process_group_makes_room_for_another() -> None:
     for _ in range(2):
-        met = Control(ALONE, timeout_seconds=5)
+        met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
         met.store = HashStore()
         TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
         assert not torch.distributed.is_initialized()

@@ -37,7 +37,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def half_a_job(seconds: float = 1.0) -> Control:
     """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on."""
-    met = Control(TWO, timeout_seconds=seconds)
+    met = Control(TWO, timeout_seconds=seconds, find_master=mpi.meet_by_mpi)
     met.store.set("bigbatch/host/1", "node1")
     return met
 
@@ -138,7 +138,9 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
         raise RuntimeError("connection closed")
 
     met = half_a_job()
-    backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=5), library="gloo", device=CPU)
+    backend = TorchDistributedBackend(
+        ALONE, Control(ALONE, timeout_seconds=5, find_master=mpi.meet_by_mpi), library="gloo", device=CPU
+    )
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
         backend._control = met

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import control
 from bigbatch.comm.rendezvous.control import Control, first_line, listen, rendezvous
@@ -33,7 +34,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def half_a_job(seconds: float = 5.0) -> Control:
     """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on."""
-    met = Control(rank_of_two(), timeout_seconds=seconds)
+    met = Control(rank_of_two(), timeout_seconds=seconds, find_master=meet_by_mpi)
     met.store.set("bigbatch/host/1", "node1")
     return met
 
@@ -48,7 +49,7 @@ def test_rank_that_misses_a_comparison_is_named() -> None:
 
 
 def test_texts_of_a_world_of_one() -> None:
-    alone = Control(ALONE, timeout_seconds=1)
+    alone = Control(ALONE, timeout_seconds=1, find_master=meet_by_mpi)
     assert alone.gather_text("x\ny") == ["x\ny"]
     assert alone.host_of(0) == "here"
 
@@ -143,7 +144,8 @@ def test_ranks_that_torchrun_restarted_read_nothing_of_the_last_attempt() -> Non
 
 def test_connections_of_one_process_share_the_rendezvous_but_no_keys() -> None:
     first = half_a_job()
-    second = Control(rank_of_two(), timeout_seconds=5)  # the port would be in use, were it opened again
+    # the port would be in use, were it opened again
+    second = Control(rank_of_two(), timeout_seconds=5, find_master=meet_by_mpi)
     first.store.set("bigbatch/failed", "1")
     assert not second.store.check(["bigbatch/failed"])
 
@@ -152,7 +154,7 @@ def test_store_of_a_default_process_group_is_used() -> None:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         env = ProcessEnv("none", 0, 2, 0, 2, "here", None)  # no master: nowhere else to meet
-        met = Control(env, timeout_seconds=0.2)
+        met = Control(env, timeout_seconds=0.2, find_master=meet_by_mpi)
         with pytest.raises(PeerLostError, match="no answer from"):
             met.gather_text("x")
     finally:

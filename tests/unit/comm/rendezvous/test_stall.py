@@ -6,6 +6,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import stall
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -19,7 +20,7 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        control = Control(ALONE, timeout_seconds=8)
+        control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
         control.rank, control.world_size, control.host, control.store = rank, world_size, f"node{rank}", store
         store.set(f"bigbatch/host/{rank}", control.host)
         self.inspector = StallInspector(
@@ -154,7 +155,7 @@ def test_inspector_thread_looks_by_itself_and_survives_a_store_that_is_gone() ->
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection closed")
 
-    control = Control(ALONE, timeout_seconds=8)
+    control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
     control.store = Gone()
     inspector = StallInspector(control, lambda: None, warn_seconds=0.04)
     inspector._thread.join(timeout=5)

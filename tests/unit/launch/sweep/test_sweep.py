@@ -25,7 +25,7 @@ from bigbatch.launch.sweep.job_log import find_reason, find_times
 from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
 from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
 from bigbatch.launch.sweep.points import make_points
-from bigbatch.launch.sweep.sessions import processes_in
+from bigbatch.launch.sweep.sessions import processes_in, sessions_under
 from bigbatch.trainer.config.file import PACKAGED, load_config
 
 SWEEP: dict[str, Any] = {
@@ -288,6 +288,23 @@ def test_sweep_launch_options_are_checked_before_the_first_point_starts(
     assert os.listdir(file.parent) == ["sweep.yaml"]
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
+    more: list[str], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = file.parent / "runtime"
+    (runtime / "bigbatch-emulate").mkdir(parents=True)
+    (runtime / "bigbatch-emulate").chmod(0o755)  # others can reach it
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(running, "run_point", None)
+    write(file, where="emulated", grid={"ranks": [4]})
+    assert main(["sweep", str(file), "--folder", "f", *more]) == 1
+    told = capsys.readouterr()
+    assert "bigbatch-emulate is not a folder of this user alone" in told.err
+    assert (told.err.count("\n"), told.out) == (1, "")
+    assert not (file.parent / "f").exists()
+
+
 def test_sweep_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(file, options={})
     assert main(["sweep", str(file)]) == 1
@@ -464,6 +481,12 @@ def test_sweep_point_that_is_ended_is_outlived_by_no_rank(launcher: str, monkeyp
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def test_sweep_point_that_is_gone_already_leaves_its_own_session() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as process:
+        process.wait()
+    assert sessions_under(process.pid) == {process.pid}
 
 
 @pytest.mark.slow
