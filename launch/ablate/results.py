@@ -34,7 +34,7 @@ class StepResult:
 def run_result(
     records: Iterable[dict[str, Any]], *, seed: int, global_batch_size: int, target: float | None
 ) -> RunResult:
-    """Read it out of a run's records. Raises: ValueError where it has no evaluation."""
+    """Read the result out of a run's records. Raises: ValueError where they have no evaluation."""
     seconds, step, last, reached = 0.0, 0, None, None
     for record in records:
         if record["kind"] == "train":

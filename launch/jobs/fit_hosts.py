@@ -1,4 +1,4 @@
-"""`bigbatch launch preflight`: start `bigbatch preflight` on the hosts of a job; what a job does about its answer."""
+"""Which hosts of a job are fit, as a preflight wrote it."""
 
 import operator
 import socket

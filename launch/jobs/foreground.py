@@ -51,7 +51,7 @@ def one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """A launcher ended so."""
+    """How a launcher ended."""
 
     code: int
     """Its exit code, 128 + signal where one ended it."""

@@ -91,7 +91,7 @@ def _name(job: JobSpec) -> str:
 
 
 def _launcher(job: JobSpec) -> dict[str, Any]:
-    """Run bigbatch launch mpirun: it turns the SIGTERM that ends a pod into a request to save a checkpoint."""
+    """Return the pod of bigbatch launch mpirun: that turns the SIGTERM that ends a pod into a request to save."""
     words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
     for name, value in job.variables:  # ssh hands none of a container's own variables to the ranks
         words += [f"--env={name}={value}"]
@@ -104,7 +104,7 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
 
 
 def _worker(job: JobSpec) -> dict[str, Any]:
-    """Let one per node wait for mpirun's ssh."""
+    """Return the pod that waits in each node for mpirun's ssh."""
     gpus = job.ranks_per_node if job.gpus_per_node is None else job.gpus_per_node
     limits: dict[str, Any] = {"nvidia.com/gpu": gpus} if gpus else {}
     if job.cpus_per_rank is not None:
@@ -139,7 +139,10 @@ def _pod(job: JobSpec) -> dict[str, Any]:
 
 
 def _volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Put /dev/shm in memory, since a container's own has 64 MB; a folder of the node, or a claim by its name."""
+    """Return volumes and where they are mounted: /dev/shm in memory, since a container's own has 64 MB, and --mount's.
+
+    Each of those is a folder of the node, or a claim by its name.
+    """
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(job.mounts):

@@ -11,8 +11,8 @@ from bigbatch.launch.jobs.words import format_minutes
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
 
 LEAVE_SECONDS = 90
-"""How long the ranks have to notice that one of them has ended, and to say so: more than the recipes'
-comm.timeout_seconds, or Slurm would end them first, with a code of its own."""
+"""How long the ranks have to notice that one of them has ended, and to say so; Slurm then ends them, with a code of
+its own. A connection that breaks is noticed at once; what only comm.timeout_seconds (default: 300) ends is not."""
 
 REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
@@ -149,7 +149,7 @@ def _setup(job: JobSpec) -> str:
 
 
 def _preflight(job: JobSpec, *, program: Sequence[str]) -> str:
-    """Look whether the nodes are fit, and what to do where they are not."""
+    """Return what looks whether the nodes are fit, and what is done where they are not."""
     assert job.preflight is not None
     words = _words((*program, *preflight_command(job.command)), job)
     lines = [
@@ -166,7 +166,7 @@ def _srun_options(job: JobSpec) -> list[str]:
 
 
 def _start(job: JobSpec, *, program: Sequence[str]) -> str:
-    """Start srun in the background, so that this shell can heed signals meanwhile."""
+    """Return what starts srun in the background, so that the shell can heed signals meanwhile."""
     options = _srun_options(job)
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",

@@ -22,7 +22,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ToAccuracy:
-    """One run came to this."""
+    """What one run reached of a target, and when."""
 
     target: float
     reached: Evaluated | None
@@ -37,7 +37,7 @@ class ToAccuracy:
 
 
 def to_accuracy(records: Sequence[dict[str, Any]], *, target: float | None) -> ToAccuracy:
-    """Read it out of a run's records; without a target, to its best top-1."""
+    """Read from a run's records when it reached the target; without one, its best top-1."""
     evaluations = []
     is_gpu = False
     for record, spent in spent_by(records):

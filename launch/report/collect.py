@@ -24,7 +24,7 @@ WARM_UP_REPORTS = 1
 
 @dataclass(frozen=True)
 class SweepResults:
-    """A sweep's folder holds this."""
+    """Holds what a sweep's folder says of its points."""
 
     name: str
     folder: Path
@@ -37,7 +37,7 @@ class SweepResults:
 
 @dataclass(frozen=True)
 class RunResults:
-    """A run's folder holds this."""
+    """Holds what a run's folder says of it."""
 
     folder: Path
     config: dict[str, Any]

@@ -26,7 +26,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """All repeats of one point of a sweep measured this."""
+    """Holds what all repeats of one point of a sweep measured."""
 
     variant: Variant
     ranks: int

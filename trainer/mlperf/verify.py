@@ -108,7 +108,7 @@ def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) 
 
 
 def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> str | None:
-    """Say it where the first run to arrive is far ahead of the reference, of runs too few for a test."""
+    """Return a warning where the first run to arrive is far ahead of the reference, of runs too few for a test."""
     if reference is None or len(runs) >= FEWEST_RUNS:
         return None
     soonest, (fastest, _) = _epochs_to_target(runs)[0], reference.range_epochs or (reference.mean_epochs, None)

@@ -276,7 +276,6 @@ def test_argument_errors(parse: Any, argv: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         reducer_overhead.parse(["--device", "cuda"])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from benchmark_process import run_benchmark
 
 from benchmarks.gpu import precision
@@ -62,7 +61,6 @@ def test_rows_by_hand() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tf32 is measured on a GPU")
 def test_precision_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", train_per_class=4, val_per_class=1, side_pixels=(32, 32))
     out = tmp_path / "out.json"

@@ -18,7 +18,7 @@ from bigbatch.cli import main
 from bigbatch.comm.algorithms.hybrid import Measured
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.bench import figures as bench
-from bigbatch.comm.bench import sweep as command
+from bigbatch.comm.bench import sweep
 from bigbatch.comm.bench.figures import Limit, Row
 from bigbatch.comm.bench.plot import plot_sweep
 from bigbatch.comm.tuning import measure
@@ -384,7 +384,7 @@ def test_wrong_value_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, capsys: py
     def time_sums(tensor_N: Tensor, communicators: Any, *, effort: Effort, label: str) -> dict[str, Sums]:
         return {name: Sums(Measured((1e-3, 1e-3)), 7) for name in communicators}
 
-    monkeypatch.setattr(command, "time_sums", time_sums)
+    monkeypatch.setattr(sweep, "time_sums", time_sums)
     assert main(["comm", "bench", "--max-bytes", "1K", "--algorithms", "native"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "# wrong values: 7"
@@ -426,8 +426,6 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
     ],
 )
 def test_impossible_arguments(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if options == ["--backend", "nccl"] and torch.cuda.is_available():
-        pytest.skip("nccl works here")
     assert main(["comm", "bench", *options]) == 1
     err = capsys.readouterr().err
     assert err.startswith("bigbatch: ")

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.errors import EmulationError, LaunchOptionError
-from bigbatch.launch.emulate import cluster, supervise
-from bigbatch.launch.emulate import subcommands as command
+from bigbatch.launch.emulate import cluster, subcommands, supervise
 from bigbatch.launch.emulate.launchers import Start
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, is_alive, load, save, start_ticks, state_root
@@ -122,7 +121,7 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     given: dict[str, str] = {}
     found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
     monkeypatch.setattr(cluster, "find", lambda name, root: found)
-    monkeypatch.setattr(command, "run_job", lambda starts, environ, **_: given.update(environ) or 0)
+    monkeypatch.setattr(subcommands, "run_job", lambda starts, environ, **_: given.update(environ) or 0)
     assert emulate("run", "--", "train") == 0
     assert given["NCCL_DEBUG"] == "INFO"
     assert "MASTER_ADDR" not in given

@@ -21,8 +21,7 @@ from bigbatch.trainer.augment.crops import center_crop, random_resized_crop
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import pack
 from bigbatch.trainer.datasets.shard_writer import PackRecipe
-from bigbatch.trainer.input import order as imagenet
-from bigbatch.trainer.input import retry as patience
+from bigbatch.trainer.input import order, retry
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
@@ -69,15 +68,15 @@ class Storage:
 
 
 FOREVER = 10**9
-WORST_SECONDS = patience.GRACE_SECONDS + patience.CHECK_SECONDS
+WORST_SECONDS = retry.GRACE_SECONDS + retry.CHECK_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch):
     """No outage before, and less than seconds to wait for."""
-    monkeypatch.setattr(patience, "OUTAGE", patience.Outage())
-    monkeypatch.setattr(patience, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(patience, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(retry, "OUTAGE", retry.Outage())
+    monkeypatch.setattr(retry, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "CHECK_SECONDS", 0.1)
 
 
 @pytest.fixture(params=["torchvision", "dali"])
@@ -114,8 +113,8 @@ def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
 
 
 def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
-    monkeypatch.setattr(patience, "CALM_SECONDS", 0.0)
-    reads = patience.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=5.0, num_threads=1)
+    monkeypatch.setattr(retry, "CALM_SECONDS", 0.0)
+    reads = retry.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=5.0, num_threads=1)
     reads.read(0, thread=0)
     reads.read(1, thread=0)
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
@@ -219,7 +218,7 @@ def test_reading_slow_reads_are_not_stuck():
     loader = slow(Storage(1, seconds=0.2), 4)
     start = time.monotonic()
     assert len(list(loader.load([ask(*[0] * 4)]))) == 1
-    assert time.monotonic() - start > 0.4 + patience.GRACE_SECONDS + patience.CHECK_SECONDS
+    assert time.monotonic() - start > 0.4 + retry.GRACE_SECONDS + retry.CHECK_SECONDS
     loader.close()
 
 
@@ -240,7 +239,7 @@ def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
     )
     # 0.3 s each: the fourth comes after 1.2 s, later than 2 * 0.4 + GRACE_SECONDS
     assert 1 <= int(found[1]) == int(found[2]) <= 4
-    assert 2 * 0.4 + patience.GRACE_SECONDS <= float(found[3]) < 2 * (0.4 + 1)
+    assert 2 * 0.4 + retry.GRACE_SECONDS <= float(found[3]) < 2 * (0.4 + 1)
     loader.close()
 
 
@@ -358,7 +357,7 @@ def test_reading_too_many_open_files_name_the_limit_and_are_tried_again(make, tm
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return open(path, *options, **named)
 
-    monkeypatch.setattr(imagenet, "open", refuse, raising=False)
+    monkeypatch.setattr(order, "open", refuse, raising=False)
     num_refused = FOREVER
     with pytest.raises(
         StorageError,
@@ -429,5 +428,5 @@ def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
 
 def test_reading_storage_errors_are_data_errors():
     """So the loop saves its state on them, as on bad pictures."""
-    assert issubclass(patience.StuckError, StorageError)
+    assert issubclass(retry.StuckError, StorageError)
     assert issubclass(StorageError, DataError)

@@ -29,8 +29,7 @@ from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.trainer.preflight import examine as command
-from bigbatch.trainer.preflight import facts, links
+from bigbatch.trainer.preflight import examine, facts, links
 from bigbatch.trainer.preflight.meeting import Attendee, misfits, silent
 from bigbatch.trainer.preflight.node import Node
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
@@ -411,7 +410,7 @@ def test_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
     for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
         with pytest.raises(CommError, match=f"^interface '{name}': "):
-            command.main(words)
+            examine.main(words)
 
 
 def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,10 +422,10 @@ def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.
         raise CommError("far enough")
 
     monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
-    monkeypatch.setattr(command, "connect", connect)
-    monkeypatch.setattr(command, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    monkeypatch.setattr(examine, "connect", connect)
+    monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
     with pytest.raises(CommError, match="far enough"):
-        command.main(["--interface", "lo"])
+        examine.main(["--interface", "lo"])
     assert asked == ["lo"]
 
 
