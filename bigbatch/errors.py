@@ -41,7 +41,7 @@ class RunFolderError(UserError, RuntimeError):
 
 
 class TrainingDiverged(UserError, RuntimeError):
-    """The loss or a weight is no number any more; the message names the step."""
+    """The loss or a weight is not finite any more; the message names the step."""
 
 
 class TuneError(UserError, RuntimeError):

@@ -112,7 +112,7 @@ def tune_command(form: Form, case: Case, folder: Path) -> list[str]:
 
 
 def train(path: Path, directory: Path) -> None:
-    """Train one run; one whose weights end as no numbers is a result, too."""
+    """Train one run; one whose weights end not finite is a result, too."""
     print(f"train {directory}", flush=True)
     command = train_command(path)
     done = run_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

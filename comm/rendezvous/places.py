@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import LAUNCHER_VARIABLES, ProcessEnv
-from bigbatch.comm.rendezvous.release import UNTOLD, release, require_same_release
+from bigbatch.comm.rendezvous.release import UNKNOWN_RELEASE, release, require_same_release
 from bigbatch.errors import CommError
 
 MOST_NAMED_RANKS = 8
@@ -57,7 +57,7 @@ def meet(env: ProcessEnv, control: Control) -> list[RankPlace]:
     texts = control.gather_text(json.dumps({"release": release(), **asdict(mine)}), what="meeting of all ranks")
     told = [json.loads(text) for text in texts]
     # before anything else is read: another bigbatch may say it otherwise
-    require_same_release([each.pop("release", UNTOLD) for each in told], hosts=[each["host"] for each in told])
+    require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])
     places = [RankPlace(**each) for each in told]
     require_consistent(places)
     return places

@@ -11,8 +11,8 @@ import torch
 import bigbatch
 from bigbatch.errors import CommError
 
-UNTOLD = "an older bigbatch"
-"""What a rank runs that does not say."""
+UNKNOWN_RELEASE = "an older bigbatch"
+"""What a rank runs that does not name its release."""
 
 
 @cache

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
@@ -20,10 +21,6 @@ def find_run_folder(job: JobSpec) -> str | None:
     """
     if job.command[0] != "train" or job.image is not None or "--help" in job.command:
         return None
-    from bigbatch.trainer.config.file import (
-        load_config,  # takes a moment, which other launchers need not wait for
-    )
-
     first = re.findall(r"\d+", job.array or "0")[0]
     run = load_config([word.replace(INDEX, first) for word in job.command[1:]]).run
     if run.resume != "auto":

@@ -15,7 +15,7 @@ healthy = F.cross_entropy
 
 
 def broken(logits_BK: Tensor, targets: Tensor, **options: object) -> Tensor:
-    """The loss of two steps, then no number."""
+    """The loss of two steps, then one that is not finite."""
     global calls
     calls += 1
     loss = healthy(logits_BK, targets, **options)  # type: ignore[arg-type]

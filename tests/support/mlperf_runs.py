@@ -37,6 +37,7 @@ RULES = {
     "data.eval_flip": "false (reference)",
     "augment.color_jitter": "0.0 (reference)",
     "augment.randaugment_ops": "0 (reference)",
+    "augment.randaugment_magnitude": "null (reference)",
     "augment.cutout_size": "0 (reference)",
     "augment.mixup_alpha": "0.0 (reference)",
     "augment.cutmix_alpha": "0.0 (reference)",

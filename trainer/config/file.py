@@ -58,12 +58,12 @@ def packaged_configs() -> list[str]:
     return [name for name in _packaged() if name.split("/")[0] != BASES]
 
 
-def find_config(name: str) -> Path:
-    """Find a file or a run folder's config of that path, or a packaged experiment or base of that name.
+def find_config(name: str, *, what: str = "--config") -> Path:
+    """Find a file of that path, else a packaged experiment or base of that name, else a run folder's config.
 
-    Raises: ConfigError naming the nearest.
+    what: how an error calls the name. Raises: ConfigError naming the nearest.
     """
-    return _find(name, below=Path(), what="--config")
+    return _find(name, below=Path(), what=what)
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train") -> Config:
@@ -137,11 +137,13 @@ def _packaged() -> list[str]:
 
 
 def _find(name: str, *, below: Path, what: str) -> Path:
-    for path in (below / name, below / name / RUN_CONFIG):
-        if path.is_file():
-            return path
+    if (below / name).is_file():
+        return below / name
     if name in (known := _packaged()):
         return PACKAGED / f"{name}.yaml"
+    run_config = below / name / RUN_CONFIG
+    if name and run_config.is_file():  # without a name it would be the config of below
+        return run_config
     near = nearest(name, known)
     hint = f"; the nearest packaged one is {near}" if near else ""
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")

@@ -30,7 +30,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.nesterov and optimizer.momentum == 0:
         raise ConfigError("optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false")
     if name in ("lamb", "adamw") and optimizer.eps == 0:
-        raise ConfigError(f"optimizer.eps={optimizer.eps} must be positive with optimizer.name={name}: 1e-6 is usual")
+        raise ConfigError(f"optimizer.name={name} needs an optimizer.eps above 0: give a value, 1e-6 is usual")
 
 
 def _check_foreign(optimizer: OptimizerConfig) -> None:

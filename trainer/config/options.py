@@ -26,7 +26,8 @@ def parse_options(argv: Sequence[str], *, prog: str, packaged: Sequence[str]) ->
 
     Raises: ConfigError; SystemExit after --help.
     """
-    parsed, others = _make_parser(prog, packaged).parse_known_args(argv)
+    for_help = not {"-h", "--help"}.isdisjoint(argv)
+    parsed, others = _make_parser(prog, packaged, for_help=for_help).parse_known_args(argv)
     for word in others:
         if word.startswith("--"):
             require_known(word.partition("=")[0][2:], known=("config", "help", *KEYS), where="command line")
@@ -36,7 +37,20 @@ def parse_options(argv: Sequence[str], *, prog: str, packaged: Sequence[str]) ->
     return words.pop("config", []), words
 
 
-def _make_parser(prog: str, packaged: Sequence[str]) -> argparse.ArgumentParser:
+def join_values(argv: Sequence[str]) -> list[str]:
+    """Join --section.key VALUE to one word: argparse, not knowing the key, would take VALUE for a name."""
+    joined: list[str] = []
+    for word in argv:
+        last = joined[-1] if joined else ""
+        takes_value = last in ALIASES or (last.startswith("--") and "." in last and "=" not in last)
+        if takes_value and not word.startswith("--"):
+            joined[-1] = f"{last}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
@@ -55,11 +69,11 @@ def _make_parser(prog: str, packaged: Sequence[str]) -> argparse.ArgumentParser:
         const="",
         help="YAML file, name of a packaged experiment, or run folder.",
     )
-    texts = _docstrings()
+    texts = _docstrings() if for_help else {}
     for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
         for key in (key for key in KEYS.values() if key.section == section):
-            text = f"{texts[holder.__name__, key.name]} ({_facts(key)})"
+            text = f"{texts.get((holder.__name__, key.name), '')} ({_facts(key)})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
     for alias, name in ALIASES.items():
         parser.add_argument(alias, dest=name, help=argparse.SUPPRESS)
@@ -74,10 +88,14 @@ def _facts(key: Key) -> str:
 
 
 def _docstrings() -> dict[tuple[str, str], str]:
-    """Class and field -> the text under it in the sources, in one line."""
+    """Class and field -> the text under it in the sources, in one line; none where there are no sources."""
+    try:
+        source = inspect.getsource(sections)
+    except OSError:
+        return {}
     return {
         (holder.name, field.target.id): " ".join(text.value.value.split())
-        for holder in ast.parse(inspect.getsource(sections)).body
+        for holder in ast.parse(source).body
         if isinstance(holder, ast.ClassDef)
         for field, text in zip(holder.body, holder.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

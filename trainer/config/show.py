@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from bigbatch.trainer.config.file import Resolved, as_yaml, resolve
+from bigbatch.trainer.config.file import Resolved, as_yaml, find_config, resolve
+from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup
 
 COLUMN = 50
@@ -12,8 +13,9 @@ COLUMN = 50
 
 def main(argv: Sequence[str]) -> int:
     """Print an experiment. Raises: ConfigError."""
-    arguments, overrides = _make_parser().parse_known_args(argv)
-    print("\n".join(lines(resolve([f"--config={arguments.name}", *overrides], prog="bigbatch config show"))))
+    arguments, overrides = _make_parser().parse_known_args(join_values(argv))
+    path = find_config(arguments.name, what="NAME")
+    print("\n".join(lines(resolve([f"--config={path}", *overrides], prog="bigbatch config show"))))
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bigbatch.errors import CheckpointError, ConfigError
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.shards import read_classes
@@ -38,7 +39,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
 
     Raises: CheckpointError; RunFolderError; ConfigError; SystemExit for a command line that makes no sense.
     """
-    arguments, overrides = parser.parse_known_args(_joined(argv))
+    arguments, overrides = parser.parse_known_args(join_values(argv))
     if arguments.images is not None:
         overrides = _take_images(arguments, overrides)
     overrides = [*_batch_alone(overrides), *_precision_alone(overrides), *overrides]
@@ -68,18 +69,6 @@ def class_names(config: Config) -> tuple[str, ...] | None:
             "data of these weights, or a folder that is not there to do without the names of classes"
         )
     return classes
-
-
-def _joined(argv: Sequence[str]) -> list[str]:
-    """Join --section.key VALUE to one word: argparse, not knowing the key, would take VALUE for the run folder."""
-    joined: list[str] = []
-    for word in argv:
-        last = joined[-1] if joined else ""
-        if last.startswith("--") and "." in last and "=" not in last and not word.startswith("--"):
-            joined[-1] = f"{last}={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.schema import Config, lookup, with_defaults
 
 TARGET_TOP1 = 0.759
 FREE_MOMENTUM_BATCH = 32_768
@@ -33,11 +33,7 @@ REFERENCE = {
     "data.crop": "resized",
     "data.flip": True,
     "data.eval_flip": False,
-    "augment.color_jitter": 0.0,
-    "augment.randaugment_ops": 0,
-    "augment.cutout_size": 0,
-    "augment.mixup_alpha": 0.0,
-    "augment.cutmix_alpha": 0.0,
+    **{key: off for key, off in with_defaults({}).items() if key.startswith("augment.")},
     "model.name": "resnet50",
     "model.blurpool": False,
     "model.weights": None,

@@ -17,7 +17,8 @@ REMEDY = "lower schedule.base_lr or lengthen schedule.warmup_epochs"
 def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_text: Callable[[str], list[str]]) -> None:
     """Raise TrainingDiverged where the loss, summed over ranks and since first_step, is not finite.
 
-    finite_steps: of this rank, the steps from first_step on before its own sum was none. Collective where it raises.
+    finite_steps: of this rank, the steps from first_step on before its own sum was not finite.
+    Collective where it raises.
     """
     if math.isfinite(loss):
         return

@@ -68,17 +68,21 @@ class WindowSums:
 
     def pack(self, device: torch.device) -> Tensor:
         """Put all numbers into one flat fp64 tensor, whose sum over ranks unpack() reads."""
-        numbers = [getattr(self, name) for name in _SCALARS]
-        return torch.tensor([*numbers, *self.waited_P, *self.exposed_P], dtype=torch.float64, device=device)
+        scalars = [getattr(self, name) for name in _SCALARS]
+        shares = [share for name in _SHARES for share in getattr(self, name)]
+        return torch.tensor([*scalars, *shares], dtype=torch.float64, device=device)
 
     @classmethod
     def unpack(cls, packed_N: Tensor) -> "WindowSums":
         """Read what pack() gave, or a sum of such over ranks. Waits for the device."""
         numbers = packed_N.tolist()
-        scalars, shares = numbers[: len(_SCALARS)], tuple(numbers[len(_SCALARS) :])
-        num_ranks = len(shares) // 2
-        named = dict(zip(_SCALARS, scalars, strict=True))
-        return cls(**named, waited_P=shares[:num_ranks], exposed_P=shares[num_ranks:])
+        scalars, shares = numbers[: len(_SCALARS)], numbers[len(_SCALARS) :]
+        num_ranks, rest = divmod(len(shares), len(_SHARES))
+        assert rest == 0, f"{len(shares)} shares are not {len(_SHARES)} of each rank"
+        named: dict[str, Any] = dict(zip(_SCALARS, scalars, strict=True))
+        for place, name in enumerate(_SHARES):
+            named[name] = tuple(shares[place * num_ranks : (place + 1) * num_ranks])
+        return cls(**named)
 
     @property
     def mean_seconds(self) -> float:
@@ -116,5 +120,7 @@ class WindowSums:
         }
 
 
-_SCALARS = tuple(field.name for field in fields(WindowSums) if not field.name.endswith("_P"))
-"""What a rank has one of, in the order in which it travels."""
+_SHARES = ("waited_P", "exposed_P")
+"""What all ranks have one of each, in the order in which it travels: after the others."""
+_SCALARS = tuple(field.name for field in fields(WindowSums) if field.name not in _SHARES)
+"""What a rank has one of, likewise."""

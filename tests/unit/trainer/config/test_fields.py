@@ -24,7 +24,10 @@ def test_every_default_is_legal(name):
 
 
 def test_defaults_stay_what_they_are():
-    """Run folders from before a key existed load by its default, and recipes leave out what has it."""
+    """Run folders from before a key existed load by its default, and recipes leave out what has it.
+
+    A key gets its line in the file once a release has it. One without a line is new, and not a mistake.
+    """
     kept = flatten(yaml.safe_load(DEFAULTS.read_text()))
     defaults = with_defaults({})
     assert {key: typed(key, value) for key, value in kept.items()} == {key: defaults[key] for key in kept}

@@ -311,6 +311,30 @@ def test_find_config():
     assert find_config(str(QUICKSTART)) == QUICKSTART
 
 
+def test_a_folder_in_the_way_does_not_replace_a_packaged_experiment(monkeypatch, tmp_path):
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart/config.yaml").write_text("run:\n  epochs: 77\n")
+    (tmp_path / "mine.yaml").write_text("base: quickstart\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_config("quickstart") == QUICKSTART
+    assert find_config("./quickstart") == Path("quickstart/config.yaml")
+    assert load_config(["--config", "mine.yaml"]).run.epochs == load_config(["--config", str(QUICKSTART)]).run.epochs
+    (tmp_path / "quickstart/config.yaml").rename("file")
+    (tmp_path / "quickstart").rmdir()
+    (tmp_path / "file").rename("quickstart")
+    assert load_config(["--config", "quickstart"]).run.epochs == 77
+
+
+@pytest.mark.parametrize("words", [["--config"], ["--config="], ["--config", ""]])
+def test_an_empty_name_is_not_the_folder_here(words, monkeypatch, tmp_path):
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "mine.yaml").write_text('base: ""\n')
+    monkeypatch.chdir(tmp_path)
+    assert refusal(*words).startswith("--config '': there is no such file")
+    assert refusal("--config", "mine.yaml").startswith("mine.yaml: base '': there is no such file")
+    assert load_config(["--config", "."]) == load_config(["--config", "config.yaml"])
+
+
 def test_path_that_starts_with_a_dash(monkeypatch, tmp_path):
     (tmp_path / "-mine.yaml").write_text(QUICKSTART.read_text())
     monkeypatch.chdir(tmp_path)
@@ -352,6 +376,20 @@ def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
         assert " ".join(docstring.split()).rstrip(".") in text
     assert "bigbatch train --config NAME_OR_FILE" in text
     assert all(name in text for name in packaged_configs())
+
+
+def test_sources_are_read_for_the_help_alone(capsys, monkeypatch):
+    def no_sources(_: object) -> str:
+        raise OSError("source code not available")
+
+    monkeypatch.setattr(inspect, "getsource", no_sources)
+    load_config(["--config", "quickstart"])
+    for word in ("--help", "-h"):
+        with pytest.raises(SystemExit) as caught:
+            load_config([word])
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert all(f" --{key} " in text for key in all_keys())
 
 
 def test_help_offers_nothing_that_is_refused(capsys):

@@ -27,6 +27,30 @@ def test_what_is_shown_loads(capsys, tmp_path):
     assert len(lines) == len(all_keys()) - 2  # three sections have a name
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--run.epochs", "2", "quickstart"], ["--run.epochs=2", "quickstart"], ["quickstart", "--run.epochs", "2"]],
+)
+def test_options_may_stand_before_the_name(words, capsys):
+    assert cli.main(["config", "show", *words]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["run"]["epochs"] == 2
+
+
+def test_the_short_form_of_a_key_may_stand_before_the_name_too(capsys):
+    assert cli.main(["config", "show", "--virtual-ranks", "2", "quickstart"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["batch"]["virtual_ranks"] == 2
+
+
+def test_a_name_that_is_none_is_called_by_what_the_usage_calls_it(capsys):
+    assert cli.main(["config", "show", "quikstart"]) == 1
+    message = capsys.readouterr().err
+    assert "NAME 'quikstart'" in message
+    assert "quickstart" in message
+    with pytest.raises(SystemExit):
+        cli.main(["config", "show", "--run.epochs", "2"])
+    assert "required: NAME" in capsys.readouterr().err
+
+
 def test_a_run_folder_is_shown(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(dump_config(load_config(["--config", "quickstart", "--run.epochs=5"])))
     assert cli.main(["config", "show", str(tmp_path)]) == 0

@@ -6,6 +6,7 @@ import pytest
 from mlperf_runs import JOB, RULES
 
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import all_keys
 from bigbatch.trainer.mlperf.rules import check_rules
 
 ANOTHER = {
@@ -39,6 +40,7 @@ ANOTHER = {
 }
 WITH_OTHERS = {
     "augment.randaugment_ops": ("--augment.randaugment_ops=2", "--augment.randaugment_magnitude=9"),
+    "augment.randaugment_magnitude": ("--augment.randaugment_ops=2", "--augment.randaugment_magnitude=9"),
     "optimizer.ema_decay": ("--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=1"),
     "schedule.name": ("--schedule.name=cosine", "--schedule.power=null"),
     "data.crop": (
@@ -58,6 +60,12 @@ WITH_OTHERS = {
 
 def test_rules_every_rule_is_broken_once_below() -> None:
     assert set(RULES) == {*ANOTHER, *WITH_OTHERS}
+
+
+def test_rules_see_every_augmentation() -> None:
+    config = load_config(["--config", "imagenet/resnet50_8k"])
+    seen = {verdict.rule for verdict in check_rules(config, JOB)}
+    assert {key for key in all_keys() if key.startswith("augment.")} <= seen
 
 
 @pytest.mark.parametrize("rule", [*ANOTHER, *WITH_OTHERS])
