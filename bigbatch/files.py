@@ -9,15 +9,15 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path, *, mark: str | None = None, sync: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file that replaces path in one step when the block ends well, and goes when it does not.
 
     Until then path stays as it was, and file.name is the hidden name beside it. That is of this writer alone, on any
     node, unless a fixed mark ends it: where a lock leaves one writer, the next run then writes over what a killed one
-    left. sync brings the bytes to the disk before the step, so that a power cut leaves the old file or the new one.
-    Raises: OSError.
+    left. suffix ends the name where there is no mark. sync brings the bytes to the disk before the step, so that
+    a power cut leaves the old file or the new one. Raises: OSError.
     """
-    aside = path.with_name(f".{path.name}{mark or f'.{uuid.uuid4().hex}'}")
+    aside = path.with_name(f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}")
     file = _create(aside)
     try:
         with file:

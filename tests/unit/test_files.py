@@ -68,9 +68,11 @@ def test_files_bytes_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch
     assert done == ["3 synced", "named", "named"]
 
 
-def test_files_two_writers_do_not_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["", ".onnx"])
+def test_files_two_writers_do_not_meet(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "a"
-    with replacing(path) as first, replacing(path) as second:
+    with replacing(path, suffix=suffix) as first, replacing(path, suffix=suffix) as second:
+        assert first.name.endswith(suffix)
         first.write(b"first")
         second.write(b"second")
         assert first.name != second.name

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import tarfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -145,7 +144,7 @@ def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes
 def new_shard_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that stands under path when it is whole and on disk. Raises: DataError with the path."""
     try:
-        with replacing(path, mark=f".{uuid.uuid4().hex}{UNFINISHED}", sync=True) as file:
+        with replacing(path, suffix=UNFINISHED, sync=True) as file:
             yield file
     except OSError as error:
         # each pack sweeps up what it takes for the rest of one that was killed

@@ -1,7 +1,6 @@
 """Trained weights for others to use: `bigbatch export`."""
 
 import json
-import uuid
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out, mark=f".{uuid.uuid4().hex}{out.suffix}") as file:  # some formats go by the suffix
+        with replacing(out, suffix=out.suffix) as file:  # some formats go by the suffix
             aside = Path(file.name)
             chosen.write(written, _images(TRACED_BATCH, config), aside)
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)

@@ -99,7 +99,7 @@ def test_random_boxes_lie_inside():
     assert (boxes[:, :2] + boxes[:, 2:] <= shapes).all()
 
 
-def test_a_image_that_no_attempt_fits_gets_torchvisions_central_crop():
+def test_an_image_that_no_attempt_fits_gets_torchvisions_central_crop():
     shapes = [(10, 4000), (4000, 10), (77, 77)]
     for height, width in shapes:
         # a scale above 1 never fits, so both fall back

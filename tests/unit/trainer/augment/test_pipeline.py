@@ -209,7 +209,7 @@ def test_cutout_is_the_square_of_the_paper(size):
 # --- all together
 
 
-def test_a_image_does_not_depend_on_its_batch():
+def test_an_image_does_not_depend_on_its_batch():
     images, indices = batch(40), np.arange(1000, 1040)
     augment = Augment(5, EVERYTHING)
     whole = augment(images, epoch=2, indices_B=indices)

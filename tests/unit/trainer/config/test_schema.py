@@ -362,7 +362,7 @@ def test_a_cutout_has_a_middle(size):
 
 
 @pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
-def test_a_image_is_mixed_with_another(key):
+def test_an_image_is_mixed_with_another(key):
     message = refusal({key: 0.2, "batch.bn_span": 1})
     assert "batch.bn_span=1" in message
     make_config({key: 0.2, "batch.bn_span": 2})

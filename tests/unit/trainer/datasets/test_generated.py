@@ -14,6 +14,7 @@ from PIL import Image
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.datasets import generated
 from bigbatch.trainer.datasets.generated import CLASSES, MANIFEST, render, write_dataset
+from bigbatch.trainer.datasets.subcommands import main as data_main
 
 SMALL = {"seed": 3, "train_per_class": 4, "val_per_class": 2, "side_pixels": (40, 56)}
 
@@ -247,3 +248,11 @@ def test_generated_linear_classifier_on_pixels_fails_here_and_succeeds_on_an_eas
         for label in range(10):
             pixels_NP[labels_N == label, label * 300 : label * 300 + 150] += 120
     assert _linear_accuracy(train_NP, train_labels_N, val_NP, val_labels_N) > 0.9
+
+
+def test_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    calls = []
+    monkeypatch.setattr(generated, "write_dataset", lambda root, **kw: calls.append((root, kw["seed"])) or True)
+    assert data_main(["generate", str(tmp_path / "d"), "--seed", "4"]) == 0
+    assert calls == [(tmp_path / "d", 4)]
+    assert "written" in capsys.readouterr().out

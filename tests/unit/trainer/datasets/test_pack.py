@@ -453,7 +453,7 @@ def test_packing_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, 
     assert not list((tmp_path / "packed").rglob("*.unfinished"))
 
 
-def test_packing_a_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
+def test_packing_an_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
     message = r"train/a/wide.png: shrunk to 70000 x 2 it cannot be saved as JPEG \(.*\); remove it, or give another"
     (source / "train/a/wide.png").write_bytes(encoded(0, 140_000, 4, mode="L", kind="PNG"))
     with pytest.raises(DataError, match=message):
@@ -471,7 +471,7 @@ def test_packing_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_pat
         overtaken()
 
 
-def test_packing_a_image_that_went_away_is_named(source, tmp_path):
+def test_packing_an_image_that_went_away_is_named(source, tmp_path):
     (source / "train/b/dangling.jpg").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"train/b/dangling.jpg: cannot be read \(No such file or directory\)"):
         pack(source, tmp_path / "packed", recipe=RECIPE)

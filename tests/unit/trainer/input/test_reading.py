@@ -287,7 +287,7 @@ class Down(Storage):
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_reading_a_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
+def test_reading_an_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
     """While what is behind it cannot be read: neither before it is skipped, nor again afterwards."""
     storage = Down(is_silent=is_silent)
     storage.images[5] = with_bad_tables(storage.images[5])

@@ -1,12 +1,7 @@
-"""What a run leaves behind and shows: records, plot, lines, bar; the command's own behaviour."""
+"""What a run leaves behind and shows: records, plot, lines, bar, summary."""
 
 import io
 import json
-import math
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,17 +17,10 @@ from PIL import Image
 from rich.console import Console
 from small_run import PLAN
 
-from bigbatch import cli
-from bigbatch.comm.tuning import conditions
 from bigbatch.errors import RunFolderError
-from bigbatch.trainer.augment.normalize import Normalize
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.datasets.subcommands import main as data_main
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
-from bigbatch.trainer.machine import host
-from bigbatch.trainer.machine.energy import make_energy_meter
-from bigbatch.trainer.machine.gpu_driver import Clock, read_clock
 from bigbatch.trainer.run import summary
 from bigbatch.trainer.run.cost import Spent
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
@@ -42,9 +30,6 @@ from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Loop
 from bigbatch.trainer.step.plan import Hooks
-from bigbatch.trainer.step.seeding import seed_forward
-from bigbatch.trainer.step.signals import StopRequest
-from bigbatch.trainer.step.stragglers import straggler_hint, straggler_share
 from bigbatch.trainer.step.totals import Totals
 
 TRAIN_RECORD = {
@@ -237,100 +222,6 @@ def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.Monkey
     assert (found["world_size"], found["num_nodes"]) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    ("waited", "exposed", "share"),
-    [
-        ((0.0,), (0.0,), 0.0),
-        ((0.1, 0.1), (0.2, 0.2), 0.0),  # the wire alone
-        ((0.5, 0.0), (0.1, 0.6), 0.0),  # rank 0 waits for pictures, rank 1 for rank 0
-        ((0.0, 0.0), (0.1, 0.5), 0.2),  # rank 0 computes for longer
-        ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
-    ],
-)
-def test_report_shares_of_stragglers_by_hand(
-    waited: tuple[float, ...], exposed: tuple[float, ...], share: float
-) -> None:
-    assert straggler_share(waited, exposed) == pytest.approx(share)
-
-
-def test_report_the_slowest_rank_is_named_where_it_matters() -> None:
-    def host_of(rank: int) -> str:
-        return f"n{rank}"
-
-    assert straggler_hint(0.05, [0, 9], host_of=host_of) is None
-    assert straggler_hint(0.12, [0, 9, 1], host_of=host_of) == (
-        "steps lose 12% of their time to slower ranks, most to rank 1 on n1: bigbatch launch preflight compares the "
-        "nodes"
-    )
-
-
-class FakeNvml:
-    """A driver that counts 1500 mJ at every look."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *, is_there: bool = True) -> None:
-        self.is_there, self.count = is_there, 0
-
-    def nvmlInit(self) -> None:
-        if not self.is_there:
-            raise self.NVMLError
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        return uuid
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
-        assert handle == "GPU-12-34"
-        self.count += 1
-        if self.count > 2:
-            raise self.NVMLError
-        return 1500 * self.count
-
-    NVML_CLOCK_SM = 1
-    reasons: int | None = 0
-
-    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
-        assert (handle, kind) == ("GPU-12-34", self.NVML_CLOCK_SM)
-        return 1980
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
-        if self.reasons is None:
-            raise self.NVMLError
-        return self.reasons
-
-
-def test_report_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
-    gpu = torch.device("cuda", 0)
-    for nvml, told in ((FakeNvml(), True), (FakeNvml(is_there=False), False), (None, False)):
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        meter = make_energy_meter(gpu)
-        joules = meter.take_joules()
-        assert (joules == 1.5) if told else math.isnan(joules)
-        assert math.isnan(meter.take_joules()), "a driver that stops to answer ends no training"
-    assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
-
-
-def test_report_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
-    gpu = torch.device("cuda", 0)
-    nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    for reasons, slowed_by in (
-        (0x4, ()),  # its ordinary power limit
-        (0x44, ("heat",)),
-        (0xC0, ("heat", "its power supply's brake")),
-    ):
-        nvml.reasons = reasons
-        assert read_clock(gpu) == Clock(1980.0, slowed_by)
-    nvml.reasons = None
-    assert read_clock(gpu) is None, "an old driver does not tell"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert read_clock(gpu) is None
-    assert read_clock(torch.device("cpu")) is None
-
-
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
 
 
@@ -431,7 +322,7 @@ def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_report_plot_is_a_image_with_lines(tmp_path: Path) -> None:
+def test_report_plot_is_an_image_with_lines(tmp_path: Path) -> None:
     records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
     plot_run(records, tmp_path / "plot.png", title="a run")
     plot_run([], tmp_path / "empty.png", title="a run")
@@ -492,129 +383,3 @@ def test_report_units() -> None:
     assert show("best_top1", 0.5) == "50.00 %"
     assert show("device", "cpu") == "cpu"
     assert show("input_wait_fraction", None) == "not measured"
-
-
-def test_report_normalize_is_the_formula() -> None:
-    images_BCHW = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8).to(memory_format=torch.channels_last)
-    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
-    normalized = Normalize(mean=mean, std=std, device=torch.device("cpu"), dtype=torch.float32)(images_BCHW)
-    for c in range(3):
-        expected = (images_BCHW[:, c].double() / 255 - mean[c]) / std[c]
-        assert torch.allclose(normalized[:, c].double(), expected, atol=1e-6)
-    assert normalized.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(
-    ("others", "threads"),
-    [
-        ([], 4),  # alone on four cores
-        (["here [0, 1, 2, 3]"], 2),  # one more rank on the same cores
-        (["here [0, 1, 2, 3]"] * 7, 1),  # more ranks than cores
-        (["here [4, 5, 6, 7]"], 4),  # bound to other cores
-        (["there [0, 1, 2, 3]"] * 3, 4),  # on other hosts
-    ],
-)
-def test_report_ranks_share_the_cores_that_they_have_in_common(
-    others: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
-    env = SimpleNamespace(host="here")
-    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
-    host.set_up_process(communicator, cudnn_benchmark=True)
-    assert chosen == [threads]
-
-
-def test_report_forward_draws_depend_on_the_position_alone() -> None:
-    def draw(**position: int) -> float:
-        seed_forward(3, **position)
-        return torch.rand(1).item()
-
-    first = draw(step=5, ghost=1)
-    assert draw(step=5, ghost=2) != first
-    assert draw(step=6, ghost=1) != first
-    assert draw(step=5, ghost=1) == first
-    seed_forward(2**63 - 1, step=10**6, ghost=10**6)  # the largest seed of a config
-
-
-def test_report_second_ctrl_c_interrupts_at_once() -> None:
-    previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        stop = StopRequest()
-        assert not stop.is_set
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.is_set
-        assert stop.signal_name == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def test_report_help_names_every_subcommand_in_half_a_second() -> None:
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "bigbatch", "--help"], capture_output=True, text=True, check=True)
-    assert time.perf_counter() - start < 0.5
-    for name in ("train", "evaluate", "export", "launch", "data"):
-        assert f"\n  {name} " in done.stdout
-
-
-@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
-def test_report_exit_codes_of_the_command(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(argv) == code
-    output = capsys.readouterr()
-    assert "bigbatch" in output.out + output.err
-
-
-def test_report_defect_shows_its_traceback_and_a_user_error_does_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["evaluate", "no/such/run"]) == 1
-    assert "Traceback" not in capsys.readouterr().err
-    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.errors", ""))  # a module without main
-    assert cli.main(["train"]) == 1
-    assert "AttributeError" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
-def test_report_interruption_while_importing_is_no_defect(
-    error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(module: str) -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "import_module", interrupted)
-    assert cli.main(["train"]) == code
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_report_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel in a .venv lies inside the checkout of another project, whose commit says nothing."""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
-        subprocess.run([*git, *words], check=True)
-    installed = tmp_path / "conditions.py"
-    installed.write_text("")
-    monkeypatch.setattr(conditions, "__file__", str(installed))
-    monkeypatch.setattr(conditions, "BUILT_FROM", tmp_path / "built_from.txt")
-    assert conditions.source_commit() is None
-    conditions.BUILT_FROM.write_text("0123456789ab\n")
-    assert conditions.source_commit() == "0123456789ab"
-    for words in (["add", "conditions.py"], ["commit", "-q", "-m", "ours"]):
-        subprocess.run([*git, *words], check=True)
-    assert len(conditions.source_commit()) == 12
-    installed.write_text("changed")
-    assert conditions.source_commit().endswith("+")
-
-
-def test_report_generate_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    import bigbatch.trainer.datasets.generated as generated
-
-    calls = []
-    monkeypatch.setattr(generated, "write_dataset", lambda root, **kw: calls.append((root, kw["seed"])) or True)
-    assert data_main(["generate", str(tmp_path / "d"), "--seed", "4"]) == 0
-    assert calls == [(tmp_path / "d", 4)]
-    assert "written" in capsys.readouterr().out

@@ -182,7 +182,7 @@ def test_counts_of_a_batch_by_hand() -> None:
     assert padded[3] == 2
 
 
-def test_evaluation_that_misses_a_image_is_an_error() -> None:
+def test_evaluation_that_misses_an_image_is_an_error() -> None:
     parts = make_parts()
     with pytest.raises(DataError, match="counted 8 pictures of 9"):
         evaluate(

@@ -224,7 +224,7 @@ def test_loaders_a_bad_image_is_named(make, tmp_path, kind):
     assert len(list(loader.load(first))) == 1  # usable afterwards
 
 
-def test_loaders_a_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_path):
+def test_loaders_an_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_path):
     whole_image = center_crop(fraction=1.0)
     files = {"train/a/0.jpg": encoded(smooth_image(0)), "train/a/1.jpg": with_bad_tables(encoded(smooth_image(1)))}
     index = read_index(write(tmp_path, files), "train")
@@ -234,7 +234,7 @@ def test_loaders_a_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_p
     assert len(list(loader.load([Request(0, np.array([0, 0]), np.array([True, True]))]))) == 1
 
 
-def test_loaders_a_image_that_would_fill_the_memory_is_named(monkeypatch):
+def test_loaders_an_image_that_would_fill_the_memory_is_named(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # Pillow refuses twice as many
     with pytest.raises(DataError, match=r"^a.png: cannot be read as a picture .* exceeds limit of 20 pixels"):
         open_image(encoded(smooth_image(0), "PNG"), path="a.png")

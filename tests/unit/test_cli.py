@@ -1,0 +1,47 @@
+"""The command's own behaviour: its help, its exit codes, what it shows of an error."""
+
+import subprocess
+import sys
+
+import pytest
+
+from bigbatch import cli
+
+
+def test_help_names_every_subcommand_and_loads_nothing_slow() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "bigbatch", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "bigbatch.cli" in loaded
+    assert loaded.isdisjoint({"torch", "numpy", "yaml"})
+    for name in ("train", "evaluate", "export", "launch", "data"):
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
+def test_exit_codes(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == code
+    output = capsys.readouterr()
+    assert "bigbatch" in output.out + output.err
+
+
+def test_a_defect_shows_its_traceback_and_a_user_error_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", "no/such/run"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.errors", ""))  # a module without main
+    assert cli.main(["train"]) == 1
+    assert "AttributeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_an_interruption_while_importing_is_no_defect(
+    error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(module: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["train"]) == code
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,17 @@
+"""Draws of the forward pass."""
+
+import torch
+
+from bigbatch.trainer.step.seeding import seed_forward
+
+
+def test_draws_depend_on_the_position_alone() -> None:
+    def draw(**position: int) -> float:
+        seed_forward(3, **position)
+        return torch.rand(1).item()
+
+    first = draw(step=5, ghost=1)
+    assert draw(step=5, ghost=2) != first
+    assert draw(step=6, ghost=1) != first
+    assert draw(step=5, ghost=1) == first
+    seed_forward(2**63 - 1, step=10**6, ghost=10**6)  # the largest seed of a config
