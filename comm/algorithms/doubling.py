@@ -31,12 +31,14 @@ def doubling_allreduce_(
     dtype, place = wire.of(own_N), list(ranks).index(backend.rank)
     packed_N = own_N if dtype == own_N.dtype else staging.take("packed", own_N.numel(), own_N, dtype)
     incoming_N = staging.take("incoming", own_N.numel(), own_N, dtype)
+    # the largest power of two that is not above the number of ranks
     even = 1 << (len(ranks).bit_length() - 1)
     wire.divide_(own_N)
     wire.add_(own_N, others, scaled=True)
     extra = place + even
     if place >= even:
         backend.start_send(wire.pack(own_N, packed_N), to=ranks[place - even]).wait()
+        # straight into packed_N: the sum comes ready to be unpacked
         backend.start_receive(packed_N, source=ranks[place - even]).wait()
     else:
         if extra < len(ranks):
@@ -44,9 +46,11 @@ def doubling_allreduce_(
             wire.add_(own_N, [incoming_N])
         distance = 1
         while distance < even:
+            # the place with one bit flipped: each is the other's partner
             partner = ranks[place ^ distance]
             outgoing_N = wire.pack(own_N, packed_N)
             backend.start_exchange(send=outgoing_N, to=partner, receive=incoming_N, source=partner).wait()
+            # go on from what the partner gets, rounding and all: both then add the same two values
             own_N.copy_(outgoing_N)
             wire.add_(own_N, [incoming_N])
             distance *= 2

@@ -29,9 +29,11 @@ def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, num_s
     """
     place = node.ranks.index(backend.rank)
     shards = buffer_N.tensor_split(num_shards)
+    # the libraries' reduce-scatter takes only equal shards, one for each rank of the group
     if len(node.ranks) == num_shards and buffer_N.numel() % num_shards == 0:
         if not buffer_N.numel():
             return
+        # apart from buffer_N: MPI forbids a result that lies within its input
         shard_M = shards[place].clone()
         backend.reduce_scatter(shard_M, buffer_N, node)
         across(shard_M, (), lambda part: None)
@@ -40,6 +42,7 @@ def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, num_s
     for owner, shard_M in zip(node.ranks, shards, strict=False):
         if shard_M.numel():
             backend.reduce_(shard_M, node, root=owner)
+    # ranks beyond the smallest node's size have no like in every other node, and own no shard
     if place < num_shards:
         across(shards[place], (), lambda part: None)
     for owner, shard_M in zip(node.ranks, shards, strict=False):

@@ -138,8 +138,10 @@ def _crossing(
     share = 0.5
     if {first, second} <= at_a.keys() & at_b.keys():
         gains = [math.log(at[second].median / at[first].median) for at in (at_a, at_b)]
+        # second is slower at the smaller size and faster at the larger one
         if gains[0] > 0 > gains[1]:
             share = gains[0] / (gains[0] - gains[1])
+    # up_to_bytes is inclusive: a keeps its choice, and b must not fall to the smaller one
     return min(max(round(a * (b / a) ** share), a), b - 1)
 
 
@@ -149,6 +151,7 @@ def _near_best(at_size: Mapping[str, Measured]) -> dict[str, float]:
     losses = {name: measured.median / at_size[best].median - 1 for name, measured in at_size.items()}
     found = {}
     for name, loss in losses.items():
+        # the uncertainty of a difference of two independent medians
         noise = math.hypot(at_size[name].noise, at_size[best].noise)
         if loss <= min(max(noise, LEAST_TOLERANCE), MOST_TOLERANCE):
             found[name] = loss

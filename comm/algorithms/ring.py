@@ -44,6 +44,7 @@ def ring_allreduce_(
         for segment in ring.segments:
             pending[segment].wait()
             pending[segment] = ring.fold_and_pass_on(hop, segment, received=True)
+    # the part that completed its sum here is final one hop before the first copy arrives
     announce(ring.part(ring.num_ranks - 1))
     for hop in range(ring.num_ranks, 2 * ring.num_ranks - 1):
         for segment in ring.segments:
@@ -74,6 +75,7 @@ class _Ring:
         self._backend, self._wire = backend, wire
         self._left, self._right = ranks[self._place - 1], ranks[(self._place + 1) % n]
         dtype = wire.of(own_N)
+        # the first parts may have one element more, and all must be cut into equally many segments
         largest = -(-own_N.numel() // n)
         num_segments = max(1, -(-largest * dtype.itemsize // SEGMENT_BYTES))
         self.segments = range(num_segments)
@@ -82,6 +84,7 @@ class _Ring:
         packed_N = own_N if dtype == own_N.dtype else staging.take("packed", own_N.numel(), own_N, dtype)
         self._packed = _cut(packed_N, n, num_segments)
         slot = -(-largest // num_segments)
+        # room for one part only: parts arrive one after another, and each is summed before the next
         self._slots = staging.take("incoming", slot * num_segments, own_N, dtype).split(slot) if largest else ()
 
     def part(self, hop: int) -> int:
@@ -92,11 +95,13 @@ class _Ring:
         part, wire = self.part(hop), self._wire
         own_S, packed_S = self._own[part][segment], self._packed[part][segment]
         wire.divide_(own_S)
+        # each hop visits another part, so every value is divided, and every other rank added, once
         wire.add_(own_S, [other[part][segment] for other in self._others], scaled=True)
         if received:
             wire.add_(own_S, [self._incoming(part, segment)])
         outgoing_S = wire.pack(own_S, packed_S)
         if hop == self.num_ranks - 1:  # the sum is complete
+            # keep the rounded sum that the others will get, not the exact one: identical bits on all ranks
             wire.unpack_(own_S, outgoing_S)
         return self._pass_on(hop, segment, outgoing_S)
 
@@ -115,6 +120,7 @@ class _Ring:
             return Done()
         part = self.part(hop + 1)
         sums = hop + 1 < self.num_ranks
+        # a partial sum must not overwrite this rank's own share; a final value may land in place
         target_S = self._incoming(part, segment) if sums else self._packed[part][segment]
         return self._backend.start_exchange(send=outgoing_S, to=self._right, receive=target_S, source=self._left)
 

@@ -75,15 +75,18 @@ class _SharedSum:
         owners = [place for place in range(self._owners.count) if place != self._place]
         sent: list[InFlight] = [self._tell(place, self._name) for place in owners]
         if self._place < self._owners.count:
+            # sum before copying: if every owner first waited for another's shard, nobody would sum
             sent += self._own()
         for place in owners:
             self._copy_from(place)
             sent.append(self._tell(place, b"r"))  # I have read it
         if self._place < self._owners.count:
+            # until all have read it, the next step must not write into this memory
             self._hear_all(1)
         AllOf(tuple(sent)).wait()
 
     def _own(self) -> list[InFlight]:
+        # the message means two things: my values are in place, and this is the tensor I mean
         self._check(self._hear_all(_READY.size))
         others = [self._shards[place][self._place] for place in self._everyone_else()]
         sent: list[InFlight] = []

@@ -36,6 +36,7 @@ class Transfer:
 
     def __init__(self, data: memoryview, links: "Links", length: bytearray) -> None:
         self.length = length
+        # length and data go to the kernel in one call, without a copy that joins them
         self.left = [memoryview(length), data]
         self.links = links
         self.done = False
@@ -77,6 +78,7 @@ class Link:
 
     def __init__(self, peer: int, stream: socket.socket) -> None:
         stream.setblocking(False)
+        # else a short message would wait for the acknowledgement of the one before
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
         self.socket = stream
@@ -104,6 +106,7 @@ class Link:
         """
         while self.incoming:
             transfer = self.incoming[0]
+            # the length is not all here yet
             is_first = len(transfer.left) == 2
             try:
                 count = self.socket.recvmsg_into(transfer.left)[0]
@@ -113,6 +116,7 @@ class Link:
                 raise ConnectionResetError(f"rank {self.peer} closed the connection")
             expected = len(transfer.left[-1])
             transfer.take(count)
+            # checked once, as soon as all of the length has come
             if is_first and len(transfer.left) < 2:
                 self._check(transfer, expected)
             if not transfer.done:
@@ -150,10 +154,12 @@ class Links:
         """When bytes last moved over a link, and when while_waiting was last called; time.monotonic()."""
         towards = control.master[0] if control.master and not env.is_one_host else None
         address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
+        # backlog: all higher ranks may connect before this one looks
         self._listener = socket.create_server((address, 0), backlog=1024)
         leave_bbr(self._listener)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
+        # port 0 above let the system choose one: only now is it known
         where = self._listener.getsockname()
         if env.rank == 0:
             control.store.set("bigbatch/tcp/secret", secrets.token_hex(16))
@@ -165,6 +171,7 @@ class Links:
         transfer = Transfer(data, self, bytearray(LENGTH.pack(len(data))))
         link = self._links.get(to) or self._open(to)
         link.outgoing.append(transfer)
+        # behind others it must wait its turn: a stream has one order
         if len(link.outgoing) == 1:
             link.send_what_goes()
         return transfer
@@ -211,6 +218,7 @@ class Links:
             link.send_what_goes()
 
     def _watch(self, link: Link) -> None:
+        # not asked for while nothing is expected: poll would return at once for what came early
         wanted = (select.POLLIN if link.incoming else 0) | (select.POLLOUT if link.outgoing else 0)
         if wanted == link.polled:
             return
@@ -245,6 +253,7 @@ class Links:
                 f"{self._control.host_of(peer)} at {address}:{port} ({error}): set comm.interface to the network "
                 "interface that all nodes share"
             ) from error
+        # the accepting side answers nothing: who is not let in finds the stream closed
         stream.sendall(GREETING.pack(self._secret, self._rank))
         return stream
 
@@ -262,6 +271,7 @@ class Links:
         """Hear more of a caller's greeting; turn away who leaves or does not know the secret."""
         stream, said = self._callers.pop(number)
         try:
+            # not a byte more: what follows the greeting is the first message, and the link's to read
             more = stream.recv(GREETING.size - len(said))
         except OSError:
             more = b""
@@ -272,6 +282,7 @@ class Links:
         self._poll.unregister(number)
         if len(said) == GREETING.size:
             secret, peer = GREETING.unpack(said)
+            # takes equally long wherever they differ, so that time tells a guesser nothing
             if hmac.compare_digest(secret, self._secret) and peer not in self._links:
                 self._add(peer, stream)
                 return

@@ -69,6 +69,7 @@ class NodeMemory:
         """Lend shared memory for a tensor that lies elsewhere; its content is undefined. Collective."""
         num_bytes = num_elements * dtype.itemsize
         if num_bytes > self._scratch_N.numel():
+            # a power of two, so that growing tensors cost a few collective allocations, not one each
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
             self._scratch_N = self.allocate(size, torch.uint8, what=what)
         return self._scratch_N[:num_bytes].view(dtype)
@@ -82,6 +83,7 @@ class NodeMemory:
         region = self._region_of(tensor_N)
         if region is None:
             return None if self._needs_sharing else (tensor_N,)
+        # addresses differ between processes, offsets do not
         start = tensor_N.data_ptr() - region.first
         return tuple(
             tensor_N if place == self._place else whole[start : start + tensor_N.nbytes].view(tensor_N.dtype)
@@ -111,6 +113,7 @@ class NodeMemory:
         try:
             os.ftruncate(number, num_bytes)
             own = _map(number, num_bytes)
+            # the inode tells the memory from what another process has under the same numbers
             described = f"{os.getpid()} {number} {os.fstat(number).st_ino}"
             everyone = self._control.gather_text(described, what=what)
             shared = tuple(
@@ -119,6 +122,7 @@ class NodeMemory:
             )
             self._control.gather_text("", what=what)  # all have opened it
         finally:
+            # the mapping keeps the memory alive
             os.close(number)
         return Region(self._num_shared, own, shared)
 

@@ -85,7 +85,9 @@ class TcpBackend:
         works = [
             self.start_receive(received_M, source=rank) for received_M, rank in zip(received, sources, strict=True)
         ]
+        # round once at the end, not after each addend
         total_M = sum_M.float() if sum_M.dtype in HALF else sum_M
+        # in the group's order, not that of arrival: addition rounds, and runs must repeat
         for received_M, work in zip(received, works, strict=True):
             work.wait()
             total_M.add_(received_M)
@@ -127,6 +129,7 @@ class TcpBackend:
         if self._queue.is_closed:
             return
         self._queue.close()
+        # who closes first would look to the others like a lost peer
         self._control.gather_text("", what="the last barrier")
         self._links.close()
 
