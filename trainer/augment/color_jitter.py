@@ -42,6 +42,7 @@ class ColorJitter:
         """Change uint8 pictures by draws that are uniform in [0, 1)."""
         low = max(0.0, 1 - self.strength)
         factors_B3 = low + draws_BD[:, :3] * (1 + self.strength - low)
+        # sorting random keys gives each sample a random order; pass k does the k-th change of all
         for kinds_B in np.argsort(draws_BD[:, 3:], axis=1).T:
             factors_B = factors_B3[np.arange(len(kinds_B)), kinds_B]
             images_BCHW = blend(images_BCHW, ops_B=_JITTERS[kinds_B], factors_B=factors_B)

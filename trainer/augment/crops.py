@@ -18,6 +18,7 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 def _absorb(state: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Make a new state from a state and one more key; a chain of these is the hash of all keys."""
+    # + 1, as a key of 0 would add nothing
     return _mix(state + (value + np.uint64(1)) * _GOLDEN_GAMMA)
 
 
@@ -31,6 +32,7 @@ def uniforms(*, seed: int, epoch: int, indices_B: np.ndarray, num_draws: int, st
         state = _absorb(state, np.array([key], np.uint64))
     state_B = _absorb(state, indices_B.astype(np.uint64))
     words_BD = _absorb(state_B[:, None], np.arange(num_draws, dtype=np.uint64))
+    # the upper 53 bits: as many as a float64 holds, so that 1 is never reached by rounding
     return (words_BD >> np.uint64(11)) * 2.0**-53
 
 
@@ -77,6 +79,7 @@ def random_resized_crop(
         # height and width of every attempt, shape (B, attempts, 2)
         extents_BA2 = np.rint(np.sqrt(np.stack([areas_BA / aspects_BA, areas_BA * aspects_BA], axis=2)))
         fits_BA = np.all((extents_BA2 > 0) & (extents_BA2 <= sizes_B2[:, None, :]), axis=2)
+        # the first True, or 0 where none fits, which fits_B1 then tells
         first_B = fits_BA.argmax(axis=1)
         rows_B = np.arange(len(first_B))
         fits_B1 = fits_BA[rows_B, first_B].reshape(-1, 1)

@@ -51,4 +51,5 @@ class Cutout:
             torch.arange(width, device=device).view(-1, 1), columns
         )
         colour_C = on_device(np.array(self.fill, np.uint8), device)
+        # worked on as BHWC, so that the result is channels-last in memory
         return torch.where(hole_BHW1, colour_C, images_BCHW.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

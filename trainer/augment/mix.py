@@ -34,6 +34,7 @@ def cutmix_box(*, lam: float, centre: tuple[float, float], height: int, width: i
 
     Source: Yun et al. 2019 (arXiv 1905.04899), as torchvision's CutMix rounds it.
     """
+    # half a side: the area is in proportion to its square
     reach = 0.5 * math.sqrt(1 - lam)
     x, y = int(centre[0] * width), int(centre[1] * height)
     wide, high = int(reach * width), int(reach * height)
@@ -100,5 +101,6 @@ class Mix:
         height, width = images_BCHW.shape[2:]
         centre = (float(draws_5[3]), float(draws_5[4]))
         x1, y1, x2, y2 = box = cutmix_box(lam=lam, centre=centre, height=height, width=width)
+        # the border may have cut the box: labels go by the area that is left
         params |= {"box": box, "lam_adjusted": 1 - (x2 - x1) * (y2 - y1) / (width * height)}
         return self._cutmix.transform(images_BCHW, params), self._cutmix.transform(targets_BK, params)

@@ -25,6 +25,7 @@ class Normalize:
         self._device = device
         self._dtype = dtype
         self._memory_format = memory_format
+        # (x / 255 - m) / s as x * scale + shift: one kernel for a batch
         self._scale = torch.tensor([1 / (255 * s) for s in std], device=device).view(1, 3, 1, 1)
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(1, 3, 1, 1)
 

@@ -128,6 +128,7 @@ def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int,
         return np.where(ops_B == op, signs_B * _level(maximum, magnitude=magnitude), 0.0)
 
     shear_x, shear_y = amounts(Op.SHEAR_X, 0.3), amounts(Op.SHEAR_Y, 0.3)
+    # torchvision's ranges, as 0.3 and 30 degrees are: at most 150 of 331 pixels
     left = np.trunc(amounts(Op.TRANSLATE_X, 150 / 331 * width))
     down = np.trunc(amounts(Op.TRANSLATE_Y, 150 / 331 * height))
     turn = np.radians(amounts(Op.ROTATE, 30.0))
@@ -152,6 +153,7 @@ def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magni
     shares_B23 = matrices_B23 / np.array([[width / 2], [height / 2]])  # grid_sample's unit: half the picture
     device = images_BCHW.device
     factors = on_device(shares_B23.astype(np.float32), device)[..., None, None]
+    # pixel centres, counted from the middle of the picture
     xs_W = torch.arange(width, device=device) - (width - 1) / 2
     ys_H1 = torch.arange(height, device=device)[:, None] - (height - 1) / 2
     grid_B2HW = factors[:, :, 0] * xs_W + (factors[:, :, 1] * ys_H1 + factors[:, :, 2])
@@ -175,8 +177,10 @@ def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, m
     )
     pixels_BCHW = images_BCHW.float()
     inner_BCHW = pixels_BCHW[:, :, 1:-1, 1:-1]
+    # weights of 1 around a 5, 13 in all: a plain 3x3 sum, and the centre four times more
     sums_BCHW = avg_pool2d(pixels_BCHW, 3, stride=1, divisor_override=1) + 4 * inner_BCHW
     blurred_BCHW = (sums_BCHW / 13).round_()
+    # inner_BCHW is a view: the border of pixels_BCHW stays as it was, as in torchvision
     inner_BCHW.addcmul_(blurred_BCHW - inner_BCHW, rests)
     return pixels_BCHW.clamp_(0, 255).to(torch.uint8)
 

@@ -25,4 +25,5 @@ def ahead(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
         if isinstance(source, Generator):
+            # after the thread has ended: a generator that runs cannot be closed
             source.close()

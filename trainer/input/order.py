@@ -50,6 +50,7 @@ class ImageIndex:
 def read_file(path: str) -> bytes:
     """Return the bytes of a picture. Raises: StorageError naming path."""
     try:
+        # the file is read whole: a buffer would serve nobody
         with open(path, "rb", buffering=0) as file:
             return file.read()
     except OSError as error:
@@ -204,6 +205,7 @@ def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_si
     repeats its last picture with valid_B False.
     """
     stride = microbatch_size * world_size
+    # start and end both shifted by the rank's place, so that all ranks go round equally often
     for start in range(rank * microbatch_size, num_samples + rank * microbatch_size, stride):
         positions_B = np.arange(start, start + microbatch_size, dtype=np.int64)
         valid_B = positions_B < num_samples

@@ -61,6 +61,7 @@ class PrepareBatch:
         labels_B = on_device(batch.labels_B, self._device)
         if self._augment is not None:
             images_BCHW = self._augment(images_BCHW, epoch=epoch, indices_B=indices_B)
+        # augmentations take bytes, mixing takes normalised pictures: hence the order
         images_BCHW = self._normalize(images_BCHW)
         if self._mix is None:
             return Prepared(images_BCHW, labels_B, labels_B)

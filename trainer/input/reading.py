@@ -114,6 +114,7 @@ class EncodedReader:
         valid_B = request.valid_B
         replaced: tuple[BadImage, ...] = ()
         if positions != asked:
+            # a stand-in is not the picture asked for: an evaluation must not count it twice
             valid_B = valid_B & (np.array(positions) == request.indices_B)
             replaced = tuple(
                 BadImage(position, self.bad.reasons[position])
@@ -152,6 +153,7 @@ class EncodedReader:
                     raise
                 except DataError as error:
                     self.bad.add(position, error)
+            # ends, as BadImages raises where all pictures are bad
             position = (position + 1) % len(self._source)
             known_12 = self._source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()

@@ -105,6 +105,7 @@ class PatientReads:
             try:
                 return self._read_once(position, thread=thread)
             except StorageError as error:
+                # only what the system refused may heal; a shard that was cut or edited stays so
                 cause, seconds = error.__cause__, time.monotonic() - start
                 if not isinstance(cause, OSError):
                     raise
@@ -115,6 +116,7 @@ class PatientReads:
                 f"{self._source.name(position)}: cannot be read ({cause.strerror or cause}); trying again for "
                 f"{self._patience_seconds:g} s"
             )
+            # a sleep that stop() ends
             self._stop.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

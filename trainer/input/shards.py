@@ -131,6 +131,7 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     if ((shards_N < 0) | (shards_N >= len(facts.shards))).any():
         return f"an entry lies in none of {len(facts.shards)} shards"
     ends_N = np.array([shard.num_bytes for shard in facts.shards])[shards_N]
+    # a tar member's header is a block, so no picture begins before the first one ends
     if ((offsets_N < BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
         return "an entry lies outside of its shard"
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
@@ -275,6 +276,7 @@ class OpenFiles:
     def get(self, path: str) -> OpenFile:
         """Return an open shard. Raises: OSError."""
         with self._lock:
+            # taken out and put back, it is the latest in the order of the dict
             file = self._by_path.pop(path, None)
             if file is not None:
                 self._by_path[path] = file

@@ -41,6 +41,7 @@ class InputStream:
                 for image in self._last.replaced:
                     self.replaced.setdefault(image.position, (step, image.reason))
             except DataError as error:
+                # no batch of the right shape to go on with until the next report
                 if self._last is None:
                     raise
                 self.failure = InputFailure(step, str(error))

@@ -24,6 +24,7 @@ def from_foreign(state: object, model: nn.Module, *, source: str) -> dict[str, T
     """
     own = model.state_dict()
     tensors = _require_tensors(_unwrapped(state), source=source)
+    # ours first, so that the file's counters win where it has them
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
     _require_names(tensors, own, source=source)
     _require_shapes(tensors, own, source=source)
@@ -39,6 +40,7 @@ def _unwrapped(state: object) -> object:
     """Unwrap what lies in the nests, its names without the prefixes of wrappers."""
     while isinstance(state, Mapping) and (nest := next((key for key in NESTS if key in state), None)):
         state = state[nest]
+    # a loop: a compiled model within DistributedDataParallel has both, in either order
     while isinstance(state, Mapping) and (prefix := next((w for w in WRAPPERS if _all_start_with(w, state)), None)):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
@@ -83,6 +85,7 @@ def _is_plain_alexnet(tensors: Mapping[str, Tensor]) -> bool:
 
 def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str) -> None:
     odd = [name for name in own if own[name].shape != tensors[name].shape]
+    # matrices belong to linear layers alone, and the last one gives the classes
     classifier = [name for name in own if own[name].ndim == 2][-1]
     if not odd:
         return

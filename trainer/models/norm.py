@@ -83,6 +83,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     def _normalize_ghost(self, ghost_BCHW: Tensor) -> Tensor:
         assert self.momentum is not None
         momentum = ghost_momentum(self.ghost_index, momentum=self.momentum, ghosts_per_step=self.ghosts_per_step)
+        # counted on the host: the momentum is a Python number, for which nothing waits
         self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
         if self.group:
             return self._normalize_shared(ghost_BCHW, self.group, momentum=momentum)
@@ -121,6 +122,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
     """Fix the scales of a batch norm: a buffer of the same name in place of the parameter, which no optimizer sees."""
     scale_C = torch.full_like(norm.get_parameter("weight"), value, requires_grad=False)
+    # a parameter's name cannot be given to a buffer while it is there
     del norm.weight
     norm.register_buffer("weight", scale_C)
     return norm
@@ -166,6 +168,7 @@ class MicrobatchStatistics:
     """
 
     def __init__(self, model: nn.Module, statistics_N: Tensor, *, microbatches_per_step: int) -> None:
+        # zeros are never read: with momentum 1 the first ghost batch overwrites them
         self._gathered_N = torch.zeros_like(statistics_N)
         slots = _slots(model)
         sizes = [getattr(norm, name).numel() for norm, name in slots]
@@ -174,6 +177,7 @@ class MicrobatchStatistics:
         self._microbatch = 0
         self._momentum = 0.0
         views = [view.data for view in self._gathered_N.split(sizes)]
+        # each norm has two slots in a row, mean and variance
         norms = [norm for norm, _ in slots[::2]]
         for norm, mean_C, var_C in zip(norms, views[::2], views[1::2], strict=True):
             assert isinstance(norm, GhostBatchNorm2d)

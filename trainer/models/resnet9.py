@@ -62,6 +62,7 @@ class ResNet9(nn.Module):
         super().__init__()
         self.logit_scale = logit_scale
         self.prep = prep
+        # three max-pools of 2 in all: hence sides of at least 8 pixels
         self.layer1 = nn.Sequential(block(width, 2 * width, pool=True), Residual(2 * width, block=block))
         self.layer2 = block(2 * width, 4 * width, pool=True)
         self.layer3 = nn.Sequential(block(4 * width, 8 * width, pool=True), Residual(8 * width, block=block))

@@ -38,9 +38,11 @@ def moments(
     var_C, mean_C = torch.var_mean(images_BCHW.to(running_mean_C.dtype), PIXELS, correction=0)
     mean_RC, var_RC = group.gather(torch.cat([mean_C, var_C])).chunk(2, dim=1)
     mean_C = mean_RC.mean(0)
+    # variance within the ranks, and that between their means; equal counts make both plain means
     var_C = var_RC.mean(0) + (mean_RC - mean_C).square().mean(0)
     count = group.num_ranks * images_BCHW.numel() / len(mean_C)
     running_mean_C.lerp_(mean_C, momentum)
+    # the running variance is the unbiased one, as torch's batch norm keeps it
     running_var_C.lerp_(var_C * (count / (count - 1)), momentum)
     return mean_C, (var_C + eps).rsqrt()
 
@@ -77,6 +79,7 @@ class SpreadNormalize(torch.autograd.Function):
         reduce, apply = (_reduce_gpu, _apply_gpu) if images_BCHW.is_cuda else (_reduce_cpu, _apply_cpu)
         grad_BCHW = grad_BCHW.contiguous(memory_format=_memory_format(images_BCHW))
         sums_2C = reduce(grad_BCHW, images_BCHW, mean_C, inverse_C)
+        # this rank's share alone: the reducer sums gradients of weights over all ranks anyway
         grad_bias_C, grad_weight_C = sums_2C[0], sums_2C[1] * inverse_C
         total_2C = group.gather(sums_2C.view(-1)).sum(0).view_as(sums_2C)
         grad_images_BCHW = apply(
@@ -134,6 +137,7 @@ def _apply_cpu(
     num_ranks: int,
 ) -> Tensor:
     count = num_ranks * images_BCHW.numel() / len(mean_C)
+    # what moves with the mean, and with the variance, is taken out of the gradient
     mean_grad_C, slope_C = total_2C[0] / count, total_2C[1] / count * inverse_C.square()
     centred_BCHW = images_BCHW - mean_C[:, None, None]
     pulled_BCHW = grad_BCHW - mean_grad_C[:, None, None] - centred_BCHW * slope_C[:, None, None]

@@ -43,6 +43,7 @@ def patch_sums(images_BCHW: Tensor) -> Tensor:
     total = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=images_BCHW.device)
     for portion_BCHW in images_BCHW.split(max(1, PORTION_PIXELS // (height * width))):
         patches_BKL = F.unfold(portion_BCHW.double().contiguous(), SIDE)
+        # with a 1 behind each patch, one product gives second moments, sums and the count
         patches_BKL = torch.cat([patches_BKL, torch.ones_like(patches_BKL[:, :1])], dim=1)
         total += torch.einsum("bkl,bml->km", patches_BKL, patches_BKL)
     return total
@@ -56,9 +57,13 @@ def whitening_filters(sums: Tensor, *, std: Sequence[float], eps: float) -> Tens
     """
     sums = sums.cpu()
     count, mean_K = sums[-1, -1], sums[:-1, -1] / sums[-1, -1]
+    # unfold has the 9 pixels of a channel side by side
     scale_K = 1 / (255 * torch.tensor(std, dtype=torch.float64)).repeat_interleave(SIDE**2)
     covariance_KK = (sums[:-1, :-1] / count - mean_K.outer(mean_K)) * scale_K.outer(scale_K)
     values_K, vectors_KK = torch.linalg.eigh(covariance_KK)
+    # rounding can leave the smallest eigenvalues just below 0
     filters_KK = vectors_KK.T / (values_K.clamp(min=0) + eps).sqrt()[:, None]
+    # the sign of an eigenvector is free, and libraries differ in it
     largest_K1 = filters_KK.gather(1, filters_KK.abs().argmax(1, keepdim=True))
+    # eigh sorts upwards
     return (filters_KK * largest_K1.sign()).flip(0).view(PATCH, 3, SIDE, SIDE)

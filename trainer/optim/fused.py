@@ -55,12 +55,14 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 def drop_last_group_if(optimizer: torch.optim.Optimizer, problem: str | None) -> None:
     """Leave the optimizer as it was before its newest group, and raise ValueError, where there is a problem with it."""
     if problem:
+        # torch appends before anything of ours can look at the group
         optimizer.param_groups.pop()
         raise ValueError(problem)
 
 
 def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tensor:
     """Return the trust ratios of tensors with these norms of weights and of gradients or updates."""
+    # also hides the NaN of 0 / 0, which ratios_N may hold there
     return torch.where((w_N > 0) & (u_N > 0), ratios_N, torch.ones_like(ratios_N))
 
 
@@ -111,6 +113,7 @@ def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | N
                 f"{asked_by} needs float32 parameters, not {weight.dtype}: keep fp32 master weights "
                 "(in half precision the trust ratio drives updates to zero, Jia et al. 2018)"
             )
+        # empty_like keeps strides of dense tensors only: others would be walked past their gaps
         if torch.empty_like(weight, device="meta").stride() != weight.stride():
             return f"{asked_by} needs parameters that fill their memory without gaps: call .contiguous() on a slice"
     return None

@@ -93,6 +93,7 @@ class LAMB(torch.optim.Optimizer):
         grads = unscaled_grads(self, weights)
         directions = [torch.zeros_like(w) for w in weights]
         moments, squares, steps = self._moments(weights)
+        # the kernel corrects the bias by this count, so it moves on first
         torch._foreach_add_(steps, 1)
         torch._fused_adam_(
             directions,
@@ -101,6 +102,7 @@ class LAMB(torch.optim.Optimizer):
             squares,
             [],
             steps,
+            # w - lr * direction: from zeros, the direction itself
             lr=-1.0,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -111,6 +113,7 @@ class LAMB(torch.optim.Optimizer):
             found_inf=overflow,
         )
         if overflow is not None:
+            # takes the 1 back where the step was skipped, without asking the device whether it was
             torch._foreach_sub_(steps, [overflow] * len(steps))
         return directions
 

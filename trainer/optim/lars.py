@@ -129,12 +129,14 @@ class LARS(torch.optim.Optimizer):
             momenta = self._momenta(some_weights, group)
             columns = (some_weights, grads, momenta) if momenta else (some_weights, grads)
             for scale, *tensors in zip(scales, *columns, strict=True):
+                # scale * (g + decay * w) by the kernel's own weight decay: one pass over w less
                 decay = group["weight_decay"] * scale
                 for weight, grad, *momentum in _pieces(tensors):
                     write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
 
     def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return what multiplies each decayed gradient before it meets the momentum."""
+        # inside, the momentum remembers the rates of earlier steps; outside, the kernel applies it
         inner = group["lr"] if group["momentum_form"] == "lr_inside" else 1.0
         if not group["adapt"]:
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf

@@ -80,6 +80,7 @@ def load_optimizer_state(
     own = optimizer.state_dict()
     groups = []
     for ours, theirs in zip(own["param_groups"], saved["param_groups"], strict=True):
+        # torch compares numbers of parameters only, and would hand a momentum to another weight
         for key in ("names", "momentum_form"):
             if ours.get(key) != theirs.get(key):
                 raise ValueError(f"{key} is {theirs.get(key)} there and {ours.get(key)} here")

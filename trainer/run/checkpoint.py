@@ -51,6 +51,7 @@ def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: 
             "sha256": _sha256(aside / STATE_FILE),
         }
         (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
+        # on disk before the rename, or a crash could leave the name with empty files behind it
         for name in (STATE_FILE, MANIFEST_FILE):
             _flush(aside / name)
         _put_in_place(aside, path)
@@ -118,6 +119,7 @@ def set_aside_after(directory: Path, *, step: int) -> list[Path]:
     aside = []
     for checkpoint in list_checkpoints(directory):
         if checkpoint.step > step:
+            # no "step-*", so that nothing lists it, goes on from it or drops it
             aside.append(checkpoint.path.with_name(f"abandoned-{checkpoint.path.name}-{time.time_ns()}"))
             checkpoint.path.rename(aside[-1])
     return aside
@@ -147,9 +149,11 @@ def _put_in_place(aside: Path, path: Path) -> None:
     """Rename; a checkpoint of the same step (saved before its evaluation) makes room first."""
     replaced = path.parent / f".{path.name}.replaced"
     shutil.rmtree(replaced, ignore_errors=True)
+    # os.rename puts no folder in place of one that is not empty
     if path.exists():
         path.rename(replaced)
     aside.rename(path)
+    # a rename is on disk only once its folder is
     _flush(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -173,6 +177,7 @@ def _other(path: Path) -> str:
             continue
         try:
             manifest = read_manifest(other.path)
+            # by size alone: to hash every checkpoint for an error message would take long
             if (other.path / STATE_FILE).stat().st_size == manifest["bytes"]:
                 return f"; go on from another one with --run.resume {other.path}"
         except (OSError, ValueError, KeyError):

@@ -24,7 +24,9 @@ def spent_by(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
     for record in records:
         if record["kind"] == "start":
             ranks = record["job"].get("world_size", 1)
+        # from the record before it to a start nothing ran
         elif before is not None:
+            # a clock may be set back, or be another node's
             passed = max(0.0, record["time"] - before) / 3600
             hours, rank_hours = hours + passed, rank_hours + ranks * passed
         before = record["time"]

@@ -34,6 +34,7 @@ class MetricsLog:
         """
         with writing(self._path):
             self._file.write(json.dumps({"kind": kind, "time": time.time(), **record}) + "\n")
+            # a record is whole in the file before the next one, whatever then ends the process
             self._file.flush()
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
@@ -48,6 +49,7 @@ class MetricsLog:
 
 def _stays(record: dict[str, Any], *, from_step: int) -> bool:
     is_written_again = record["kind"] in ("start", "input") and record["step"] == from_step
+    # from step 0 on nothing stays: a run that starts anew takes no record over
     return 0 < from_step >= record["step"] and not is_written_again
 
 

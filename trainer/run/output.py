@@ -44,6 +44,7 @@ class RunOutput:
         has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
         num_moments = 2 if has_two else 1
         num_copies = 1 + num_moments + (optimizer.ema_decay is not None)
+        # all in fp32, 4 bytes: masters, moments, average
         one_checkpoint = 4 * num_copies * sum(p.numel() for p in parts.model.parameters())
         num_kept = config.run.keep_checkpoints + 2  # the best, and the one that is being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
@@ -53,6 +54,7 @@ class RunOutput:
         for path in set_aside_after(rundir.checkpoints, step=self._plan.first_step):
             self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
         if self._plan.first_step < self._plan.num_steps:
+            # a summary says that a run is finished, which one with steps left is not
             rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
 

@@ -87,6 +87,7 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
         parts.precision.load_model_state(from_foreign(state["model"], parts.model, source=f"checkpoint {path}"))
         load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
         resume_training(parts.optimizer, state.get("in_training", []))
+        # resume_training may have put other masters in place than load_model_state published
         parts.precision.write_half_()
         parts.precision.load_state_dict(state["precision"])
         parts.average.load_state_dict(state.get("average", {}))

@@ -131,6 +131,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
         return amount / (totals.step_seconds - without) if totals.steps else None
 
     images, later = totals.steps * global_batch_size, totals.step_seconds - totals.first_report_seconds
+    # of the steps after the first report, as straggler_seconds; None or 0 where there was no other
     straggled = totals.straggler_seconds / later if later else per_second(0.0)
     return {
         "images_per_second": per_second(images),

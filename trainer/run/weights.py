@@ -103,5 +103,6 @@ def _require_same_model(text: str, config: Config, *, path: Path) -> None:
     values = read_dumped(text)
     for key in DECIDING:
         there, here = values[key], lookup(config, key)
+        # false and null mean the same: an option that is off
         if (there or None) != (here or None):
             raise CheckpointError(f"{path} is of another model: {key} is {there} there and {here} here")

@@ -33,9 +33,11 @@ class WideAccumulation:
         if not is_last and self._sums:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_add_(self._sums, gradients)
+            # autograd adds to what is there, so half precision never holds more than one microbatch
             torch._foreach_zero_(gradients)
 
     def _finish(self, sum_N: Tensor, parameter: nn.Parameter) -> None:
+        # within the last backward, so that a finished gradient can start on its way at once
         if self._is_last and parameter.grad is not None:
             sum_N.add_(parameter.grad)
             parameter.grad.copy_(sum_N)

@@ -22,6 +22,7 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_te
     """
     if math.isfinite(loss):
         return
+    # the sum over ranks does not tell where it began: the rank with the fewest finite steps does
     counts = [int(text) for text in gather_text(str(finite_steps))]
     ranks = [rank for rank, count in enumerate(counts) if count == min(counts)]
     step = first_step + min(counts) + 1
@@ -57,6 +58,7 @@ class GuessWatch:
         if start < self._warmup_steps:
             return
         self._windows.append((record["step"] - start, record["loss"]))
+        # reports differ in length: the oldest goes only where enough steps remain without it
         while self._num_steps() - self._windows[0][0] >= self._steps:
             self._windows.popleft()
         num_steps = self._num_steps()

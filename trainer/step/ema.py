@@ -73,6 +73,7 @@ class MovingAverage:
             torch._foreach_copy_(self._average, self._tensors)
             return
         share = torch.where(skip_1, 0.0, 1 - self._decay).view(())
+        # a + share * (w - a): share is on the device, so that the host need not look at skip_1
         differences = torch._foreach_sub(self._tensors, self._average)
         torch._foreach_mul_(differences, share)
         torch._foreach_add_(self._average, differences)

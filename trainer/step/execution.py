@@ -74,6 +74,7 @@ class CudaCapture:
     def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
         """Run it on the stream of the capture: autograd and cuBLAS keep things by stream."""
         current = torch.cuda.current_stream(self._stream.device)
+        # the work reads what was queued before it, and what comes after reads its result
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             result = work()
@@ -134,6 +135,7 @@ class CudaGraphExecution:
             self._graphs[shape] = self._make_graph(work, batch)
         graph = self._graphs[shape]
         for static, tensor in zip(_tensors_of(graph.batch), _tensors_of(batch), strict=True):
+            # a replay reads the addresses of the capture, wherever this batch lies
             static.copy_(tensor)
         graph.replay()
         self._watch()
@@ -189,6 +191,7 @@ def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> It
 
 def _explained(error: BaseException, batch: Prepared) -> BaseException:
     """Choose what to raise for a capture that failed: the first error, of which the later ones come."""
+    # torch ends a failed capture with an error of its own, which hides the cause
     while error.__context__ is not None:
         error = error.__context__
     if isinstance(error, UserError | torch.OutOfMemoryError):

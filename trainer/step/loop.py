@@ -64,6 +64,7 @@ class TrainStep:
         plan, parts = self.plan, self.parts
         span = partial(parts.communicator.timeline.span, row="step")
         parts.reducer.zero_grad()
+        # forward moves the running statistics: a step that does not count puts these back
         before_N = parts.statistics.flat_N.clone()
         for index, prepared in enumerate(microbatches):
             is_last = index == plan.accumulation_steps - 1
@@ -71,9 +72,11 @@ class TrainStep:
             with span("forward"), parts.precision.forward():
                 logits_BK = parts.model(prepared.images_BCHW).float()
             if is_last:
+                # the last forward is done with them, so they travel beside backward
                 parts.reducer.start_extra(parts.statistics.flat_N, label="all-reduce of batch-norm statistics")
             loss = F.cross_entropy(logits_BK, prepared.targets, label_smoothing=plan.label_smoothing, reduction="sum")
             with span("backward"), parts.accumulation.microbatch(is_first=index == 0, is_last=is_last):
+                # sums over microbatches and ranks are then the mean over the global batch
                 parts.precision.backward(loss / plan.global_batch_size)
             self.window.count(loss, logits_BK, prepared.labels_B)
         with span("wait for the sums"):

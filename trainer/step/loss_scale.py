@@ -111,6 +111,7 @@ class LossScale:
         new = after_step(old, overflow=overflow, growth_steps=self._scaling.growth_steps)
         for field in fields(new):
             value = getattr(old, field.name)
+            # in place, as a captured step reads and writes these very tensors
             value.copy_(torch.where(failed, value, getattr(new, field.name)))
         return overflow | failed
 

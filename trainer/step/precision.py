@@ -48,6 +48,7 @@ class Precision:
     ) -> None:
         self.compute_dtype = COMPUTE_DTYPES[name]
         self._name, self._device = name, device
+        # before the rounding to half precision, so that masters keep all digits of the initial weights
         masters = {key: p.detach().float().clone() for key, p in model.named_parameters()}
         to_half_(model, self.compute_dtype)
         self._model = model
@@ -91,6 +92,7 @@ class Precision:
         if self._norm is not None:
             norm = self._total_norm()
             skip = self._scale.judge_(norm, failed=skip)
+            # clipping is by the norm of the gradients themselves, not of those times the loss scale
             self._norm.copy_(norm if divisor is None else norm / divisor)
             if self._clip_norm is not None:
                 shortening = clip_divisor(self._norm, largest=self._clip_norm)
@@ -156,6 +158,7 @@ def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor]
     smallest = torch.finfo(grads_half[0].dtype).tiny
     num_small = torch.stack([(grad.abs() < smallest).sum() for grad in grads_half]).sum()
     num_all = torch.full_like(num_small, sum(grad.numel() for grad in grads_half))
+    # fp64 counts exactly up to 2**53, fp32 only up to 2**24
     small, total = sum_parts(torch.stack([num_small, num_all]).double()).tolist()
     return float(small / total)
 

@@ -18,4 +18,5 @@ def seed_forward(seed: int, *, step: int, ghost: int) -> None:
     So a resumed run draws what the uninterrupted one drew, and with one ghost batch per microbatch any
     world size draws the same. Where ranks share ghost batches, ghost counts their parts.
     """
+    # + 1 keeps step 0 apart from seed_weights where the seed is 0
     torch.manual_seed(((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS)

@@ -40,10 +40,12 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
     """Find a rank's piece of each tensor, where it has the rank-th of equal parts of each buffer."""
     pieces = {}
     for index, buffer in enumerate(plan.buffers):
+        # rounded up, so parts are equal; the last ones may reach behind the buffer's end
         part = -(-buffer.num_elements // world_size)
         low, high = rank * part, (rank + 1) * part
         first = 0
         for tensor in buffer.tensors:
+            # both clamped into the part: a tensor that lies outside of it gets an empty piece
             start = min(max(first, low), high)
             stop = min(max(first + tensor.num_elements, low), high)
             pieces[tensor.name] = Piece(index, first, start - low, stop - low, start - first if start < stop else 0)
@@ -75,6 +77,7 @@ class ShardedWeights:
         self._scatter_gather = ScatterGather(communicator)
         own_part = self._scatter_gather.own_part
         self._buffers = [self._communicator.allocate(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers]
+        # before anything takes a part: the parts are views of what is filled here
         self._move_in(masters)
         self._parts = [own_part(buffer_N) for buffer_N in self._buffers]
         self._grads = [own_part(buffer_N) for buffer_N in reducer.buffers]
@@ -121,6 +124,7 @@ class ShardedWeights:
             torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
         works = [
             self._scatter_gather.start_all_gather(buffer_N, label=f"all-gather of weights {index}")
+            # all start before one is waited for, so that they follow each other on the wire without a gap
             for index, buffer_N in enumerate(self._buffers)
         ]
         with self._exposed.measure(self._buffers):
@@ -129,6 +133,7 @@ class ShardedWeights:
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
         """Add up the squares of the pieces over ranks in fp64. Collective."""
+        # norms of pieces do not add up, their squares do; the norm of an empty piece is 0
         squares_N = torch.stack(torch._foreach_norm(tensors)).double().square_()
         with self._exposed.measure([squares_N]):
             self._communicator.sum_(squares_N, label="all-reduce of norms")
@@ -164,6 +169,7 @@ class ShardedWeights:
         """Take this rank's elements of a whole tensor."""
         parameter, piece = self._parameters[name], self._pieces[name]
         like = torch.empty_strided(parameter.size(), dense_strides(parameter), dtype=whole.dtype, device=whole.device)
+        # pieces count elements as memory has them (channels-last, too), not as indices run
         flat_N = like.copy_(whole).as_strided((whole.numel(),), (1,))
         return flat_N[piece.offset : piece.offset + piece.stop - piece.start]
 
@@ -175,6 +181,7 @@ class ShardedWeights:
             whole_N = part_M.new_empty(part_M.numel() * self._communicator.world_size)
             self._scatter_gather.own_part(whole_N).copy_(part_M)
             self._scatter_gather.all_gather_(whole_N, label=f"all-gather of state {index}")
+            # one buffer at a time is whole on the device: all of them would cost what sharding saves
             host_N = whole_N.cpu()
             for tensor in buffer.tensors:
                 tensors[tensor.name] = self._view(tensor.name, {index: host_N}).clone()
@@ -196,6 +203,7 @@ class ShardedWeights:
     def _whole_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         names = _names(state_dict)
         states = {index: dict(state) for index, state in state_dict["state"].items()}
+        # a dict keeps the order, a set would not: all ranks gather the same key at the same time
         keys = {key: None for state in states.values() for key in state if key != STEP}
         for key in keys:
             parts = [torch.zeros_like(full_M) for full_M in self._full]

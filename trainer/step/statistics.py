@@ -40,5 +40,6 @@ class StepStatistics:
         """
         self.flat_N.div_(num_ranks)
         has_failed_1 = self.input_failed_1 > 0
+        # where on the device: an if would wait for the flag
         self.flat_N.copy_(torch.where(has_failed_1, before_N, self.flat_N))
         return has_failed_1

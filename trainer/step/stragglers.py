@@ -13,6 +13,7 @@ def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> fl
     for the wire (as long as the one that comes last), for pictures (its own, or those of the rank that waits for them
     longest, in its sums) and for stragglers.
     """
+    # mean idling, less the wire's part, less the part that pictures cause
     mean = (sum(waited_P) + sum(exposed_P)) / len(waited_P)
     return max(0.0, mean - min(exposed_P) - max(waited_P))
 

@@ -35,10 +35,12 @@ class Totals:
         self.step_seconds += seconds
         self.input_wait_seconds += window.wait_fraction * seconds
         self.exposed_seconds += window.mean_exposed_seconds
+        # what happens once in a run takes ranks differently long, and is no straggling
         if not self.first_report_seconds:
             self.first_report_seconds, self.lag_seconds_P = seconds, [0.0] * len(window.waited_P)
             return
         self.straggler_seconds += window.straggler_fraction * seconds
         idle_P = [waited + exposed for waited, exposed in zip(window.waited_P, window.exposed_P, strict=True)]
+        # in lock-step the rank that idles least is the one for which the others wait
         lags_P = [(max(idle_P) - each) * seconds for each in idle_P]
         self.lag_seconds_P = [a + b for a, b in zip(self.lag_seconds_P, lags_P, strict=True)]

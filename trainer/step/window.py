@@ -28,6 +28,7 @@ class Window:
 
     def count(self, loss: Tensor, logits_BK: Tensor, labels_B: Tensor) -> None:
         """Add one microbatch, without a host sync. loss is summed over its samples."""
+        # detached, or the sums would keep the graph of every microbatch
         self.sums_3[0] += loss.detach()
         self.sums_3[1] += (logits_BK.detach().argmax(1) == labels_B).sum()
         self.sums_3[2] += labels_B.numel()

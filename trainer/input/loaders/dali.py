@@ -94,6 +94,7 @@ class DaliDecoder:
                     images_BHWC = finish(images)
                     yield as_batch(self._in_flight.popleft(), images_BHWC)
             finally:
+                # also where the consumer stops midway: the pipeline lives on, and its queue must be empty
                 self._drain()
             if self._failure is not None:
                 raise self._failure
@@ -110,6 +111,7 @@ class DaliDecoder:
         except Exception as error:
             self._failure = error
             raise StopIteration from error
+        # DALI keeps the order, so the oldest in flight is what the next run gives
         self._in_flight.append(encoded)
         return _inputs(encoded, with_resize=self._device_id is not None)
 

@@ -58,4 +58,5 @@ def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
     except DataError as error:
         raise UndecodableError(str(error), position=batch.positions[row]) from error
     top, left, height, width = batch.boxes_B4[row].tolist()
+    # cropped before the conversion, which then has only the box to go through
     return np.array(image.crop((left, top, left + width, top + height)).convert("RGB"))

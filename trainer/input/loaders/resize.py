@@ -37,6 +37,7 @@ def resize_all(
         for row in range(first, num_rows, stride):
             resize_into(pixels_BHWC[row], box(row), flip=bool(batch.flips_B[row]))
 
+    # drawn for the exceptions alone, which map raises only then
     for _ in threads.map(fill_part, range(stride)):
         pass
     return images_BHWC

@@ -53,5 +53,6 @@ class SyntheticLoader:
             generator = torch.Generator(self._device).manual_seed(self._seed)
             shape = (self._microbatch_size, size, size, 3)
             images_BHWC = torch.randint(0, 256, shape, dtype=torch.uint8, device=self._device, generator=generator)
+            # made as BHWC, so that the memory is channels-last as from the other loaders
             self._images_by_size[size] = images_BHWC.permute(0, 3, 1, 2)
         return self._images_by_size[size]
