@@ -189,6 +189,7 @@ class Communicator:
 
     def agree(self, what: str, text: str) -> None:
         """Make sure that all ranks hold the same text. Collective. Raises: CommError naming the odd rank."""
+        # digests first: texts are long, and all but always equal
         digests = self.gather_text(hashlib.sha256(text.encode()).hexdigest())
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
@@ -211,6 +212,7 @@ class Communicator:
         self.backend.close()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_controls.discard(self.control)
+        # mpirun takes a rank that ends without finalizing for failed; MPI cannot be started again
         if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_controls:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
@@ -242,6 +244,7 @@ def _by_way_of_host(
 ) -> Callable[[], None]:
     staging.pin(scratch_N)
     ready = torch.cuda.Event()
+    # now, on the stream that wrote the tensor: the other thread waits for it before it reads
     ready.record()
 
     def by_way_of_host() -> None:

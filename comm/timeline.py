@@ -76,6 +76,7 @@ class Timeline:
         self._on_gpu, self._base = [], None
         with self._lock:
             events, self._events = self._events, []
+        # the format wants numbers for rows; their names follow as metadata
         rows = {row: number for number, row in enumerate(dict.fromkeys(str(event["tid"]) for event in events))}
         titles: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "args": {"name": f"rank {rank} on {host}"}}]
         titles += [{"name": "thread_name", "ph": "M", "tid": n, "args": {"name": row}} for row, n in rows.items()]

@@ -13,6 +13,7 @@ class HostStaging:
 
     def pin(self, host_N: Tensor) -> None:
         """Lock host memory, which makes copies fast and asynchronous; once for each piece."""
+        # the whole allocation: many tensors lie in one, and CUDA registers memory only once
         piece = host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
         if piece not in self._pinned:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(*piece, 0)))

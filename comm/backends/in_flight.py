@@ -76,6 +76,7 @@ class ThreadQueue:
         return self._current
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
+        # a later operation would meet the wrong one of its peers
         if self._failure:
             raise self._failure
         start = time.monotonic()
@@ -119,6 +120,7 @@ class StreamQueue:
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Enqueue behind what the calling thread's current stream has produced so far."""
+        # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream), torch.profiler.record_function(label):
             operation()
@@ -141,6 +143,7 @@ class StreamQueue:
                 pending, event = self._enqueued[0]
                 if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
                     return pending
+                # the other thread may have taken it out between the two looks
                 if self._enqueued[0][0] is pending:
                     self._enqueued.popleft()
         return None

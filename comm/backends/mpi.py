@@ -32,6 +32,7 @@ def import_mpi() -> Any:
         import mpi4py
     except ImportError as error:
         raise CommError("the MPI backend needs mpi4py and an MPI library: pip install 'bigbatch[mpi]'") from error
+    # before the import of MPI, which reads it
     mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
@@ -80,6 +81,7 @@ def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, in
     except CommError as error:
         return str(error)
     with socket.socket() as probe:
+        # free now, and closed again: rank 0 opens the rendezvous there right after
         probe.bind((address, 0))
         return address, probe.getsockname()[1]
 
@@ -130,6 +132,7 @@ class MpiBackend:
         self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
         self._gpu = device if device.type == "cuda" and "cuda" in self.capabilities.device_types else None
         self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        # a copy, so that our messages cannot match those of the script's own MPI calls
         communicator = answer_of(self._queue, world.Dup, label="MPI's copy of its world")
         self.rank = communicator.rank
         self.world_size = communicator.size

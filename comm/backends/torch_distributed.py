@@ -118,6 +118,7 @@ class TorchDistributedBackend:
         )
 
     def _batch(self, *hops: dist.P2POp) -> InFlight:
+        # a tensor shorter than the ranks has empty parts, and both sides of a hop leave them out
         some = [hop for hop in hops if hop.tensor.numel()]
         return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
 

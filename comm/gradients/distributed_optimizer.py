@@ -92,6 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "raise backward_passes_per_step to accumulate gradients"
             )
         if self._passes[name] == self._num_passes:
+            # with the first gradient of the last pass: no earlier one may start a buffer
             self._reducer.is_active = True
 
     def synchronize(self) -> None:

@@ -82,11 +82,13 @@ def plan_fusion(
         buffer = filling.get(tensor.dtype)
         if buffer and buffer.num_bytes + tensor.num_bytes > limit_bytes:
             done.append(buffer)
+            # only the first shared buffer is small
             buffer, limit_bytes = None, buffer_bytes
         if buffer is None:
             buffer = filling[tensor.dtype] = _Filling(position, [], 0)
         buffer.add(position, tensor)
     done += filling.values()
+    # by the last gradient: a buffer can be sent only when all of it is ready
     return FusionPlan(tuple(BufferPlan(tuple(each.members)) for each in sorted(done, key=lambda d: d.position)))
 
 

@@ -60,6 +60,7 @@ class GradientReducer:
         self._communicator = communicator
         self._start_sum = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
         self._what = "reduce-scatter" if scatter else "all-reduce"
+        # a reduce-scatter wants equal parts
         self._multiple = communicator.world_size if scatter else 1
         is_narrow = communicator.wire.dtype is not None
         self._exactly = communicator.with_algorithm(communicator.algorithm, wire=Wire()) if is_narrow else communicator
@@ -73,9 +74,11 @@ class GradientReducer:
         )
         self._unused = unused
         sizes = f"{threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}"
+        # before any buffer: ranks that differ would wait for each other, or sum what does not belong together
         communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\nfusion {sizes}")
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
+        # None: there is nothing to learn, or it is learned already
         self._learned: list[str] | None = [] if learn_order and order is None else None
         self._waiting: list[InFlight] = []
         self._extra: list[InFlight] = []
@@ -109,6 +112,7 @@ class GradientReducer:
         }
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
+                # a new layout must not lose what was summed: this is between wait() and the optimizer's step
                 self._views[name].copy_(parameter.grad)
             parameter.grad = self._views[name]
         for buffer_N in former:
@@ -125,6 +129,7 @@ class GradientReducer:
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         index = self._buffer_of[name]
+        # its buffer has been started: adding now would change what is on its way
         if index < len(self._waiting):
             raise RuntimeError(
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
@@ -137,6 +142,7 @@ class GradientReducer:
         if self._learned is not None:
             self._learned.append(name)
         self._missing[index].discard(name)
+        # in the plan's order, even where a later buffer is full first: all ranks must start the same ones
         while len(self._waiting) < len(self.buffers) and not self._missing[len(self._waiting)]:
             self._start_next()
 
@@ -191,6 +197,7 @@ class GradientReducer:
     def _apply_order(self, learned: Sequence[str]) -> None:
         """Lay the buffers out anew in the order in which rank 0's gradients became ready. Collective."""
         unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
+        # dict.fromkeys: a parameter may get its gradient in several passes, and counts by its first
         self.order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
         plan = self._make_plan(self.order)
         if plan != self.plan:
@@ -287,6 +294,7 @@ class ExposedTime:
     def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Count the device time between two events once it is known; those that are known already are folded."""
         self._events.append((start, end))
+        # folded as they end, or a run that never asks would keep one pair of events per step
         while self._events and self._events[0][1].query():
             self._fold(*self._events.popleft())
 

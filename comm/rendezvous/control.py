@@ -64,6 +64,7 @@ class Control:
         interface: str | None = None,
     ) -> None:
         global _connections
+        # all ranks make theirs in the same order, so the same number names the same connection
         _connections += 1
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
@@ -91,6 +92,7 @@ class Control:
                 return all_texts
             self._put(key, "\0".join(all_texts))
             for rank in range(1, self.world_size):
+                # rank 0 may hold the store, so it stays until all have read
                 self._await(f"{key}/read/{rank}", what=what)
             return all_texts
 
@@ -114,6 +116,7 @@ class Control:
         pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self.store.set(f"{key}/piece/{number}", piece)  # type: ignore[arg-type]
+        # last: who waits for this key finds all pieces there
         self.store.set(key, str(len(pieces)))
 
     def _take(self, key: str, *, what: str) -> str:
@@ -159,6 +162,7 @@ class Control:
         """
         if not self._has_answered and self.store.check([_FAILED]):
             self._has_answered = True
+            # "late" is answered only from within a wait, by heed_others
             if self.store.get(_FAILED) == b"lost":
                 self.store.set(f"bigbatch/alive/{self.rank}", "1")
 
@@ -204,6 +208,7 @@ class Control:
         """Find the ranks that do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
         try:
             self.store.set(f"bigbatch/alive/{self.rank}", "1")
+            # the first cause stays: later failures only follow from it
             if not self.store.check([_FAILED]):
                 self.store.set(_FAILED, cause)
             deadline = time.monotonic() + ROLL_CALL_SECONDS
@@ -256,6 +261,7 @@ def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
             return PrefixStore(f"attempt/{env.attempt}", TCPStore(address, port, is_master=False, timeout=timeout))
         if env.rank != 0:
             return TCPStore(address, port, is_master=False, timeout=timeout)
+        # our own socket, as torch's store would listen on every interface
         listener = listen(address, port, is_one_host=env.is_one_host)
         return TCPStore(
             address,
@@ -301,5 +307,6 @@ def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socke
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(where)
+    # all ranks of a large job may come at once
     listener.listen(4096)
     return listener

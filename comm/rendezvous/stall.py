@@ -47,6 +47,7 @@ class StallInspector:
     ) -> None:
         self._control, self._oldest = control, oldest
         self._warn_seconds, self._ends_job, self._say = warn_seconds, ends_job, say
+        # a few per warn_seconds: the others' answers come at most a quarter of it late
         self._look_seconds = min(1.0, warn_seconds / 4)
         self._noted: Pending | None = None
         self._noted_at = 0.0
@@ -82,6 +83,7 @@ class StallInspector:
             return
         if pending and pending.number == flagged:
             self._note(pending)
+            # two looks: by then every rank that waits in it has written so
             if pending.number not in self._said and time.monotonic() - self._noted_at > 2 * self._look_seconds:
                 self._said.add(pending.number)
                 self._say(self._name_the_late(pending, waited))
@@ -90,6 +92,7 @@ class StallInspector:
         elif (
             flagged not in self._said
             and (pending is None or pending.number < flagged)
+            # the flag stays after the operation has ended
             and not self._has_passed(flagged)
             and self._is_for(flagged, self._control.rank)
         ):

@@ -175,6 +175,7 @@ def interpolate(seconds_by_bytes: Mapping[int, float]) -> SecondsOf:
         if len(sizes) == 1:
             return times[0] * num_bytes / sizes[0]
         right = min(bisect_left(sizes, num_bytes), len(sizes) - 1)
+        # beyond the largest size right is the last one: the last line goes on
         slope = (times[right] - times[right - 1]) / (sizes[right] - sizes[right - 1])
         if num_bytes > sizes[-1]:
             return times[-1] + max(slope, 0.0) * (num_bytes - sizes[-1])

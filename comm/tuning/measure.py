@@ -61,6 +61,7 @@ def time_sums(
     loops = 1
 
     def repeat(name: str, count: int) -> None:
+        # zeros stay zeros however often they are summed: no overflow, and any other value is an error
         tensor_N.zero_()
         what = f"{label} by {name}"
         seconds[name] += _time_here(tensor_N, communicators[name], count=count, loops=loops, label=what)
@@ -77,6 +78,7 @@ def time_sums(
             seconds[name].clear()
             repeat(name, 1)
         pilots = _first(seconds, any_communicator)
+    # the pilots are seconds of one sum, but a repetition makes loops of them
     effort = dataclasses.replace(effort, seconds=effort.seconds / loops)
     chosen = _contenders(pilots, effort)
     left = _repetitions(sum(pilots[name] for name in chosen), effort) - 1
@@ -156,6 +158,7 @@ def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
     """Count elements that are not the repeated pattern's; what is not finite differs."""
     pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
     whole = tensor_N.numel() // len(pattern) * len(pattern)
+    # in pieces: a comparison of all at once would need a mask as long as the tensor
     rows = tensor_N[:whole].view(-1, len(pattern)).split(1 << 14)
     wrong = sum(int(torch.count_nonzero(rows_RP != pattern_P)) for rows_RP in rows)
     return wrong + int(torch.count_nonzero(tensor_N[whole:] != pattern_P[: tensor_N.numel() - whole]))
@@ -226,6 +229,7 @@ def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *
 
 def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -> Callable[[int], list[float]]:
     backend = communicator.backend
+    # as many times as the others return: slowest() takes the longest of each repetition
     if communicator.rank not in ring or len(ring) < 2:
         return lambda count: [0.0] * count
     place = list(ring).index(communicator.rank)

@@ -87,6 +87,7 @@ def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: S
         evaluate_plan(PlanSizes(threshold, buffer, first), tensors, backward, seconds_of)
         for buffer in buffer_sizes
         for first in first_sizes
+        # a first buffer as large as the others is None's plan over again
         if first is None or first < buffer
         for threshold in thresholds
     ]
@@ -94,6 +95,7 @@ def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: S
     good = best + LEAST_GAIN * (backward.seconds + best)
     return min(
         (c for c in choices if c.exposed_seconds <= good),
+        # of equals the largest threshold: it sends the fewest gradients alone
         key=lambda c: (len(c.plan.buffers), c.exposed_seconds, -c.sizes.threshold_bytes),
     )
 
@@ -107,9 +109,11 @@ def least_exposed_seconds(tensors: Sequence[TensorSpec], backward: Backward, sec
     ends = [0.0]
     for last in range(len(tensors)):
         num_bytes, ready, best = 0, 0.0, float("inf")
+        # each step back takes one more gradient into the last buffer
         for first in range(last, -1, -1):
             num_bytes += tensors[first].num_bytes
             ready = max(ready, backward.ready_seconds[tensors[first].name])
+            # ends[first]: when the gradients before first are through
             best = min(best, max(ready, ends[first]) + seconds_of(num_bytes))
         ends.append(best)
     return max(0.0, ends[-1] - backward.seconds)

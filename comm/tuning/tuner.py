@@ -66,6 +66,7 @@ def measure_times(
     """
     all_contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
     start = time.perf_counter()
+    # one for all sizes: each measures its beginning
     tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
     times: dict[int, dict[str, Measured]] = {}
 
@@ -86,13 +87,16 @@ def measure_times(
         if times and _least_seconds_of(size, times, names) > left:
             break
         names = survivors(times, names)
+        # an equal share of what is left, so that what a short sum does not need goes to the longer ones
         measure(size, names, Effort(REPETITIONS, max(0.0, left) / (len(sizes) - number), CONTENDER_RATIO))
     while (open_choice := next_open(times, granularity=dtype.itemsize)) is not None:
         size, names = open_choice
         left = seconds - elapsed_seconds(communicator, start)
         each = sum(expected_seconds(times, size, name) for name in names)
+        # + 2: the check of the sum, and the pilot, come first
         if (LEAST_REFINEMENT + 2) * each > left:
             break
+        # a quarter, so that several open choices get their turn
         measure(size, names, Effort(REPETITIONS, left / 4))
     communicator.release(tensor_N)
     return times
@@ -105,6 +109,7 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
     """
     table, sizes = make_hybrid(times), sorted(times)
     for a, b in pairwise(sizes):
+        # the geometric middle, in whole elements
         middle = math.isqrt(a * b) // granularity * granularity
         if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
             both = [name for name in times[a] if name in times[b]]
@@ -164,6 +169,7 @@ def survivors(times: Times, names: Iterable[str]) -> list[str]:
     def is_behind(name: str) -> bool:
         was, now = before[name].median / best_before.median, last[name].median / best_last.median
         noise = math.hypot(last[name].noise, best_last.noise)
+        # now >= was: who catches up may overtake at a larger size
         return min(was, now - noise) >= LAG_RATIO and now >= was
 
     return [name for name in names if not is_behind(name)]

@@ -18,6 +18,7 @@ KEEPER = 1
 def split_words(argv: Sequence[str]) -> tuple[int, str]:
     """Return the node's number and the command line. Raises: SystemExit for what is no host of a cluster."""
     words = list(argv)
+    # ssh's options: there is no connection that they could be about
     while words and words[0].startswith("-"):
         del words[0]
     match = re.fullmatch(r"n(\d{1,3})", words[0], re.ASCII) if len(words) > 1 else None

@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         if os.geteuid() != 0:
             namespaces.become_root()
+        # counts for children only: the first one forked becomes process 1
         namespaces.unshare(namespaces.NEWPID)
         if os.fork() == 0:
             _keep(plan, folder, is_once=argv[2:] == ["once"])
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> None:
 def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     pid = int(os.readlink("/proc/self"))  # as the rest of the machine numbers it: /proc is still theirs
     namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # ours, so that we may come back
+    # mounts of the machine come in, ours do not get out
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
+    # from here on /proc shows the cluster's processes
     namespaces.mount("proc", "/proc", kind="proc")
     own = {kind: os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in namespaces.KINDS}
     hosts = folder / "hosts"
@@ -58,6 +61,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are buried without a word
     save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
     _report("ok")  # fails, and ends the cluster, where no one waits for it any more
+    # who started us reads until all ends of the pipe are closed
     os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     if is_once:
@@ -93,6 +97,7 @@ def _make_node(node: int, hosts: Path) -> None:
     namespaces.mount("shm", "/dev/shm", kind="tmpfs")
     for kind in namespaces.KINDS:
         fd = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
+        # at a number that others can work out, to enter by /proc/KEEPER/fd
         os.dup2(fd, namespaces.node_fd(node, kind), inheritable=False)
         os.close(fd)
 

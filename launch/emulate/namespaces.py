@@ -49,6 +49,7 @@ def enter_node(keeper: int, node: int) -> None:
 
     The working directory stays. Raises: OSError.
     """
+    # entering a mount namespace moves a process to its root
     folder = os.getcwd()
     for kind in KINDS:
         enter(f"/proc/{keeper}/fd/{node_fd(node, kind)}")
@@ -61,6 +62,7 @@ def enter_cluster(keeper: int) -> None:
     This process must have one thread, and can start none afterwards. Raises: OSError; also where keeper's number means
     another process by now, one beside us: what is meant for the cluster must never reach our own neighbours.
     """
+    # as root there is none of its own, and setns refuses the one that we are in
     if os.stat(f"/proc/{keeper}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
         enter(f"/proc/{keeper}/ns/user")
     enter(f"/proc/{keeper}/ns/pid")
@@ -72,6 +74,7 @@ def become_root() -> None:
     """Enter a user namespace of our own, in which this user is root. Raises: OSError."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(NEWUSER)
+    # in this order: without root the kernel takes a gid_map only after setgroups is denied
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

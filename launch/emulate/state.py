@@ -74,6 +74,7 @@ def start_ticks(pid: int | str) -> int | None:
     """Return when a process started, in clock ticks since boot; None when it is gone or only waits to be buried."""
     # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
     try:
+        # after the last ): the program's name in parentheses may hold blanks and )
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

@@ -35,7 +35,9 @@ def run_together(
         try:
             for start in starts:
                 process = _start(start, environ=environ, enter=enter)
+                # a file descriptor that becomes readable at its end: select waits for all at once
                 running[os.pidfd_open(process.pid)] = process
+                # a signal may have come between start and entry, and missed this one
                 if stopper.asked:
                     return 128 + signal.SIGINT
             return _wait(running)
@@ -72,6 +74,7 @@ def _wait(running: dict[int, subprocess.Popen[bytes]]) -> int:
             process = running.pop(pidfd)
             os.close(pidfd)
             code = process.wait()
+            # the first failure is the cause; those after it follow from our SIGTERM
             if code != 0 and failed is None:
                 failed = shell_code(code)
                 _send(running, signal.SIGTERM)

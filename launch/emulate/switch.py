@@ -34,6 +34,7 @@ def open_port(device: str) -> socket.socket:
     """Open a way for all packets in and out at a device of this network namespace. Raises: OSError."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+    # else the switch would read what it has just sent, and hand broadcasts on for ever
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for plain, forced in ((socket.SO_SNDBUF, SO_SNDBUFFORCE), (socket.SO_RCVBUF, SO_RCVBUFFORCE)):
         port.setsockopt(socket.SOL_SOCKET, plain, BUFFER_BYTES)  # up to the system's limit
@@ -48,6 +49,7 @@ def open_port(device: str) -> socket.socket:
 def destinations(packet: bytes, *, source: int, addresses: Sequence[bytes]) -> Sequence[int]:
     """Return the ports that a packet goes to: the one of its address, or all others for a broadcast."""
     target = packet[VNET_HEADER_BYTES : VNET_HEADER_BYTES + 6]
+    # the lowest bit of the first byte: broadcast and multicast
     if target[0] & 1:
         return [port for port in range(len(addresses)) if port != source]
     return [port for port, address in enumerate(addresses) if address == target and port != source]
@@ -79,13 +81,16 @@ def forward(ports: Sequence[socket.socket], *, delay_us: int) -> NoReturn:
             _, target, packet = waiting.popleft()
             with suppress(OSError):  # full, or the link is down
                 ports[target].send(packet)
+        # until the next packet is due; with none waiting, until one comes
         seconds = max(0, waiting[0][0] - time.monotonic_ns()) / 1e9 if waiting else None
         for port in select.select(ports, (), (), seconds)[0]:
+            # bounded, so that one busy port holds up neither the others nor packets that are due
             for _ in range(MAX_PER_TURN):
                 try:
                     packet, ancillary, _, _ = port.recvmsg(LARGEST_BYTES, socket.CMSG_SPACE(TIME.size))
                 except BlockingIOError:
                     break
+                # the time stamp is of the clock that can be set, so only its age is used
                 due = time.monotonic_ns() + delay_us * 1000 - age_ns(ancillary)
                 targets = destinations(packet, source=number[port], addresses=addresses)
                 waiting += [(due, target, packet) for target in targets]

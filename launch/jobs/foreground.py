@@ -41,6 +41,7 @@ def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator
 
 def shell_code(returncode: int) -> int:
     """Return a process's exit code as a shell states it: 128 + signal where one ended it."""
+    # subprocess states a signal as its negative number
     return returncode if returncode >= 0 else 128 - returncode
 
 

@@ -59,6 +59,7 @@ def mpijob(job: JobSpec) -> dict[str, Any]:
         "metadata": {"name": _name(job)},
         "spec": {
             "slotsPerWorker": job.ranks_per_node,
+            # else mpirun could call before the workers' sshd is there
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": policy,
             "mpiReplicaSpecs": {
@@ -121,6 +122,7 @@ def _worker(job: JobSpec) -> dict[str, Any]:
         "resources": {"limits": limits},
     }
     return {
+        # longer than the launcher's, whose ranks save here meanwhile
         "terminationGracePeriodSeconds": job.grace_seconds + 30,
         **_pod(job),
         "containers": [container],

@@ -63,6 +63,7 @@ def mpirun_argv(
             argv += ["-x", name]
     for name, value in stated.items():
         argv += ["-x", f"{name}={value}"]
+    # ranks write into a pipe, and cannot see how wide the terminal is
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
     return [*argv, sys.executable, "-m", "bigbatch", *job.command]
 

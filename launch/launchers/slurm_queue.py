@@ -39,6 +39,7 @@ class QueuedJob:
     @property
     def number(self) -> str:
         """Name it as a user does: 12, or 12_3 in an array, or 12_[4-7] for those of an array that have not started."""
+        # 4-7%2: what follows % is how many may run at once
         task = self.facts.get("ArrayTaskId", "").partition("%")[0]
         if task in ("", NO_TASK):
             return self.facts["JobId"]
@@ -90,6 +91,7 @@ def submit(
     assert process.stderr is not None
     with suppress(BrokenPipeError), process.stdin as stdin:  # it has ended before it read all, and says why
         stdin.write(script.encode(errors="surrogateescape"))
+    # one line, not all: with --wait sbatch writes it and goes on until the job ends
     number = process.stdout.readline().decode().strip().partition(";")[0]
     if not number:
         words = one_line(process.stderr.read().decode(errors="replace"))
@@ -118,6 +120,7 @@ def find_jobs(number: str) -> list[QueuedJob]:
         raise SchedulerError(
             f"job {number}: {error}; Slurm forgets a job minutes after its end, its log remains"
         ) from error
+    # the first piece is what stands before the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
     return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
 
@@ -134,6 +137,7 @@ def parse_facts(line: str) -> dict[str, str]:
     words = re.split(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=", line.strip())
     facts: dict[str, str] = {}
     for name, value in zip(words[1::2], words[2::2], strict=True):
+        # the first wins: a later NAME= may be part of a folder's name
         facts.setdefault(name, value)
     return facts
 
@@ -162,11 +166,13 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
     """
     if job.has_ended:
         raise SchedulerError(f"job {job.number} has ended already: {job.state}")
+    # before its start there is no script that could hear a request
     if now or job.state != "RUNNING":
         run_slurm(["scancel", job.number])
         return f"job {job.number} is cancelled"
     if not job.is_ours:
         raise SchedulerError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
+    # the batch shell alone, whose trap asks the ranks by USR1
     run_slurm(["scancel", "--batch", "--signal=USR2", job.number])
     return (
         f"job {job.number} was asked to save a checkpoint and stop; "

@@ -73,6 +73,7 @@ def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folde
     """
     refuse(job, launcher="slurm", refused=REFUSED)
     check_time(job, stop_seconds=job.grace_seconds)
+    # an array without {index} overwrites its own files; {index} without an array stays as it stands
     if (job.array is not None) != any(INDEX in word for word in job.command):
         raise LaunchOptionError(
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
@@ -86,6 +87,7 @@ def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folde
 
 def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
     """Return where the job's output goes; beside it a folder of the same name without .log holds one file per rank."""
+    # sbatch's patterns: number of the array, and of the job in it
     number = "%A_%a" if job.array is not None and job_id == "%j" else job_id
     return f"{job.logs or 'logs'}/{job.name or 'bigbatch'}-{number}.log"
 
@@ -109,6 +111,7 @@ def directives(job: JobSpec) -> list[str]:
         "exclude": job.exclude,
         "array": job.array,
         "output": log_path(job),
+        # a requeued job goes on in the same log
         "open-mode": "append",
         "signal": f"B:USR1@{job.grace_seconds}",  # 0: when the job is preempted alone
     }
@@ -161,6 +164,7 @@ def _preflight(job: JobSpec, *, program: Sequence[str]) -> str:
 
 
 def _srun_options(job: JobSpec) -> list[str]:
+    # stated again: from Slurm 22.05 on srun does not take --cpus-per-task over from sbatch
     cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
     return ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={LEAVE_SECONDS}"]
 
@@ -198,6 +202,7 @@ def _words(command: Sequence[str], job: JobSpec) -> str:
     """Quote the words for bash; {index} becomes the number of the job in its array."""
     if job.array is None:
         return shlex.join(command)
+    # outside of the single quotes of its neighbours, where bash would leave it as it is
     number = '"$SLURM_ARRAY_TASK_ID"'
     return " ".join(
         number.join(shlex.quote(part) if part else "" for part in word.split(INDEX)) or "''" for word in command

@@ -41,6 +41,7 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
     Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
     Raises: SchedulerError where Slurm does not answer at all; those submitted stay so.
     """
+    # one array has one number of nodes and tasks for all of its jobs
     for same in arrays(points).values():
         name = f"{sweep.name}-{secrets.token_hex(4)}"
         job, words = array_job(sweep, same, folder, name=name), array_words(sweep, same, folder, name=name)
@@ -63,6 +64,7 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
         except SchedulerError as error:
             _note_refusal(same, folder, error=error)
             continue
+        # without --wait it ends right after it has said the number
         sbatch.wait()
         for point in same:
             _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
@@ -139,6 +141,7 @@ def wait_for_points(
             is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
             if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
                 on_end(left.pop(number), record_end(folder, number))
+        # what has left the queue is settled; the rest still waits or runs there
         if not waits and all((jobs[number], number) in waiting for number in left):
             return
         if left:

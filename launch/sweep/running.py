@@ -101,6 +101,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait(timeout=GRACE_SECONDS)
             break
     else:
+        # before the launcher ends: then nothing tells any more whose children its ranks were
         sessions |= sessions_under(process.pid)
         process.kill()
         process.wait()

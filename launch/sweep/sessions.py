@@ -29,6 +29,7 @@ def end_sessions(sessions: Set[int], *, grace_seconds: float) -> None:
     start = time.monotonic()
     while left := processes_in(sessions):
         seconds = time.monotonic() - start
+        # nothing is left to try: who waits for a device cannot be ended
         if seconds >= grace_seconds + END_SECONDS:
             return
         if seconds >= grace_seconds:
