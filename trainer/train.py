@@ -96,6 +96,7 @@ class _Run:
         if start.path:
             restore_(self.parts, state, path=start.path, stated=stated_settings(config.optimizer))
         else:
+            # restored weights bring theirs
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
         self.output = RunOutput(config, communicator, plan=self.plan, terminal_columns=env.terminal_columns)
         self.skipped = dict(start.skipped)
@@ -133,6 +134,7 @@ class _Run:
             started = time.perf_counter()
             batches = build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
             totals = train(self.plan, self.parts, hooks, batches)
+            # a step after all others: what is still being recorded is written
             self._record_timeline(sys.maxsize)
             if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
                 totals.last_evaluation = caught_up or self._evaluate(self.plan.num_steps)

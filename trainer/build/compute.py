@@ -48,6 +48,7 @@ def set_up_compute_(
             print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
         compile_regions_(model, mode=MODES[config.compute.compile])
         failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
+        # one rank's failure is everybody's: none trains by other code than the rest
         failure = _common_failure(failure, communicator)
         if failure and not config.compute.compile_fallback:
             raise ComputeError(
@@ -57,6 +58,7 @@ def set_up_compute_(
         if failure:
             restore_regions_(model)
             notes.append(f"not compiled: {failure}")
+    # after compiling, so that what is computed again is the compiled forward
     recompute_(model, config.compute.recomputed_blocks)
     return notes
 
@@ -104,8 +106,10 @@ def _run_once(
             logits_BK: Tensor = model.forward(images_BCHW)
         return logits_BK.float()
 
+    # the run's own draws must not depend on whether a model was tried before
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
+        # each size of a progressive training is a graph of its own
         for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
             logits_BK = logits(size)
             labels_B = torch.zeros(count, dtype=torch.int64, device=logits_BK.device)

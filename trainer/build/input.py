@@ -50,6 +50,7 @@ def make_eval_split(config: Config, communicator: Communicator) -> Split:
     if config.data.loader == "synthetic":
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
     root = Path(config.data.root)
+    # labels are positions among the training classes, so val must have the same
     index = open_split(root, "val", classes=read_classes(root, "train"))
     _require_num_classes(config, index)
     communicator.agree(f"the pictures in {root}", f"{len(index)} validation pictures ({_digest(index)})")
@@ -101,6 +102,7 @@ def _digest_of_labels(index: ImageSource) -> "hashlib._Hash":
 
 def _train_size(config: Config) -> ImageSize:
     pairs = config.data.train_sizes or ((0, config.data.image_size),)
+    # the last pair that has begun
     return lambda epoch: [size for first, size in pairs if first <= epoch][-1]
 
 

@@ -29,6 +29,7 @@ def measure_input(
         seconds=config.data.probe_seconds,
         num_fill=2 * config.data.prefetch_batches,
     )
+    # also where this rank has nothing: the others wait for it here
     ranks = gather_rates(probe, communicator)
     if probe is None or ranks is None:
         return None

@@ -56,6 +56,7 @@ def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | Non
 
     Raises: ConfigError; CommError; TunedError.
     """
+    # for its ConfigError, before any rank is connected to
     accumulation_steps(config.batch, world_size=env.world_size)
     device = choose_device(env, backend=config.comm.backend)
     _settle_arithmetic(config, device)
@@ -110,6 +111,7 @@ def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
     path, found = Path(config.comm.table), ""
     if communicator.rank == 0:
         try:
+            # one gather carries either: a + before the text, a - before an error
             found = "+" + read_text(path)
         except TunedError as error:
             found = "-" + str(error)
@@ -157,6 +159,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         ghosts_per_step=accumulation * ghosts_per_microbatch(config.batch),
         group=_rank_group(config.batch, communicator, exposed=exposed or ExposedTime()),
     )
+    # drawn on the CPU, whose generator gives the same weights whatever the device
     model = _build_model(config, norm)
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
 
@@ -214,10 +217,12 @@ def make_parts(
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
     if config.model.weights is not None and plan.first_step == 0:
+        # while all is fp32 still: the masters are taken from these
         load_weights_(model, Path(config.model.weights), config=config)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     statistics = StepStatistics(flatten_running_statistics(model, num_spare=NUM_FLAGS))
+    # before compiling, which takes the norms as it finds them
     MicrobatchStatistics(model, statistics.running_N, microbatches_per_step=plan.accumulation_steps)
     normalize = build_input.make_normalize(config, communicator)
     notes = set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)

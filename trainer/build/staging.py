@@ -53,6 +53,7 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
     said = time.monotonic()
     while True:
         states = [json.loads(text) for text in communicator.gather_text(json.dumps(state()))]
+        # every rank sees the same states, so all raise the same error
         if failures := [each["failure"] for each in states if "failure" in each]:
             raise DataError(failures[0])
         under_way = [each for each in states if "share" in each]
@@ -87,6 +88,7 @@ class _Copy:
 
     def state(self) -> State:
         """Tell what came of it, or after a beat how far it is. Raises: what is no DataError, a defect."""
+        # also the beat's pace: ranks with nothing to copy wait in the gather for this one
         wait([self._copy], timeout=BEAT_SECONDS)
         if not self._copy.done():
             return {"failure": self._stuck()} if self._is_stuck() else self._under_way()
@@ -99,6 +101,7 @@ class _Copy:
 
     def _is_stuck(self) -> bool:
         """Tell whether nothing was copied or checked for too long, neither by this process nor by whom it waits for."""
+        # files grow before they count as done, and another process's copy shows on the disk alone
         seen = self._done_bytes, bytes_in(self._target)
         if seen != self._seen:
             self._seen, self._seen_at = seen, time.monotonic()

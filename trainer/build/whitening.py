@@ -31,6 +31,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
         return
     sums = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=communicator.device)
     for batch in _batches(split, config=config, communicator=communicator):
+        # without padding samples, which would count the last picture again
         sums += patch_sums(batch.images_BCHW[batch.valid_B.to(batch.images_BCHW.device)].to(sums.device))
     communicator.sum_(sums.view(-1), label="all-reduce of patches")
     filters = whitening_filters(sums, std=config.data.std, eps=eps).float().to(sums.device)

@@ -91,6 +91,7 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
     shares = ranks_per_ghost(batch)
     if world_size % shares == 0:
         return
+    # the most ranks that could share a ghost batch in groups of equal size
     fewer = math.gcd(shares, world_size)
     size = batch.bn_span // fewer
     remedy = f"start {_fitting_ranks(batch, limit=world_size)} ranks"

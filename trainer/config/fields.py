@@ -84,11 +84,13 @@ def conform(value: Any, kind: Any) -> Any:
     if outer is Literal and type(value) is str and value in inner:
         return value
     if outer is tuple and isinstance(value, list | tuple):
+        # tuple[X, ...]: as many X as there are values
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
             return tuple(map(conform, value, kinds))
     if outer is dict and isinstance(value, dict):
         return value
+    # float() of a larger one may overflow; bool is no int here, as type() is asked
     if kind is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     if type(value) is kind:

@@ -81,6 +81,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
     path = find_config(names[0])
     stated, origins = read_stated(path)
     for key, word in words.items():
+        # over what the files state
         stated[key], origins[key] = typed(key, _value_of(word, KEYS[key].kind)), "command line"
     values = with_defaults(stated)
     values["run.directory"] = values["run.directory"].replace("{name}", path.stem)
@@ -95,6 +96,7 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     chain: list[tuple[Path, dict[str, Any]]] = []
     following: Path | None = path
     while following is not None:
+        # samefile, as one file may go by several paths
         if any(following.samefile(seen) for seen, _ in chain):
             raise ConfigError(f"{chain[-1][0]}: base leads back to {following}: take one base out of this circle")
         content = _read(following)
@@ -102,6 +104,7 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         chain.append((following, content))
         following = None if base is None else _find(str(base), below=following.parent, what=f"{following}: base")
     values, origins = {}, {}
+    # the furthest base first, so that each file overrides what it extends
     for each, content in reversed(chain):
         for key, value in _flatten_checked(content, path=each).items():
             values[key], origins[key] = value, f"{'recipe' if each is path else 'base'} {_short(each)}"
@@ -111,6 +114,7 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def read_dumped(text: str) -> dict[str, Any]:
     """What dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default."""
     stated = flatten(yaml.load(text, StrictLoader))
+    # stated once more: also the keys that this version does not know
     values = with_defaults(stated) | stated
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
@@ -128,6 +132,7 @@ def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def as_yaml(value: object) -> str:
     """One value as a config states it, in one line: null, true, [0, 1]."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
+    # PyYAML ends a single plain value by a document end mark
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -26,6 +26,7 @@ def parse_options(argv: Sequence[str], *, prog: str, packaged: Sequence[str]) ->
 
     Raises: ConfigError; SystemExit after --help.
     """
+    # to read and parse the sources for their texts pays for a help alone
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     parsed, others = _make_parser(prog, packaged, for_help=for_help).parse_known_args(argv)
     for word in others:

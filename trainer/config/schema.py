@@ -43,6 +43,7 @@ class Config:
     comm: CommConfig
 
     def __post_init__(self) -> None:
+        # first: the checks below divide by these numbers and compare them
         _check_ranges(self)
         check_batch(self.batch)
         check_compute(self.compute, self.batch, model=self.model.name)

@@ -65,6 +65,7 @@ def find_archive(folder: Path, archive: Archive) -> Path:
         found = path.stat().st_size if path else 0
     if path is None:
         raise DataError(f"{folder}: holds no {' or '.join(archive.names)}; download it there, or correct --archives")
+    # length first: it is known at once, where an MD5 sum of ImageNet takes minutes
     if archive.num_bytes not in (None, found):
         raise DataError(f"{path}: has {found:,} of {archive.num_bytes:,} bytes; {_AGAIN}")
     return path

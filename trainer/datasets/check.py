@@ -84,6 +84,7 @@ def check_dataset(
         raise DataError(f"{root}: holds neither train/ nor val/; name the folder that contains them")
     splits = {split: listing.images for split, listing in listings.items()}
     total, num_done = sum(map(len, splits.values())), 0
+    # an empty part, so that a split without pictures can be concatenated, too
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
     faults: dict[str, list[Fault]] = {split: [] for split in splits}
     for part in examine_all(splits, decode=decode, num_workers=num_workers):
@@ -211,6 +212,7 @@ def imagenet_findings(split: str, images: Images) -> list[Finding]:
 
 def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
     """Return positions that share a digest, in groups of two and more, each in ascending order."""
+    # equal digests become neighbours: no dict of a million keys is needed
     order_N = np.lexsort((digests_N2[:, 1], digests_N2[:, 0]))
     is_new_N = np.ones(len(order_N), bool)
     is_new_N[1:] = (digests_N2[order_N[1:]] != digests_N2[order_N[:-1]]).any(axis=1)
@@ -223,6 +225,7 @@ def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.nda
     """Find the same bytes twice: in train and val a problem, inside a split a remark."""
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
+    # one row for each good picture of all splits: which split, and where in it
     positions_N = np.concatenate(list(good.values()))
     cases: dict[_Kind, list[str]] = {}
     for group in equal_groups(np.concatenate([tables[split]["digest"][good[split]] for split in good])):

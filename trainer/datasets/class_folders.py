@@ -174,6 +174,7 @@ def go_on_or_start_anew(root: Path, data_set: DataSet, *, split: str, archives: 
             shutil.rmtree(unfinished)
     except OSError as error:
         raise _write_error(unfinished, error) from error
+    # after the removal: killed in between, the next run removes again
     write_file(note, json.dumps(facts).encode())
 
 
@@ -212,6 +213,7 @@ def finish_split(root: Path, data_set: DataSet, *, split: str) -> None:
     if (problem := _wrong_counts(unfinished / split, data_set, split=split)) is not None:
         raise DataError(f"{unfinished / split}: {problem}; delete it, download the archive again and repeat")
     sources = {**_read_note(root / SOURCES), split: data_set.name}
+    # before the rename: a split under its name always has its source
     write_file(root / SOURCES, json.dumps(sources, indent=2).encode())
     _rename(unfinished / split, root / split)
 

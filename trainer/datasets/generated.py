@@ -136,6 +136,7 @@ class ShapesRecipe:
 
 def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple[int, int] = (72, 112)) -> np.ndarray:
     """Draw one picture: uint8, height x width x 3, both sides drawn from side_pixels (inclusive)."""
+    # a generator for each picture, so that processes may draw in any order
     rng = np.random.default_rng([seed, SPLITS.index(split), label, number])
     height, width = rng.integers(side_pixels[0], side_pixels[1] + 1, 2)
     radius_pixels = min(height, width) / 2
@@ -160,6 +161,7 @@ def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     gap = rng.uniform(80, 140) * rng.choice([-1, 1], p=[0.2, 0.8])
     middle = rng.uniform(110, 145)
     hue_2x3 = rng.uniform(-60, 60, (2, 3))
+    # the weights add up to 1, so this leaves hue without luminance
     hue_2x3 -= hue_2x3 @ LUMA_3[:, None]
     back_3, front_3 = (hue_2x3 + np.array([[middle - gap / 2], [middle + gap / 2]])).astype(np.float32)
     return back_3, front_3
@@ -183,6 +185,7 @@ def _stroke(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarra
 def _object_frame(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, float]:
     """Return coordinates in which the object is upright with radius 1, and that radius in half sides."""
     scale, stretch = rng.uniform(0.6, 0.85), rng.uniform(1, 1.15)
+    # the larger, the nearer to the middle: it stays within the picture
     centre_x, centre_y = rng.uniform(-1, 1, 2) * (1 - scale) * 0.8
     u, v = _turn(x - centre_x, y - centre_y, rng.uniform(0, 6.28))
     return u / scale * stretch, v / scale, scale

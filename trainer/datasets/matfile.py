@@ -30,6 +30,7 @@ def read_struct_array(data: bytes, *, name: str, fields: Collection[str], origin
     """
     if len(data) < _HEADER_BYTES or data[124:128] not in (b"\x00\x01IM", b"\x01\x00MI"):
         raise DataError(f"{origin}: is no MATLAB 5 file; take the one from the official archive")
+    # the two bytes of the number "MI", as the machine that wrote it had them in memory
     order = "<" if data[126:128] == b"IM" else ">"
     try:
         return _find(memoryview(data)[_HEADER_BYTES:], order, name=name, fields=fields)
@@ -40,6 +41,7 @@ def read_struct_array(data: bytes, *, name: str, fields: Collection[str], origin
 def _find(data: memoryview, order: str, *, name: str, fields: Collection[str]) -> list[dict[str, Value]]:
     for kind, body in _elements(data, order):
         if kind == _COMPRESSED:
+            # zlib.decompress has no bound, and a small body may claim gigabytes
             unpacked = zlib.decompressobj().decompress(body, MAX_BYTES)
             kind, body = next(_elements(memoryview(unpacked), order), (0, body))
         if kind == _MATRIX:

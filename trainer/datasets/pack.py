@@ -157,6 +157,7 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
         ]
         sources = [_fingerprint(index, stamps_N, positions) for positions in cuts]
         plans.append((SplitPlan(target / split, index, shards, sum(sizes_N)), sources))
+    # after all splits were read: one that is bad leaves no folder behind
     for plan, sources in plans:
         _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "sources": sources})
     return [plan for plan, _ in plans]
@@ -241,6 +242,7 @@ def _finished_shards(plan: SplitPlan) -> dict[int, Record]:
     records = _indexed_shards(plan.folder)
     finished = {}
     for shard in plan.shards:
+        # a record is newer than the index where a shard was packed again
         record = _read_record(plan.folder / record_name(shard.number)) or records.get(shard.number)
         if record is None or len(record.rows) != len(shard.paths):
             continue
@@ -284,12 +286,14 @@ def _write_index(plan: SplitPlan, records: list[Record], *, recipe: PackRecipe) 
         made=recipe.made(),
     )
     if not _has_index(plan.folder, facts):
+        # index.json comes last, with the hash of index.npy: it alone says that all is there
         with new_shard_file(plan.folder / ENTRIES) as file:
             file.write(buffer.getbuffer())
         with new_shard_file(plan.folder / FACTS) as file:
             file.write(facts.to_json().encode())
     for path in plan.folder.glob(".shard-*.json"):
         path.unlink(missing_ok=True)
+    # reads what a run would read, and raises what it would raise
     read_packed(plan.folder)
 
 

@@ -60,4 +60,5 @@ def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
+    # from a thread, sys.exit would end that thread alone
     os._exit(1)

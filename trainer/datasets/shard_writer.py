@@ -117,12 +117,14 @@ def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> Record:
     with new_shard_file(folder / plan.name) as file:
         for header, block, size in _members(recipe, plan):
             if size is not None:
+                # the offset of the picture itself, behind its header: readers seek there
                 rows.append([num_bytes + len(header), *size])
             for part in (header, block):
                 file.write(part)
                 digest.update(part)
                 num_bytes += len(part)
     record = Record(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
+    # after the shard, which counts as finished once it has a record
     with new_shard_file(folder / record_name(plan.number)) as file:
         file.write(json.dumps(asdict(record)).encode())
     return record

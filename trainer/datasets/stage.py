@@ -93,6 +93,7 @@ def stage(
     if num_workers < 1:
         raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
     plans = _plan(source, target, splits=splits)
+    # the lock first, then the look: another process may have made it complete meanwhile
     with _only_process(target, on_wait):
         start = time.monotonic()
         todo = [split for split in plans if not _is_complete(split)]
@@ -243,6 +244,7 @@ def _fetch_all(split: _Split, *, num_workers: int, on_file: Callable[[Shard, boo
             for future in as_completed(futures):
                 on_file(futures[future], future.result())
         finally:
+            # copies under way look at it between chunks; those that wait are cancelled
             stop.set()
             threads.shutdown(cancel_futures=True)
 

@@ -62,6 +62,7 @@ def _verify_shard(stated: _Stated) -> None:
             members = tar.getmembers()
             if len(members) != 2 * num_images:
                 raise DataError(f"{path}: {_problem(f'{len(members) // 2} pictures', str(num_images))}")
+            # each picture is followed by its label
             pairs = zip(members[::2], members[1::2], strict=True)
             for position, entry, pair in zip(stated.positions_M, stated.entries_M, pairs, strict=True):
                 _verify_image(tar, entry, position=int(position), members=pair)

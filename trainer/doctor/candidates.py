@@ -40,6 +40,7 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
     kept = largest_divisor(steps, MOST_MICROBATCHES)
     if kept == steps:
         return config
+    # a divisor of the steps, so that ghost batches still fill the smaller step
     size = config.batch.global_batch_size // steps * kept
     return dataclasses.replace(
         config, batch=dataclasses.replace(config.batch, global_batch_size=size, virtual_ranks=None)

@@ -81,6 +81,7 @@ def _look_at(base: Probe, request: Request, findings: Findings, *, say: Callable
     batches = IMAGES if reads else TENSORS
     say("measuring whole steps, and the model alone, in turn")
     turns = [[base.ask("steps", batches=each) for each in (batches, TENSORS)] for _ in range(request.turns)]
+    # the turn of median length, whole: means of its parts would not belong together
     steps, alone = (sorted(each, key=_seconds)[len(turns) // 2] for each in zip(*turns, strict=True))
     findings.steps = steps
     if reads:

@@ -120,6 +120,7 @@ class _Probe:
         """Time whole updates for about so long, timed together, after some that are not. Collective."""
         stream, reducer = self._streams[batches], self.parts.reducer
         self._warm_up(batches)
+        # a step is collective: ranks that timed otherwise must still make as many
         number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
         stream.take_wait_seconds()
         reducer.exposed.take_seconds()
@@ -202,6 +203,7 @@ class _Probe:
     def _warm_up(self, batches: str) -> None:
         """Warm up, first until steps are what they stay; later only until what was fetched ahead is used up."""
         stream = self._streams[batches]
+        # steps that the batches suffice for which were fetched while another probe had its turn
         ahead = -(-self.config.data.prefetch_batches // self.plan.accumulation_steps)
         if batches in self._step_seconds:
             self._timed(stream, ahead)
@@ -245,4 +247,5 @@ def peak_bytes(device: torch.device) -> int:
     """Return the most memory that tensors took on a GPU, or this process on a CPU, since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux counts it in KiB
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

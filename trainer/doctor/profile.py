@@ -36,9 +36,11 @@ def profile_step(
     phases = _phases(timeline, num_steps=num_steps)
     phases[REPLAYED if is_captured else REST] = max(0.0, seconds - sum(phases.values()))
     is_gpu = communicator.device.type == "cuda"
+    # a dispatch mode does not see into compiled code
     with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
         timed(1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    # apart from the phases above, whose seconds it would lengthen
     with profile(activities=activities) as profiled:
         profiled_seconds = timed(num_steps)
     operators = [

@@ -67,6 +67,7 @@ def compare(base: Contestant, other: Contestant, *, turns: int) -> Comparison:
     """Let each take as many turns, and begins as often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
+        # turns about, so that a machine that grows slower favours neither
         first, second = (base, other) if turn % 2 == 0 else (other, base)
         one, two = first.run(), second.run()
         pairs.append((one, two) if first is base else (two, one))

@@ -19,6 +19,7 @@ def flops_per_image(parts: Parts, prepared: Prepared) -> float:
 
     Collective where ranks share ghost batches. What torch.compile or a graph would run is run as it is written.
     """
+    # gradients of this pass are nobody's: they must not start on their way to other ranks
     parts.reducer.is_active = False
     with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
         with parts.precision.forward():
@@ -39,6 +40,7 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
     weight_KCHW = _channels_last(CONV_CHANNELS, 3, dtype=dtype, device=device)
     with torch.no_grad():
         convolution = median_seconds(lambda: conv2d(images_BCHW, weight_KCHW, padding=1), device, seconds=seconds / 2)
+    # a product and a sum for each output, each of its input channels and each of 9 taps
     conv_flops = 2 * images_BCHW.numel() * CONV_CHANNELS * 9
     return max(product_flops_per_second, conv_flops / convolution)
 

@@ -39,11 +39,13 @@ def find_candidates(
     candidates: list[Candidate] = []
     unmeasured: list[Unmeasured] = []
     first = {"input": INPUT, "network": NETWORK}.get(limit, COMPUTE)
+    # stable, so that within each half they stay in order
     for name in sorted(only or SPEEDUPS, key=lambda name: name not in first):
         for found in SPEEDUPS[name](config, machine):
             if isinstance(found, Unmeasured):
                 unmeasured.append(found)
                 continue
+            # legal in the part that is measured, and in the whole config that the advice is for
             changed = [change(each, found.values, world_size=machine.world_size) for each in (config, whole)]
             if illegal := [each for each in changed if isinstance(each, str)]:
                 unmeasured.append(Unmeasured(name, illegal[0]))
@@ -142,6 +144,7 @@ def _microbatch(config: Config, machine: Machine) -> Tried:
     """Try sizes that leave the global batch and its ghost batches as they are."""
     size, share = config.batch.microbatch_size, config.batch.global_batch_size // machine.world_size
     span = config.batch.bn_span
+    # whole ghost batches in each, and whole microbatches in a rank's share
     fitting = [each for each in range(span, share + 1, span) if share % each == 0] if span <= size else []
     larger, smaller = [each for each in fitting if each > size][:2], [each for each in fitting if each < size][-1:]
     for each in (*larger, *smaller):

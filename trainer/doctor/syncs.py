@@ -47,6 +47,7 @@ class FindSyncs(TorchDispatchMode):
         if func in WAITING:
             return WAITING[func] if self._is_there(args[0]) else None
         if func in INDEXED:
+            # how many elements a mask picks decides the result's shape, which the host must know
             is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
             return "counts elements, as indexing with a mask does" if is_mask and self._is_there(args[0]) else None
         return _reason_to_copy(func, args, kwargs)

@@ -50,6 +50,7 @@ def evaluate(
         labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
         with forward():
             logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
+        # stays on the device: the host reads it once, after the last batch
         sums_4 += count_batch(logits_BK, labels_B, valid_B)
         replaced |= {image.position: image.reason for image in batch.replaced}
     skipped_1 = torch.tensor([len(replaced)], dtype=torch.float64, device=device)
@@ -100,6 +101,7 @@ def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
 def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
     """Return the sums over the valid samples of a batch: top-1 correct, top-5 correct, loss, samples (float64)."""
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+    # at most one hit a row: the first column counts top-1, all of them top-5
     hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
     loss_B = F.cross_entropy(logits_BK, labels_B, reduction="none") * valid_B
     sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())

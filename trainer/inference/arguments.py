@@ -42,6 +42,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     arguments, overrides = parser.parse_known_args(join_values(argv))
     if arguments.images is not None:
         overrides = _take_images(arguments, overrides)
+    # ours come first: of a key that is stated twice the last word counts
     overrides = [*_batch_alone(overrides), *_precision_alone(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:

@@ -98,6 +98,7 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
         rate = forward_rate(
             lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
         )
+    # ranks have equally many pictures, so all are done when the slowest is
     return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
 
 

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
             aside = Path(file.name)
             chosen.write(written, _images(TRACED_BATCH, config), aside)
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
+        # after the file has its name, which it gets only if its logits agree
         Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
     except ExportError:
         raise
@@ -85,6 +86,7 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
         ours_BK, theirs_BK = model(images_BCHW), classify(images_BCHW)
     largest, difference = float(ours_BK.abs().max()), float((ours_BK - theirs_BK).abs().max())
     text = f"its logits differ from our model's by at most {difference:.2g}, the largest is {largest:.3g}"
+    # not ">": a NaN is no agreement
     if not difference <= TOLERANCE * largest:
         raise ExportError(f"{text}: that is more than rounding, and nothing was written; please report it")
     print(f"{text} ({COMPARED_BATCH} random pictures)")

@@ -77,6 +77,7 @@ def _foldable(model: nn.Module) -> list[tuple[str, str]]:
             source.op == "call_module"
             and isinstance(model.get_submodule(names[0]), nn.Conv2d)
             and isinstance(model.get_submodule(names[1]), nn.BatchNorm2d)
+            # another reader would get the normalised output
             and len(source.users) == 1
             and all(num_calls[name] == 1 for name in names)
         ):

@@ -74,6 +74,7 @@ class Classifier:
         normalize, found = build_input.make_normalize(config, self._communicator), iter(paths)
         with closing(split.loader):
             for batch in build_input.eval_batches(config, self._communicator, split):
+                # padding comes last, so what is valid is the beginning
                 images_BCHW = normalize(batch.images_BCHW)[: int(batch.valid_B.sum())]
                 with in_forward(config.optimizer.precision, device=self._communicator.device):
                     logits_BK = evaluation.predict(self._model, images_BCHW, flip=config.data.eval_flip)

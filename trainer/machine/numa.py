@@ -34,6 +34,7 @@ def choose_cores(
     if gpu_node is None:
         if not set(usable) >= set().union(*nodes.values()):
             return sorted(usable)
+        # blocks as even as can be; with more ranks than nodes one may be empty, and takes the node it begins in
         first, end = (rank * len(filled) // local_size for rank in (local_rank, local_rank + 1))
         chosen = filled[first : max(end, first + 1)]
     else:
@@ -51,6 +52,7 @@ def parse_cores(text: str) -> list[int]:
 
 def format_cores(cores: Sequence[int]) -> str:
     """Undo parse_cores, for cores in order."""
+    # within a run of neighbours, core minus position stays the same
     runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
@@ -67,6 +69,7 @@ def pci_node(address: str, *, sys_root: Path) -> int | None:
         node = int((sys_root / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
         return None
+    # the kernel writes -1 where the firmware does not tell
     return node if node >= 0 else None
 
 

@@ -69,6 +69,7 @@ def largest_fitting(
             return Found(sizes[low] if low >= 0 else None, is_complete=False)
         middle = (low + high) // 2
         if is_doubling:
+            # sizes are not evenly spaced: the next one that is at least twice as large
             wanted = 2 * sizes[low] if low >= 0 else 0
             middle = next((i for i in range(low + 1, high) if sizes[i] >= wanted), high - 1)
         if fits(sizes[middle]):

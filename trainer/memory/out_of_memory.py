@@ -71,6 +71,7 @@ def propose(config: Config, fitting: int, *, world_size: int) -> str:
             shares = batch.bn_span // size
             spread = f", and each ghost batch lies on {shares} ranks" if shares > 1 else ""
             return _option(f"--batch.microbatch_size {size}", steps, config) + spread
+    # none keeps the ghost batches: then the largest that changes them
     for size in range(fitting, 0, -1):
         if steps := _accumulation_steps(config, size, bn_span=size, world_size=world_size):
             return (

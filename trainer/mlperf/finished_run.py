@@ -97,6 +97,7 @@ def _evaluation_events(run: FinishedRun, *, target_top1: float) -> list[Event]:
     before, since, status = 0, float(run.start["time"]), "aborted"
     for record in run.evaluations:
         epoch, end = round(record["epoch"]), float(record["time"])
+        # time and seconds come from two clocks: never before the end of what went before
         begin = max(since, end - record["seconds"])
         block = {"first_epoch_num": before + 1, "epoch_count": epoch - before}
         events += [

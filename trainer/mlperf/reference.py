@@ -69,6 +69,7 @@ def fewest_epochs(reference: Reference, *, num_runs: int) -> float:
     from scipy.stats import t
 
     num_counted = num_runs - 2
+    # degrees of freedom: each mean takes one
     quantile = t.ppf(1 - SIGNIFICANCE, reference.num_runs + num_counted - 2)
     spread = reference.std_epochs * math.sqrt(1 / reference.num_runs + 1 / num_counted)
     return reference.mean_epochs - float(quantile) * spread
@@ -114,6 +115,7 @@ def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> Reference:
         name=f"record of {record['BS']:,}" + (", the smallest batch" if is_smallest else ""),
         mean_epochs=float(record["RCP Mean"]),
         std_epochs=float(record["RCP Stdev"]),
+        # the fastest and the slowest do not count
         num_runs=len(epochs) - 2,
         range_epochs=(min(epochs), max(epochs)),
     )

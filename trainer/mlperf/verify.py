@@ -92,6 +92,7 @@ def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) 
     rule = f"epochs to {100 * TARGET_TOP1:.1f}%"
     epochs = _epochs_to_target(runs)
     value = " ".join(f"{e:g}" if e < math.inf else "not reached" for e in epochs)
+    # sorted, so inf comes last: one is dropped as the slowest, two are not
     if epochs[-1] == math.inf and (len(runs) < FEWEST_RUNS or epochs[-2] == math.inf):
         return Verdict(rule, value, "reached by all runs but one, of three or more", False)
     if reference is None:

@@ -99,6 +99,7 @@ def examine(
         links = _measure_links(places, env, device=device)
     said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
+    # collect_text gives the texts to rank 0 alone
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
     return nodes, judge(nodes) if nodes else []
 
@@ -123,7 +124,9 @@ def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *
         machines.setdefault(place.machine, []).append(place.host)
     num_turns = max(map(len, machines.values()))
     found = []
+    # the looks are far apart: all nodes have their turn between them
     for turn in [*range(num_turns)] * LOOKS:
+        # a slice, since a machine with fewer nodes has none for this turn
         if any(hosts[turn : turn + 1] == [env.host] for hosts in machines.values()):
             found.append(measure_rates(device, seconds=RATE_SECONDS / num_turns / LOOKS))
         control.gather_text("", what="measuring of rates")

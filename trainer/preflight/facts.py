@@ -63,6 +63,7 @@ def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if not is_leader:
         return RankFacts(rank, host, name, None)
+    # started first: it goes on while disks and driver are asked
     counting = start_counting(config)
     free, trouble = free_disk(config)
     gpus = query_gpus()
@@ -136,6 +137,7 @@ def free_gb(folder: str) -> float | str:
     """Measure free GB where a folder is, or would be made; or why that cannot be told."""
     try:
         path = Path(folder).absolute()
+        # a run makes its folder later, on the file system of the nearest one that is there
         there = next(place for place in (path, *path.parents) if place.exists())
         return round(shutil.disk_usage(there).free / 1e9, 3)
     except OSError as error:

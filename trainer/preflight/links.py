@@ -71,6 +71,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
         half = len(places) // 2
         met = zip(places[:half], reversed(places[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        # the first one stays, all others move on by a place
         places = [places[0], places[-1], *places[1:-1]]
     return found
 
@@ -94,6 +95,7 @@ def _measure_pair(communicator: Communicator, other: int) -> float:
     probe = min(_exchange(communicator, other, num_bytes=PROBE_BYTES) for _ in range(2))
     size = torch.zeros(1, dtype=torch.float64, device=communicator.device)
     if communicator.rank < other:
+        # both must exchange as many bytes: the lower rank decides, by its own time
         size.fill_(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * AIM_SECONDS / probe)))
         communicator.backend.start_send(size, to=other).wait()
     else:

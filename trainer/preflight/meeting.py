@@ -53,6 +53,7 @@ def absent_ranks(control: Control) -> list[int]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
+        # by the store and not by a gather, which would wait for the absent ones
         control.store.set(_ABSENT, json.dumps(missing))
     control.timeout_seconds = MEET_SECONDS + ROLL_SECONDS
     return list(json.loads(control.read(_ABSENT, what="meeting of every node")))
@@ -89,6 +90,7 @@ def misfits(places: Sequence[Attendee]) -> list[Finding]:
                 Finding(f"{count} nodes call themselves {host}, of ranks {ranks}: give each a host name of its own")
             )
     counts = Counter(place.num_gpus for place in places)
+    # of two equally frequent counts the larger: GPUs go missing, none appear
     usual = max(counts, key=lambda number: (counts[number], number))
     for place in places:
         if place.num_gpus < usual:

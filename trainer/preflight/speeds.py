@@ -67,6 +67,7 @@ def slow_links(nodes: Sequence[Node]) -> list[Finding]:
     ]
     for node in nodes:
         for other, rate in node.link_bytes_per_second.items():
+            # each pair once, from the side whose name comes first
             if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
                 found.append(Finding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
     return found

@@ -63,6 +63,7 @@ def _reachability(nodes: Sequence[Node]) -> list[Finding]:
     for node in nodes:
         others = len(nodes) - 1
         not_reached_by = [other.host for other in nodes if node.host in other.unreachable]
+        # of two nodes that do not meet nobody can tell whose fault it is
         if others > 1 and max(len(not_reached_by), len(node.unreachable)) > others / 2:
             blamed.add(node.host)
             found.append(

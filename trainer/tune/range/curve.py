@@ -48,6 +48,7 @@ class SmoothedLoss:
     def add(self, loss: float) -> float:
         """Return the mean after another step."""
         self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * loss
+        # the same mean of ones: dividing by it takes out the 0 that the sum began with
         self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
         mean = self._sum / self._weight
         self.lowest = min(self.lowest, mean)
@@ -55,6 +56,7 @@ class SmoothedLoss:
 
     def has_exploded(self, mean: float) -> bool:
         """Tell whether the loss is too large to come back."""
+        # not ">": a NaN has exploded, too
         return not mean <= EXPLODED * self.lowest
 
 

@@ -108,6 +108,7 @@ def _train(
     try:
         return train(plan, parts, hooks, batches).stopped_by
     except TrainingDiverged as end:
+        # the step that exploded was not added: its number is that of the steps before
         curve.exploded_lr = lr(len(curve.lrs))
         curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
         return None

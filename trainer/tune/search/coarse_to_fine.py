@@ -76,6 +76,7 @@ def search(stated: Search, *, say: Say = print, make_argv: MakeArgv = train_argv
                 shown.say(f"stopped by {stops[0]}; the same command goes on from there")
                 return None
             if best := best_record(records, metric=stated.metric):
+                # around the best of all rounds so far, not of the last one alone
                 axes = shrink(axes, best.values)
     return _finish(experiment, folder, records, say=say)
 

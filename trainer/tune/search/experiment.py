@@ -94,6 +94,7 @@ def make_experiment(search: Search) -> Experiment:
     experiment = Experiment(search, axes, base, launch)
     experiment.short_config({}, directory=search.folder)
     for axis, text in zip(axes, search.space, strict=True):
+        # a value that is not legal fails now, before any trial runs
         for end in axis.ends:
             try:
                 experiment.short_config({axis.key: end}, directory=search.folder)

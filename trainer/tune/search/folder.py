@@ -64,6 +64,7 @@ def enter(folder: StudyFolder, identity: dict[str, Any]) -> None:
     require_own(folder, identity)
     if not folder.identity.exists():
         folder.write_text(folder.base, identity["config"])
+        # last: where it is there, the base is, too
         folder.write_text(folder.identity, json.dumps(identity, indent=1) + "\n")
 
 

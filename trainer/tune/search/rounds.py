@@ -64,6 +64,7 @@ class RoundRunner:
                 if not self._active:
                     return not self._work.stops
                 self._follow()
+                # a second Ctrl-C: whoever sits there does not want to wait for checkpoints
                 if self._work.stops.count("SIGINT") > 1:
                     raise KeyboardInterrupt
                 time.sleep(POLL_SECONDS)
@@ -124,6 +125,7 @@ class RoundRunner:
         if code == 0 and evaluation is not None:
             result = float(evaluation[self._work.experiment.search.metric])
             ended = Ended("finished", result, "", seconds)
+            # not ">=": so NaN fails, too
             if not abs(result) < float("inf"):
                 ended = Ended("failed", None, f"its last evaluation's result is {result}", seconds)
         elif active.pruned_because:

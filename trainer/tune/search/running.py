@@ -37,6 +37,7 @@ class RunningTrial:
         with writing(folder / OUTPUT):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / OUTPUT).open("ab") as output:
+                # a trial that goes on appends: its reason is looked for in its own words only
                 self._output_start = output.tell()
                 self._process = subprocess.Popen(
                     self.argv,

@@ -46,6 +46,7 @@ class Range:
         """Keep a third of the range around best, and within the range."""
         low, high = self._scale(self.low), self._scale(self.high)
         width = (high - low) / SHRINK
+        # pushed inwards at an edge, so that the width stays a third
         start = min(max(self._scale(float(best)) - width / 2, low), high - width)
         ends = [math.exp(end) if self.is_log else end for end in (start, start + width)]
         if self.is_int:
@@ -126,6 +127,7 @@ def parse_axis(text: str) -> Axis:
     if is_int and (low % 1 or high % 1):
         raise ConfigError(f"--space {text}: {key} takes whole numbers; give such ends")
     if kind == "log2":
+        # 1e-9: log2 of an exact power may come out just below it
         doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
         return Grid(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
     return Range(key, low, high, is_log=kind == "log", is_int=is_int)
