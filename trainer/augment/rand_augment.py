@@ -153,7 +153,6 @@ def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magni
     shares_B23 = matrices_B23 / np.array([[width / 2], [height / 2]])  # grid_sample's unit: half the picture
     device = images_BCHW.device
     factors = on_device(shares_B23.astype(np.float32), device)[..., None, None]
-    # pixel centres, counted from the middle of the picture
     xs_W = torch.arange(width, device=device) - (width - 1) / 2
     ys_H1 = torch.arange(height, device=device)[:, None] - (height - 1) / 2
     grid_B2HW = factors[:, :, 0] * xs_W + (factors[:, :, 1] * ys_H1 + factors[:, :, 2])

@@ -109,7 +109,6 @@ def _run_once(
     # the run's own draws must not depend on whether a model was tried before
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
-        # each size of a progressive training is a graph of its own
         for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
             logits_BK = logits(size)
             labels_B = torch.zeros(count, dtype=torch.int64, device=logits_BK.device)

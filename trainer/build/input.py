@@ -102,7 +102,6 @@ def _digest_of_labels(index: ImageSource) -> "hashlib._Hash":
 
 def _train_size(config: Config) -> ImageSize:
     pairs = config.data.train_sizes or ((0, config.data.image_size),)
-    # the last pair that has begun
     return lambda epoch: [size for first, size in pairs if first <= epoch][-1]
 
 

@@ -84,7 +84,6 @@ def conform(value: Any, kind: Any) -> Any:
     if outer is Literal and type(value) is str and value in inner:
         return value
     if outer is tuple and isinstance(value, list | tuple):
-        # tuple[X, ...]: as many X as there are values
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
             return tuple(map(conform, value, kinds))

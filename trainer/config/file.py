@@ -81,7 +81,6 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
     path = find_config(names[0])
     stated, origins = read_stated(path)
     for key, word in words.items():
-        # over what the files state
         stated[key], origins[key] = typed(key, _value_of(word, KEYS[key].kind)), "command line"
     values = with_defaults(stated)
     values["run.directory"] = values["run.directory"].replace("{name}", path.stem)

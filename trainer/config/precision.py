@@ -28,7 +28,6 @@ def check_precision(optimizer: OptimizerConfig) -> None:
 
 def nearest_scale(scale: float) -> float:
     """The power of two nearest to a positive number, within what a loss scale may be."""
-    # the neighbours below and above; by distance, not by ratio
     lower = 2.0 ** math.floor(math.log2(scale))
     nearest = min((lower, 2 * lower), key=lambda power: abs(power - scale))
     return min(max(nearest, SMALLEST_SCALE), LARGEST_SCALE)

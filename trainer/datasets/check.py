@@ -225,7 +225,6 @@ def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.nda
     """Find the same bytes twice: in train and val a problem, inside a split a remark."""
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
-    # one row for each good picture of all splits: which split, and where in it
     positions_N = np.concatenate(list(good.values()))
     cases: dict[_Kind, list[str]] = {}
     for group in equal_groups(np.concatenate([tables[split]["digest"][good[split]] for split in good])):

@@ -67,7 +67,6 @@ def read_cifar(archive: Path) -> Iterator[StoredImage]:
     )
     for split, names in _BATCHES.items():
         position = 0
-        # one of the two sets' names is there; the other's are skipped
         for name in (name for name in names if name in batches):
             labels = _column(batches, (name,), ("labels", "fine_labels"), kind=list, archive=archive)
             pixels_NP = _column(batches, (name,), ("data",), kind=np.ndarray, archive=archive)

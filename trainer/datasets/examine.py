@@ -95,7 +95,6 @@ def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], s
     """
     if decode:
         image = open_image(data, path=path)
-        # the stored size by the loaders' own rule, where it is a JPEG
         size = jpeg_size(data) or (image.height, image.width)
     else:
         size = encoded_size(data, path=path)

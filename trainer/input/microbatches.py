@@ -9,6 +9,5 @@ def rank_microbatches(*, rank: int, accumulation_steps: int, ranks_per_ghost: in
     samples, and the group sees its ghost batches in the same order, however they are spread.
     """
     group, place = divmod(rank, ranks_per_ghost)
-    # a group of ranks owns a run of neighbours; within it a rank takes every ranks_per_ghost-th
     first = group * accumulation_steps * ranks_per_ghost + place
     return range(first, first + accumulation_steps * ranks_per_ghost, ranks_per_ghost)

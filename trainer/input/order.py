@@ -50,7 +50,6 @@ class ImageIndex:
 def read_file(path: str) -> bytes:
     """Return the bytes of a picture. Raises: StorageError naming path."""
     try:
-        # the file is read whole: a buffer would serve nobody
         with open(path, "rb", buffering=0) as file:
             return file.read()
     except OSError as error:

@@ -24,7 +24,6 @@ def cores_per_rank(communicator: Communicator) -> int:
     """Return this rank's share of the cores that it may use. Collective."""
     cores = usable_cores()
     mine = f"{communicator.env.host} {cores}"
-    # ranks that say the same share the same cores; those that were bound apart say otherwise
     return max(1, len(cores) // communicator.gather_text(mine).count(mine))
 
 

@@ -115,7 +115,6 @@ def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> Reference:
         name=f"record of {record['BS']:,}" + (", the smallest batch" if is_smallest else ""),
         mean_epochs=float(record["RCP Mean"]),
         std_epochs=float(record["RCP Stdev"]),
-        # the fastest and the slowest do not count
         num_runs=len(epochs) - 2,
         range_epochs=(min(epochs), max(epochs)),
     )

@@ -25,7 +25,6 @@ def step_or_skip_(
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
-        # a later step without them must not find those of this one
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         return
     if divisor is not None:

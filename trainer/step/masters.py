@@ -53,7 +53,6 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
         self.masters: Mapping[str, Tensor] = dict(masters)
-        # fp32 parameters are their own masters: nothing to fetch or to publish for them
         pairs = [(p, self.masters[key]) for key, p in model.named_parameters() if p is not self.masters[key]]
         self._half: list[Tensor] = [p for p, _ in pairs]
         self._full: list[Tensor] = [master for _, master in pairs]

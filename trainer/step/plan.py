@@ -70,7 +70,6 @@ class Parts:
     def set_lr_(self, *, step: int) -> None:
         """Write the learning rate of a step into all groups, times the factor that a group may have of its own."""
         for group in self.optimizer.param_groups:
-            # a function of the step alone: nothing of it has to be saved or restored
             group["lr"] = self.schedule(step) * group.get("lr_factor", 1.0)
 
     def close(self) -> None:

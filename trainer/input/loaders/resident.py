@@ -53,7 +53,6 @@ class ResidentLoader:
 
     def uncropped(self) -> "ResidentLoader":
         """Return the same pictures in the same memory, each whole and as it is."""
-        # shallow, so that both share the tensor of pictures
         whole = copy.copy(self)
         whole._crop = center_crop(fraction=1.0)
         return whole
@@ -91,7 +90,6 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     rows_BS = tops_lefts_B2[:, :1] + steps_S
     columns_BS = tops_lefts_B2[:, 1:] + np.where(flips_B[:, None], steps_S[::-1], steps_S)
     tables = np.stack([np.broadcast_to(indices_B[:, None], rows_BS.shape), rows_BS, columns_BS])
-    # one copy for the three tables
     indices_BS, rows_BS, columns_BS = on_device(tables, images_NHWC.device)
     rows_BS1, columns_B1S = rows_BS[:, :, None], columns_BS[:, None, :]
     inside_BSS = (rows_BS1 >= 0) & (rows_BS1 < size) & (columns_B1S >= 0) & (columns_B1S < size)

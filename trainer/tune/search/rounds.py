@@ -64,7 +64,6 @@ class RoundRunner:
                 if not self._active:
                     return not self._work.stops
                 self._follow()
-                # a second Ctrl-C: whoever sits there does not want to wait for checkpoints
                 if self._work.stops.count("SIGINT") > 1:
                     raise KeyboardInterrupt
                 time.sleep(POLL_SECONDS)
