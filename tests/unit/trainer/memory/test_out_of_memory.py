@@ -120,7 +120,7 @@ def test_out_of_memory_other_errors_are_not_taken_for_a_lack_of_memory(monkeypat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["largest_batch._generated", "build._make_average"])
+@pytest.mark.parametrize("place", ["memory.largest_batch._generated", "build.parts._make_average"])
 def test_out_of_memory_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of a reducer that nobody closes would keep the model, and the next try find less memory."""
 
@@ -259,7 +259,7 @@ def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(t
         words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
         log = tmp_path / f"{microbatch_size}.log"
         rank = forked_ranks.start_rank(
-            "unit.test_out_of_memory:limited", ["200", *words], environ={}, stdout=log, stderr=log
+            "tests.unit.trainer.memory.test_out_of_memory:limited", ["200", *words], environ={}, stdout=log, stderr=log
         )
         codes = forked_ranks.exit_codes([rank], timeout_seconds=240)
         assert codes is not None, log.read_text()
