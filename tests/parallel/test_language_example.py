@@ -75,7 +75,7 @@ def test_half_precision_learns_as_fast(precision: str, script: Path, in_fp32: li
 
 
 def test_a_batch_that_ranks_cannot_share(script: Path) -> None:
-    words = [str(script.parent), "--batch-size", "5"]
+    words = [str(script), "--batch-size", "5"]
     code, output = fork_job("test_language_example:run_copy", words, places(2), timeout_seconds=60)
     assert code == 1
     assert "language_model.py: --batch-size 5 does not divide by 2 ranks: give a multiple\n" in output
