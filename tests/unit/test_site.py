@@ -11,8 +11,11 @@ OURS = r"(?:bigbatch|comm|trainer|launch|configs|tests|docs|benchmarks|examples)
 
 
 def build_site(root: Path, out: Path) -> tuple[int, list[str]]:
-    """Build the pages below root as `make docs` does; the exit code, and file and kind of each warning."""
-    strict = ["-qnEW", "--keep-going", "-c", str(ROOT / "docs"), "-d", str(out / "doctrees")]
+    """Build the pages below root as `make docs` does, but in no colours, which CI=true would bring.
+
+    Returns the exit code, and file and kind of each warning.
+    """
+    strict = ["-qnEWN", "--keep-going", "-c", str(ROOT / "docs"), "-d", str(out / "doctrees")]
     command = [sys.executable, "-m", "sphinx", *strict, str(root), str(out / "site")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     return done.returncode, re.findall(r"^(\S+?)(?::\d+)?: WARNING: .*(\[.*\])$", done.stderr, re.M)

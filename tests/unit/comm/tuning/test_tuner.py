@@ -354,7 +354,8 @@ def test_wrong_sum_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_real_times_of_one_rank() -> None:
     alone = connect(env=ALONE, device=CPU)
     times = measure_times(alone, [1024, 4096], dtype=torch.bfloat16, seconds=2, on_size=lambda *_: None)
-    assert sorted(times) == [1024, 4096]
+    # where winners differ, which of one rank noise decides, sizes between the two are measured, too
+    assert (min(times), max(times)) == (1024, 4096)
     assert all(measured.min > 0 for at_size in times.values() for measured in at_size.values())
 
 
