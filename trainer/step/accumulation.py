@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class WideAccumulation:
@@ -17,30 +16,34 @@ class WideAccumulation:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
-        self._is_last = False
-        for parameter, sum_N in zip(parameters, self._sums, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(self._finish, sum_N))
+        self._sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
+        self._unfinished: set[nn.Parameter] = set()
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._finish)
 
     @contextmanager
     def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
         """Surround the backward of one microbatch, before which the gradients are zero."""
-        self._is_last = is_last
+        self._unfinished = set(self._sums) if is_last else set()
         if is_first and self._sums:
-            torch._foreach_zero_(self._sums)
+            torch._foreach_zero_(list(self._sums.values()))
         yield
-        if not is_last and self._sums:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            torch._foreach_add_(self._sums, gradients)
+        if is_last:
+            for parameter in tuple(self._unfinished):  # this backward did not use them, but earlier ones may have
+                self._finish(parameter)
+            return
+        used = [(sum_N, parameter.grad) for parameter, sum_N in self._sums.items() if parameter.grad is not None]
+        if used:
+            sums, gradients = zip(*used, strict=True)
+            torch._foreach_add_(sums, gradients)
             # autograd adds to what is there, so half precision never holds more than one microbatch
             torch._foreach_zero_(gradients)
 
-    def _finish(self, sum_N: Tensor, parameter: nn.Parameter) -> None:
+    def _finish(self, parameter: nn.Parameter) -> None:
         # within the last backward, so that a finished gradient can start on its way at once
-        if self._is_last and parameter.grad is not None:
-            sum_N.add_(parameter.grad)
-            parameter.grad.copy_(sum_N)
+        if parameter in self._unfinished and parameter.grad is not None:
+            self._unfinished.discard(parameter)
+            parameter.grad.copy_(self._sums[parameter].add_(parameter.grad))
 
 
 def half_parameters(model: nn.Module) -> list[nn.Parameter]:

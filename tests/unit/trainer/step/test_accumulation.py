@@ -106,6 +106,36 @@ def test_the_ranks_sum_what_all_microbatches_gave() -> None:
         assert torch.equal(weight.grad, 2 * summed_over_ranks(gradients))
 
 
+@pytest.mark.parametrize("used_in", [(0, 1), (2, 3), (0,), (1, 2), (3,), ()])
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_a_weight_that_some_microbatches_do_not_use_keeps_the_sum_of_the_others(
+    used_in: tuple[int, ...], is_reduced: bool
+) -> None:
+    always, sometimes = (nn.Parameter(torch.zeros(NUM_WEIGHTS, dtype=torch.bfloat16)) for _ in range(2))
+    accumulation = WideAccumulation([always, sometimes])
+    alone = connect(env=ALONE, device=torch.device("cpu"))
+    reducer = GradientReducer([("always", always), ("sometimes", sometimes)], alone) if is_reduced else None
+    gradients = make_gradients(4, torch.bfloat16)
+    for _ in range(2):
+        always.grad = sometimes.grad = None
+        for k, gradient_N in enumerate(gradients):
+            is_last = k == len(gradients) - 1
+            if reducer is not None:
+                reducer.is_active = is_last
+            with accumulation.microbatch(is_first=k == 0, is_last=is_last):
+                output = (always * gradient_N).sum()
+                (output + (sometimes * gradient_N).sum() if k in used_in else output).backward()
+        if reducer is not None:
+            reducer.wait()
+        assert torch.equal(always.grad, summed_over_ranks(gradients))
+        used = [gradients[k] for k in used_in]
+        expected_N = summed_over_ranks(used) if used else torch.zeros(NUM_WEIGHTS, dtype=torch.bfloat16)
+        if used or is_reduced:
+            assert torch.equal(sometimes.grad, expected_N)
+        else:
+            assert sometimes.grad is None
+
+
 def test_only_half_precision_needs_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2).half(), nn.BatchNorm1d(2), nn.Linear(2, 2).bfloat16())
     model[2].bias.requires_grad_(False)
