@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
@@ -43,7 +44,7 @@ def test_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elem
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_rank_rounds_as_many_do(algorithm: str) -> None:
+def test_sum_over_one_rank_rounds_as_many_do(algorithm: str) -> None:
     """So that a run on one rank replays what the wire does to the gradients."""
     alone = connect(algorithm=algorithm, table=TABLE, wire_dtype="float16", predivide=2.0, env=ALONE, device=CPU)
     values_N = torch.tensor([1.0, 1.0 + 2.0**-12, 100_000.0, 1e-9])
@@ -51,7 +52,7 @@ def test_one_rank_rounds_as_many_do(algorithm: str) -> None:
     assert sum_N.tolist() == [1.0, 1.0, (values_N[2] / 2).half().item() * 2, 0.0]
 
 
-def test_world_of_one() -> None:
+def test_communicator_of_a_world_of_one() -> None:
     alone = connect(env=ALONE, device=CPU)
     assert (alone.rank, alone.world_size, alone.device) == (0, 1, CPU)
     assert str(alone) == "1 ranks in 1 node groups, started by none; backend single, all-reduce native"
@@ -79,37 +80,35 @@ def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("tensor", "message"),
+    ("tensor", "named"),
     [
-        (torch.zeros(3, device="meta"), "a tensor on meta cannot be summed: ranks communicate on cpu"),
-        (torch.zeros(3, dtype=torch.int64), "single cannot sum torch.int64; it sums float64, float32, float16, bfloa"),
-        (torch.zeros(3, dtype=torch.complex64), "single cannot sum torch.complex64"),
-        (torch.zeros(2, 2), r"only a flat, contiguous tensor can be summed, not one of shape \(2, 2\)"),
-        (torch.zeros(4)[::2], r"only a flat, contiguous tensor can be summed, not one of shape \(2,\)"),
-        (torch.zeros(()), r"only a flat, contiguous tensor can be summed, not one of shape \(\)"),
+        (torch.zeros(3, device="meta"), ("on meta", "on cpu")),
+        (torch.zeros(3, dtype=torch.int64), ("single", "torch.int64", "float64, float32, float16, bfloat16")),
+        (torch.zeros(3, dtype=torch.complex64), ("single", "torch.complex64", "float64, float32, float16, bfloat16")),
+        (torch.zeros(2, 2), ("contiguous", "shape (2, 2)")),
+        (torch.zeros(4)[::2], ("contiguous", "shape (2,)")),
+        (torch.zeros(()), ("contiguous", "shape ()")),
     ],
 )
-def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, named: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=naming(*named)):
         connect(env=ALONE, device=CPU).start(tensor, label="test")
 
 
-def test_unknown_choices_are_refused() -> None:
-    with pytest.raises(ValueError, match="backend 'nvlink' is unknown; choose one of auto, nccl, gloo, mpi, tcp, horo"):
+def test_connect_refuses_unknown_choices() -> None:
+    with pytest.raises(ValueError, match=naming("backend", "'nvlink'", "auto, nccl, gloo, mpi, tcp, horovod")):
         connect(backend="nvlink", env=ALONE)
-    with pytest.raises(ValueError, match="algorithm 'tree' is unknown; choose one of native, ring"):
+    with pytest.raises(ValueError, match=naming("algorithm", "'tree'", "native, ring")):
         connect(algorithm="tree", env=ALONE, device=CPU)
-    with pytest.raises(ValueError, match="algorithm 'hybrid' chooses by a table of this cluster"):
+    with pytest.raises(ValueError, match=naming("algorithm", "'hybrid'", "bigbatch comm tune")):
         connect(algorithm="hybrid", env=ALONE, device=CPU)
-    with pytest.raises(
-        ValueError, match="wire_dtype 'int8' is unknown; choose one of float32, float16, bfloat16, or n"
-    ):
+    with pytest.raises(ValueError, match=naming("wire_dtype", "'int8'", "float32, float16, bfloat16", "null")):
         connect(wire_dtype="int8", env=ALONE, device=CPU)
 
 
 @pytest.mark.parametrize("predivide", [0.0, -1.0, float("inf"), float("nan")])
 def test_wire_factor_that_is_not_positive_is_refused(predivide: float) -> None:
-    with pytest.raises(ValueError, match=f"predivide={predivide} must be positive, such as the number of ranks"):
+    with pytest.raises(ValueError, match=naming(f"predivide={predivide} ")):
         connect(wire_dtype="float16", predivide=predivide, env=ALONE, device=CPU)
 
 
@@ -120,23 +119,21 @@ def test_wire_by_name() -> None:
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda:0"), ("horovod", "cuda:0")])
 def test_backend_for_other_devices_is_refused(backend: str, device: str) -> None:
-    with pytest.raises(ValueError, match=f"backend '{backend}' does not sum tensors on {device}: nccl is for GPUs"):
+    with pytest.raises(ValueError, match=naming(f"'{backend}'", f"on {device}")):
         connect(backend=backend, env=ALONE, device=torch.device(device))
 
 
-def test_transport_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_without_messages_has_its_own_algorithm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bigbatch.comm.connection.SingleBackend", NativeBackend)
     met = connect(env=ALONE, device=CPU)
     assert (met.algorithms, met.memory) == (("native",), None)
     assert met.sum_(torch.ones(2), label="test").tolist() == [1.0, 1.0]
     for algorithm in ("ring", "hierarchical", "sharded", "doubling"):
-        with pytest.raises(
-            ValueError, match=f"algorithm '{algorithm}' is made of messages .* use native, or another b"
-        ):
+        with pytest.raises(ValueError, match=naming(f"'{algorithm}'", "collectives-only", "native")):
             met.with_algorithm(algorithm)
-    with pytest.raises(ValueError, match=r"collectives-only cannot sum torch\.bfloat16; it sums float32, float16"):
+    with pytest.raises(ValueError, match=naming("collectives-only", "torch.bfloat16", "float32, float16")):
         met.start(torch.ones(2, dtype=torch.bfloat16), label="test")
-    with pytest.raises(ValueError, match="collectives-only cannot sum bfloat16: choose another wire_dtype, or another"):
+    with pytest.raises(ValueError, match=naming("collectives-only", "bfloat16", "wire_dtype")):
         connect(wire_dtype="bfloat16", env=ALONE, device=CPU)
 
 
@@ -147,7 +144,7 @@ def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for backend in ("auto", "gloo", "mpi", "tcp", "horovod"):
         assert choose_device(ALONE, backend=backend) == CPU
-    with pytest.raises(CommError, match="1 ranks on here but 0 GPUs: start one rank per GPU"):
+    with pytest.raises(CommError, match=naming("1 ranks", "here", "0 GPUs", "--comm.backend gloo")):
         choose_device(ALONE, backend="nccl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -158,7 +155,7 @@ def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_device(third, backend=backend) == torch.device("cuda", 2)
     assert chosen == [torch.device("cuda", 2)] * 4
     assert choose_device(third, backend="gloo") == choose_device(third, backend="horovod") == CPU
-    with pytest.raises(CommError, match="8 ranks on here but 4 GPUs"):
+    with pytest.raises(CommError, match=naming("8 ranks", "here", "4 GPUs", "--comm.backend gloo")):
         choose_device(ProcessEnv("openmpi", 6, 8, 6, 8, "here", None))
 
 
@@ -181,11 +178,8 @@ def test_device_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(
     for backend in ("auto", "nccl", "tcp", "mpi"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(CommError) as caught:
+            with pytest.raises(CommError, match=naming("CUDA 12.8", "CUDA 13.0", "driver", "comm.backend", "gloo")):
                 choose_device(ALONE, backend=backend)
-        assert str(caught.value).startswith(
-            "the NVIDIA driver supports CUDA 12.8, and this torch was built for CUDA 13.0: update the driver,"
-        )
     assert choose_device(ALONE, backend="gloo") == CPU, "as the message proposes"
 
 
@@ -220,7 +214,7 @@ def test_device_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.Monke
         ("a\nb\nc", "x\nb\ny", "'a' against 'x'"),
     ],
 )
-def test_texts_are_compared_by_line(ours: str, theirs: str, difference: str) -> None:
+def test_first_difference_compares_texts_by_line(ours: str, theirs: str, difference: str) -> None:
     assert first_difference(ours, theirs) == difference
 
 
@@ -235,5 +229,5 @@ def test_agree_names_the_odd_rank(monkeypatch: pytest.MonkeyPatch) -> None:
             return [text, text.replace("1", "2") if "seed" in text else f"digest of another text than {text}"]
 
     two = replace(alone, control=TwoTexts())  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="rank 1 and rank 0 disagree on the config: 'seed: 2' against 'seed: 1'; start"):
+    with pytest.raises(CommError, match=naming("rank 1", "rank 0", "the config", "'seed: 2'", "'seed: 1'")):
         two.agree("the config", "seed: 1")

@@ -3,30 +3,29 @@
 import socket
 
 import pytest
+from error_texts import naming
 
 from bigbatch.comm.rendezvous.addresses import interface_address, own_address
 from bigbatch.errors import CommError
 
 
-def test_loopback_is_kept_to_by_one_host() -> None:
+def test_own_address_of_one_host_is_loopback() -> None:
     assert own_address(is_one_host=True) == "127.0.0.1"
 
 
-def test_loopback_interface_by_name() -> None:
+def test_interface_named_may_be_loopback() -> None:
     assert own_address(is_one_host=False, interface="lo") == "127.0.0.1"
     assert own_address(is_one_host=True, interface="lo", towards="192.0.2.1") == "127.0.0.1"
 
 
 def test_interface_that_does_not_exist_names_those_there_are() -> None:
-    with pytest.raises(
-        CommError, match=r"^interface 'ib7': \S+ has no such network interface; it has .*\blo\b.*: name"
-    ):
+    with pytest.raises(CommError, match=r"'ib7': \S+ .*\blo\b.* --interface.*comm\.interface"):
         own_address(is_one_host=False, interface="ib7")
 
 
 def test_interface_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "unplugged0")])
-    with pytest.raises(CommError, match=r"interface 'unplugged0' of \S+ has no IPv4 address \(.+\)"):
+    with pytest.raises(CommError, match=r"'unplugged0' of \S+ .*IPv4.* \(.+\)"):
         interface_address("unplugged0")
 
 
@@ -59,27 +58,24 @@ def test_interface_that_leads_to_the_meeting_point_is_taken(monkeypatch: pytest.
     assert own_address(is_one_host=False, towards="node0") == "10.0.0.7"
 
 
-def test_route_within_the_host_is_no_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_address_is_no_route_within_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", FakeRoute("127.0.0.1"))  # rank 0 itself
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.0.0.8")
     assert own_address(is_one_host=False, towards="node0") == "10.0.0.8"
 
 
 @pytest.mark.parametrize("towards", ["::1", "2001:db8::7"])
-def test_meeting_point_without_ipv4_is_named(towards: str) -> None:
-    expected = (
-        rf"\S+ knows no way by IPv4 to {towards}, where the ranks meet \(.+\): set MASTER_ADDR .* or comm.interface"
-    )
-    with pytest.raises(CommError, match=expected):
+def test_own_address_towards_a_meeting_point_without_ipv4_names_it(towards: str) -> None:
+    with pytest.raises(CommError, match=naming(socket.gethostname(), "IPv4", towards, "MASTER_ADDR", "comm.interface")):
         own_address(is_one_host=False, towards=towards)
 
 
 @pytest.mark.parametrize(
-    ("resolves_to", "message"),
-    [("127.0.1.1", "resolves to 127.0.1.1, which other nodes cannot reach"), (None, r"does not resolve \(Name or")],
+    ("resolves_to", "cause"),
+    [("127.0.1.1", "127.0.1.1"), (None, "(Name or service not known)")],
 )
-def test_host_name_that_leads_nowhere_is_named(
-    resolves_to: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+def test_own_address_names_a_host_name_that_leads_nowhere(
+    resolves_to: str | None, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resolve(_: str) -> str:
         if resolves_to is None:
@@ -87,5 +83,6 @@ def test_host_name_that_leads_nowhere_is_named(
         return resolves_to
 
     monkeypatch.setattr(socket, "gethostbyname", resolve)
-    with pytest.raises(CommError, match=f"{message}.*: mend /etc/hosts, set comm.interface, or set MASTER_ADDR"):
+    named = naming(socket.gethostname(), cause, "/etc/hosts", "comm.interface", "MASTER_ADDR")
+    with pytest.raises(CommError, match=named):
         own_address(is_one_host=False)

@@ -10,13 +10,12 @@ from bigbatch.comm.rendezvous.release import require_same_release, sources_diges
 from bigbatch.errors import CommError
 
 
-def test_equal_releases_are_no_matter() -> None:
+def test_releases_that_are_equal_are_no_matter() -> None:
     require_same_release(["a"] * 3, hosts=["n0", "n0", "n1"])
 
 
-def test_hosts_that_differ_are_named_once() -> None:
-    expected = "^the ranks run different code: n1, n3: b; n2: c; n0: a: install the same"
-    with pytest.raises(CommError, match=expected) as caught:
+def test_releases_that_differ_name_each_host_once() -> None:
+    with pytest.raises(CommError, match="n1, n3: b; n2: c; n0: a") as caught:
         require_same_release(["a", "b", "b", "c", "b", "a"], hosts=["n0", "n1", "n1", "n2", "n3", "n4"])
     assert "n4" not in str(caught.value)
 

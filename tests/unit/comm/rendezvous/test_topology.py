@@ -1,6 +1,7 @@
 """Which rank sits where."""
 
 import pytest
+from error_texts import naming
 
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
 
@@ -57,5 +58,5 @@ def test_smallest_node_says_how_many_shards_there_can_be(
 
 @pytest.mark.parametrize("group_size", [0, -2])
 def test_group_size_must_be_positive(group_size: int) -> None:
-    with pytest.raises(ValueError, match=f"group_size={group_size} must be positive, or null"):
+    with pytest.raises(ValueError, match=naming(f"group_size={group_size} ", "null")):
         make_topology(UNEVEN, rank=0, group_size=group_size)
