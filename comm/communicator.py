@@ -30,7 +30,7 @@ open_controls: set[Control] = set()
 
 @dataclass(frozen=True)
 class Communicator:
-    """What one rank needs to sum tensors with the others."""
+    """Holds what one rank needs to sum tensors with the others."""
 
     env: ProcessEnv
     control: Control
@@ -56,17 +56,17 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.env.world_size
 
     @property
     def transport_device(self) -> torch.device:
-        """Where the backend itself reads tensors: on the host, where those of a GPU are staged."""
+        """Say where the backend itself reads tensors: on the host, where those of a GPU are staged."""
         return self.device if self.staging is None else torch.device("cpu")
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """What can run here, but for hybrid, which needs a table."""
+        """List what can run here, but for hybrid, which needs a table."""
         names = tuple(name for name in ALGORITHMS if name != "hybrid")
         return names if self.backend.capabilities.has_messages else ("native",)
 

@@ -11,7 +11,7 @@ import torch
 
 
 class Timeline:
-    """Events of one rank while is_active: spans and marks, on a row of their own for each kind.
+    """Records events of one rank while is_active: spans and marks, on a row of their own for each kind.
 
     Times of host work are the host's clock (time.time_ns), so the rows of several hosts fit as well as their clocks
     do. Spans on a GPU are taken from CUDA events of the calling thread's device, read when the events are asked for.

@@ -15,7 +15,7 @@ MOST_TOLERANCE = 0.04
 
 @dataclass(frozen=True)
 class HybridRow:
-    """One span of sizes: up to and including up_to_bytes, or all that remain (None)."""
+    """Covers one span of sizes: up to and including up_to_bytes, or all that remain (None)."""
 
     up_to_bytes: int | None
     algorithm: str
@@ -23,7 +23,7 @@ class HybridRow:
 
 @dataclass(frozen=True)
 class HybridTable:
-    """Which algorithm sums a buffer of which size. Rows ascend; the last one, and it alone, has no upper limit.
+    """Says which algorithm sums a buffer of which size. Rows ascend; the last one, and it alone, has no upper limit.
 
     Raises: ValueError for rows that leave a size without an algorithm, or that name "hybrid" itself.
     """
@@ -42,7 +42,7 @@ class HybridTable:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """The algorithms that the table uses, each once."""
+        """Return the algorithms that the table uses, each once."""
         return tuple(dict.fromkeys(row.algorithm for row in self.rows))
 
     def choose(self, num_bytes: int) -> str:
@@ -74,28 +74,28 @@ def _is_limit(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """Repeated times of one algorithm at one size, in seconds."""
+    """Holds repeated times of one algorithm at one size, in seconds."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle time; the mean of the middle two."""
+        """Return the middle time; the mean of the middle two."""
         return _quantile(self.seconds, 0.5)
 
     @property
     def min(self) -> float:
-        """The shortest time."""
+        """Return the shortest time."""
         return min(self.seconds)
 
     @property
     def max(self) -> float:
-        """The longest time."""
+        """Return the longest time."""
         return max(self.seconds)
 
     @property
     def noise(self) -> float:
-        """Relative uncertainty of the median: two standard errors, estimated from the quartiles.
+        """Return the relative uncertainty of the median: two standard errors, estimated from the quartiles.
 
         A normal distribution's median has the standard error 1.253 * sigma / sqrt(n), and 1.349 * sigma lie
         between its quartiles; quartiles do not see a stray slow repetition.

@@ -56,7 +56,7 @@ def ring_allreduce_(
 
 
 class _Ring:
-    """One tensor on its way around: its parts and segments, and the hops that carry them.
+    """Follows one tensor on its way around: its parts and segments, and the hops that carry them.
 
     At hop h this rank holds part place - h. Hops 0 to n - 1 sum, the further ones copy.
     """

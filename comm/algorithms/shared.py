@@ -25,7 +25,7 @@ Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
 
 @dataclass(frozen=True)
 class Owners:
-    """Who sums what: owner i of each node sums the i-th of equal shards, with the owners i of the other nodes.
+    """Says who sums what: owner i of each node sums the i-th of equal shards, with the owners i of the other nodes.
 
     One owner per node is the paper's form with leaders; as many as the smallest node has ranks is the 2D torus.
     order: the parts of a shard in the order in which across announces them.

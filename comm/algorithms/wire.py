@@ -11,7 +11,7 @@ from bigbatch.comm.backends.base import HALF
 
 @dataclass(frozen=True)
 class Wire:
-    """The precision of fp32 values between ranks; dtype None sends them as they are. Other dtypes always travel so.
+    """States the precision of fp32 values between ranks; dtype None leaves it, and other dtypes always keep theirs.
 
     A narrower wire halves the bytes. Sums are made in the tensor's own precision (fp32 for half-precision
     tensors) and rounded to the wire once per hop, so for n terms the error is at most n roundings of partial sums.
@@ -56,7 +56,7 @@ class Wire:
 
 
 class Staging:
-    """Memory that an algorithm keeps for what is under way, grown as needed."""
+    """Keeps an algorithm's memory for what is under way, grown as needed."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in a collective, with whatever handle the transport keeps for them."""
+    """Names the ranks that take part in a collective, with whatever handle the transport keeps for them."""
 
     ranks: tuple[int, ...]
     handle: Any = None
@@ -28,7 +28,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do; connect() refuses the rest before any training."""
+    """Says what a transport can do; connect() refuses the rest before any training."""
 
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
@@ -37,7 +37,7 @@ class Capabilities:
 
 
 class InFlight(Protocol):
-    """An operation that was started."""
+    """Stands for an operation that was started."""
 
     def wait(self) -> None:
         """Return once later work on this device may use the result; to be called once. Raises: PeerLostError."""
@@ -45,7 +45,7 @@ class InFlight(Protocol):
 
 
 class Backend(Protocol):
-    """A transport between the ranks of a job.
+    """Carries tensors between the ranks of a job.
 
     Collectives are called by every rank of the group, in the same order, and leave identical bits on all of
     them. They complete before they return, in the order of the device: on a GPU they are only enqueued.
@@ -115,7 +115,7 @@ class Backend(Protocol):
 
 
 class Done:
-    """An operation that was complete at once."""
+    """Stands for an operation that was complete at once."""
 
     def wait(self) -> None:
         """Return at once: there is nothing to wait for."""
@@ -123,7 +123,7 @@ class Done:
 
 @dataclass(frozen=True)
 class AllOf:
-    """Several operations as one."""
+    """Joins several operations into one."""
 
     works: tuple[InFlight, ...]
 

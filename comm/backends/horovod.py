@@ -38,7 +38,7 @@ def import_horovod() -> Any:
 
 
 class HorovodBackend:
-    """Horovod 0.28's collectives on host memory, over MPI; groups are its process sets.
+    """Sums by Horovod 0.28's collectives on host memory, over MPI; groups are its process sets.
 
     Its background thread agrees with the others on what to do once per HOROVOD_CYCLE_TIME (1 ms), so that is the
     least an operation takes. It has no messages between two ranks, no bf16, and no time limit of its own: wait()

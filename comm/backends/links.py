@@ -30,7 +30,7 @@ WhileWaiting = Callable[[float], None]
 
 
 class Transfer:
-    """One message on its way to or from a peer: its length in bytes, then the bytes."""
+    """Follows one message on its way to or from a peer: its length in bytes, then the bytes."""
 
     __slots__ = ("done", "left", "length", "links")
 
@@ -72,7 +72,7 @@ def leave_bbr(stream: socket.socket) -> None:
 
 
 class Link:
-    """The stream to one peer, and what is to be sent and received over it, in order."""
+    """Holds the stream to one peer, and what is to be sent and received over it, in order."""
 
     __slots__ = ("incoming", "number", "outgoing", "peer", "polled", "socket")
 
@@ -133,7 +133,7 @@ class Link:
 
 
 class Links:
-    """Streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
+    """Holds streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
 
     A peer must know the job's secret, which rank 0 puts into the control's store. Listens on one address only.
     Every method belongs to one thread. while_waiting bounds each wait.

@@ -117,7 +117,7 @@ def finalize_mpi() -> None:
 
 
 class MpiBackend:
-    """Blocking MPI collectives and messages, in place, without copies (fp32, fp64).
+    """Sums and sends by blocking MPI calls, in place, without copies (fp32, fp64).
 
     On host memory; a CUDA-aware MPI reads and writes that of GPUs, too. There is no half-precision sum in MPI:
     reductions of fp16 and bf16 are carried in fp32, copies in their own bytes. It knows no timeout either: wait()
@@ -221,7 +221,7 @@ class MpiBackend:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request, with the buffer that must live until it completes."""
+    """Holds a request, with the buffer that must live until it completes."""
 
     request: Any
     data: Any
@@ -232,7 +232,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Receipt:
-    """A message to come: MPI lets a shorter one pass without a word."""
+    """Waits for a message, and for its length: MPI lets a shorter one pass without a word."""
 
     request: Any
     data: Any
@@ -252,7 +252,7 @@ class _Receipt:
 
 
 class _Summable:
-    """A tensor as MPI can sum it; half precision goes through an fp32 copy."""
+    """Shows a tensor as MPI can sum it; half precision goes through an fp32 copy."""
 
     def __init__(self, tensor_N: Tensor) -> None:
         self._tensor_N = tensor_N

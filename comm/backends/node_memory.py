@@ -18,7 +18,7 @@ SMALLEST_SCRATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Region:
-    """One allocation of every rank of the node group, in the group's order; this rank's own is among them."""
+    """Holds one allocation of every rank of the node group, in the group's order; this rank's own is among them."""
 
     index: int
     own: Tensor
@@ -26,12 +26,12 @@ class Region:
 
     @property
     def first(self) -> int:
-        """Address of this rank's first byte."""
+        """Return the address of this rank's first byte."""
         return self.own.data_ptr()
 
 
 class NodeMemory:
-    """Host tensors that the other ranks of the node group can see. Linux; a group of one needs no sharing.
+    """Makes host tensors that the other ranks of the node group can see. Linux; a group of one needs no sharing.
 
     The memory has no name in any file system and ends with the last process that maps it, so nothing is left
     behind by a crash. Methods marked collective are called by all ranks of the job, in the same order.

@@ -9,7 +9,7 @@ from bigbatch.comm.rendezvous.stall import Pending
 
 
 class SingleBackend:
-    """The backend of a world of one, so that nobody needs to ask whether a job is distributed."""
+    """Serves a world of one, so that nobody needs to ask whether a job is distributed."""
 
     name = "single"
     rank = 0

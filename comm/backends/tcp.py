@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.stall import Pending
 
 
 class TcpBackend:
-    """Messages over TCP connections, and collectives made of them: each rank sums its own part of the tensor.
+    """Sends messages over TCP connections, and makes collectives of them: each rank sums its own part of the tensor.
 
     Collective: every rank constructs it. Sums of half precision are made in fp32. Its own all-reduce sends
     2 * nbytes * (n - 1) / n per rank in two hops, straight between all ranks: meant for short tensors.

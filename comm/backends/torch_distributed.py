@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class TorchDistributedBackend:
-    """A process group of NCCL or gloo; the default one, unless the script has made that already.
+    """Wraps a process group of NCCL or gloo; the default one, unless the script has made that already.
 
     Collective: every rank constructs it. library is "nccl" or "gloo"; timeout_seconds bounds every wait.
     Raises: CommError where the library cannot connect the ranks.

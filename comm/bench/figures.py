@@ -68,7 +68,7 @@ def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tup
 
 @dataclass(frozen=True)
 class Limit:
-    """What the links between nodes allow.
+    """States what the links between nodes allow.
 
     wire_bytes_per_byte is below 1 where values travel in fewer bytes than they have in memory.
     """
@@ -86,7 +86,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm at one size. GB are 1e9 bytes."""
+    """Holds the figures of one algorithm at one size. GB are 1e9 bytes."""
 
     size: int
     """Bytes of the tensor on each rank."""

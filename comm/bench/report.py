@@ -13,7 +13,7 @@ from bigbatch.comm.tuning.conditions import Conditions
 
 
 class SweepReport:
-    """The first rank's table, JSONL file and plot; on the other ranks nothing but the count of wrong values."""
+    """Writes the first rank's table, JSONL file and plot; on the other ranks it only counts wrong values."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SweepReport:
 
     @property
     def num_wrong(self) -> int:
-        """Wrong elements so far."""
+        """Return the number of wrong elements so far."""
         return sum(row.num_wrong for row in self._rows)
 
     def open(self, command: str) -> str:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure, checked."""
+    """Says what to measure, checked."""
 
     counts: tuple[int, ...]
     dtype: str

@@ -47,7 +47,7 @@ _met: dict[Master, tuple[Store, str, Master]] = {}
 
 
 class Control:
-    """A key-value store that all ranks reach, and what they tell each other through it.
+    """Keeps a key-value store that all ranks reach, and what they tell each other through it.
 
     Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
     on working when that one fails. timeout_seconds bounds every wait. find_master is asked where mpirun, which names

@@ -52,7 +52,7 @@ SLURM_STEP_PORTS = 1009
 
 @dataclass(frozen=True)
 class ProcessEnv:
-    """One process as its launcher describes it. master is None where the ranks must find each other by MPI."""
+    """Describes one process as its launcher does. master is None where the ranks must find each other by MPI."""
 
     launcher: str
     rank: int
@@ -74,7 +74,7 @@ class ProcessEnv:
 
     @property
     def is_one_host(self) -> bool:
-        """All ranks run on this host, so nothing needs to listen beyond the loopback interface."""
+        """Tell whether all ranks run on this host, so that nothing needs to listen beyond the loopback interface."""
         return self.local_size == self.world_size
 
 

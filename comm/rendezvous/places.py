@@ -19,7 +19,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank runs, by its own account."""
+    """Says where one rank runs, by its own account."""
 
     rank: int
     host: str
@@ -31,7 +31,7 @@ class RankPlace:
 
     @property
     def node(self) -> str:
-        """Ranks can share memory where this is the same."""
+        """Name the node: ranks can share memory where this is the same."""
         return f"{self.host} {self.space}"
 
 

@@ -17,7 +17,7 @@ _FLAG = "bigbatch/stall/operation"
 
 @dataclass(frozen=True)
 class Pending:
-    """An operation that is under way: its number in order of submission, and since when (time.monotonic())."""
+    """Describes an operation under way: its number in order of submission, and since when (time.monotonic())."""
 
     number: int
     label: str

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a job, in node groups; seen from one rank.
+    """Puts the ranks of a job into node groups, as one rank sees them.
 
     groups[i] are the ranks of node group i in ascending order; the first one is the group's leader. A node
     group is a host, or a part of one (Jia et al. 2018 use 16 GPUs); parts of a host stand side by side.
@@ -17,37 +17,37 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return sum(len(group) for group in self.groups)
 
     @property
     def num_nodes(self) -> int:
-        """Number of node groups."""
+        """Return the number of node groups."""
         return len(self.groups)
 
     @property
     def node_rank(self) -> int:
-        """Which node group this rank belongs to."""
+        """Say which node group this rank belongs to."""
         return next(i for i, group in enumerate(self.groups) if self.rank in group)
 
     @property
     def node(self) -> tuple[int, ...]:
-        """The ranks of this rank's own node group."""
+        """List the ranks of this rank's own node group."""
         return self.groups[self.node_rank]
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each node group: the ring that crosses nodes."""
+        """List the first rank of each node group: the ring that crosses nodes."""
         return tuple(group[0] for group in self.groups)
 
     @property
     def smallest_node(self) -> int:
-        """Ranks in the smallest node group: how many shards the sharded form can have."""
+        """Count the ranks of the smallest node group: the sharded form can have as many shards."""
         return min(len(group) for group in self.groups)
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """All ranks, host by host, so that a flat ring enters and leaves each host only once."""
+        """List all ranks, host by host, so that a flat ring enters and leaves each host only once."""
         return tuple(rank for group in self.groups for rank in group)
 
 

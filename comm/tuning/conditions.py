@@ -21,7 +21,7 @@ BUILT_FROM = Path(__file__).with_name("built_from.txt")
 
 @dataclass(frozen=True)
 class Conditions:
-    """Versions, machines and the shape of the job: the first line of every file of figures."""
+    """States versions, machines and the shape of the job: the first line of every file of figures."""
 
     date: str
     """UTC, to the second."""

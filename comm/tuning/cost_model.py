@@ -15,7 +15,7 @@ SecondsOf = Callable[[int], float]
 
 @dataclass(frozen=True)
 class LinkModel:
-    """What a message costs: latency_seconds + num_bytes / bytes_per_second."""
+    """Says what a message costs: latency_seconds + num_bytes / bytes_per_second."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -27,7 +27,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """Nodes and the links in and between them; `across` is one node's whole connection to the others.
+    """Describes nodes and the links in and between them; `across` is one node's whole connection to the others.
 
     Raises: ValueError without nodes, or for a node without ranks.
     """
@@ -43,17 +43,17 @@ class ClusterModel:
 
     @property
     def world_size(self) -> int:
-        """P: number of ranks."""
+        """Return P: the number of ranks."""
         return sum(self.group_sizes)
 
     @property
     def num_nodes(self) -> int:
-        """m: number of nodes."""
+        """Return m: the number of nodes."""
         return len(self.group_sizes)
 
     @property
     def node_size(self) -> int:
-        """k: ranks of the fullest node."""
+        """Return k: the number of ranks of the fullest node."""
         return max(self.group_sizes)
 
 

@@ -27,7 +27,7 @@ MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: at most so many repetitions, and so many seconds (two repetitions are made anyway)."""
+    """Says how long to measure: at most so many repetitions, and so many seconds (two repetitions are made anyway)."""
 
     repetitions: int
     seconds: float
@@ -37,7 +37,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Sums:
-    """One algorithm at one size: the slowest rank's time of each repetition, and the elements that came out wrong."""
+    """Holds, for one algorithm and size, the slowest rank's time of each repetition and the count of wrong elements."""
 
     measured: Measured
     num_wrong: int
@@ -166,18 +166,18 @@ def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Hops:
-    """Repeated times of messages by their bytes, from the shortest to the longest."""
+    """Holds repeated times of messages by their bytes, from the shortest to the longest."""
 
     times: tuple[tuple[int, Measured], ...]
 
     @property
     def link(self) -> LinkModel:
-        """Latency and bandwidth, fitted to the medians."""
+        """Fit latency and bandwidth to the medians."""
         return fit_link([(num_bytes, measured.median) for num_bytes, measured in self.times])
 
     @property
     def best_bytes_per_second(self) -> float:
-        """Of the fastest of the longest messages: what the link can do, when nothing else holds the ranks up.
+        """Return the rate of the fastest of the longest messages: what the link can do when nothing holds the ranks up.
 
         Shorter ones do not count: a shaped or buffered link lets them through faster than it can go on.
         """
@@ -187,7 +187,7 @@ class Hops:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What messages cost; None where there are none: on one node, with one rank per node, without messages at all."""
+    """Says what messages cost; None where none travel: on one node, with one rank per node, without messages at all."""
 
     inside: Hops | None
     across: Hops | None

@@ -19,7 +19,7 @@ some work."""
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward pass: when each gradient is ready and when all is computed, in seconds since its start."""
+    """Describes one backward pass: when each gradient is ready and when all is computed, in seconds since its start."""
 
     ready_seconds: Mapping[str, float]
     seconds: float
@@ -27,7 +27,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class PlannedTransfer:
-    """When one buffer is on the wire, in seconds since backward's start."""
+    """Says when one buffer is on the wire, in seconds since backward's start."""
 
     num_bytes: int
     ready_seconds: float
@@ -57,7 +57,7 @@ def exposed_seconds(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf)
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Sizes, the plan that they make, and the seconds of communication that it leaves exposed."""
+    """Holds sizes, the plan that they make, and the seconds of communication that it leaves exposed."""
 
     sizes: PlanSizes
     plan: FusionPlan

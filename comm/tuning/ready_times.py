@@ -58,7 +58,7 @@ def _mark(clock: "_Clock", name: str, parameter: nn.Parameter) -> None:
 
 
 class _Clock:
-    """Seconds since a backward's start: of the host, or of the GPU's stream, which runs behind it."""
+    """Counts seconds since a backward's start: of the host, or of the GPU's stream, which runs behind it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

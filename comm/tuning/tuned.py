@@ -22,7 +22,7 @@ DEFAULT_FOLDER = Path("tuned")
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What must be the same for measured times to hold. The network itself has no name to compare."""
+    """States what must be the same for measured times to hold. The network itself has no name to compare."""
 
     backend: str
     world_size: int
@@ -54,7 +54,7 @@ def fingerprint(tensors: Sequence[TensorSpec]) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The choices for one cluster and model, and what they rest on."""
+    """Holds the choices for one cluster and model, and what they rest on."""
 
     cluster: ClusterFacts
     model: str

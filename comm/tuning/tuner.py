@@ -183,7 +183,7 @@ def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured, what was chosen, and what else there was to choose. Seconds exposed are simulated."""
+    """Holds what was measured, what was chosen, and what else there was to choose. Seconds exposed are simulated."""
 
     links: MeasuredLinks
     times: Times

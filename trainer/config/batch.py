@@ -7,7 +7,7 @@ from bigbatch.trainer.config.sections import BatchConfig
 
 
 def check_batch(batch: BatchConfig) -> None:
-    """What can be said before the number of ranks is known. Raises: ConfigError."""
+    """Check what can be said before the number of ranks is known. Raises: ConfigError."""
     microbatch_size, bn_span = batch.microbatch_size, batch.bn_span
     if microbatch_size % bn_span and bn_span % microbatch_size:
         raise ConfigError(
@@ -20,22 +20,22 @@ def check_batch(batch: BatchConfig) -> None:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of number that is at most limit."""
+    """Return the largest divisor of number that is at most limit."""
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
 def ranks_per_ghost(batch: BatchConfig) -> int:
-    """Neighbouring ranks that share each ghost batch; 1 where a microbatch holds whole ones."""
+    """Count the neighbouring ranks that share each ghost batch: 1 where a microbatch holds whole ones."""
     return max(1, batch.bn_span // batch.microbatch_size)
 
 
 def ghosts_per_microbatch(batch: BatchConfig) -> int:
-    """Ghost batches that a microbatch belongs to: all of several, or a part of one."""
+    """Count the ghost batches that a microbatch belongs to: all of several, or a part of one."""
     return max(1, batch.microbatch_size // batch.bn_span)
 
 
 def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
-    """Microbatches per rank per update.
+    """Return the number of microbatches per rank per update.
 
     Raises: ConfigError when the ranks do not divide the global batch into whole microbatches, cannot share ghost
     batches, or do not divide the virtual ranks.
@@ -62,7 +62,7 @@ def _check_division(batch: BatchConfig, *, num_ranks: int) -> None:
 
 
 def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
-    """The change that fits: a smaller microbatch (same update) where there is one, else another global batch."""
+    """Name the change that fits: a smaller microbatch (same update) where there is one, else another global batch."""
     whole = _fitting_microbatch(batch, num_ranks=num_ranks, least_shares=1, most_shares=1)
     shared = _fitting_microbatch(
         batch, num_ranks=num_ranks, least_shares=max(2, ranks_per_ghost(batch)), most_shares=batch.bn_span
@@ -78,7 +78,7 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
 
 
 def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:
-    """The largest microbatch up to the config's own that divides all, where so many ranks share a ghost batch."""
+    """Find the largest microbatch up to the config's own that fits where so many ranks share a ghost batch, if any."""
     for size in range(batch.microbatch_size, 0, -1):
         shares, rest = divmod(batch.bn_span, size) if size < batch.bn_span else (1, size % batch.bn_span)
         divides = rest == 0 and num_ranks % shares == 0 and batch.global_batch_size % (size * num_ranks) == 0
@@ -108,7 +108,7 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
 
 
 def _fitting_ranks(batch: BatchConfig, *, limit: int) -> int:
-    """The largest number of ranks up to limit that can share the global batch; the least there is, where all exceed."""
+    """Find the most ranks up to limit that can share the global batch, or the fewest where all exceed limit."""
     shares, num_parts = ranks_per_ghost(batch), batch.global_batch_size // max(batch.bn_span, batch.microbatch_size)
     return shares * largest_divisor(num_parts, max(1, limit // shares))
 

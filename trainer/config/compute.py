@@ -42,7 +42,7 @@ def require_one_microbatch(accumulation_steps: int) -> None:
 
 
 def check_cuda_graph(optimizer: OptimizerConfig, comm: CommConfig) -> None:
-    """What a captured step cannot have. Raises: ConfigError."""
+    """Refuse what a captured step cannot have. Raises: ConfigError."""
     if is_foreign(optimizer.name):
         raise ConfigError(
             f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}, for which the host waits every "

@@ -27,7 +27,7 @@ def check_loader(data: DataConfig) -> None:
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> None:
-    """Reading may hold a microbatch up for twice the patience (input/retry.py); meanwhile the other ranks wait."""
+    """Refuse a patience of which twice (input/retry.py) is more than other ranks wait. Raises: ConfigError."""
     patience, timeout = data.patience_seconds, comm.timeout_seconds
     if data.loader == "synthetic" or 2 * (patience + 1) <= timeout:
         return

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rows(a: Resolved, b: Resolved) -> list[tuple[str, str, str]]:
-    """Key, value and origin in a, value and origin in b, of each key with two values."""
+    """Return key, value and origin in a, value and origin in b, of each key with two values."""
     return [
         (key, _described(key, a), _described(key, b)) for key in KEYS if lookup(a.config, key) != lookup(b.config, key)
     ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers a field may hold, alone or in a tuple; null is legal where its type says so."""
+    """A Range says which numbers a field may hold, alone or in a tuple; null is legal where its type says so."""
 
     legal: str
     holds: Callable[[float], bool]
@@ -26,7 +26,7 @@ BELOW_2_63 = Range("below 2**63", lambda v: v < 2**63)
 
 @dataclass(frozen=True)
 class OnlyFor:
-    """The key has a meaning for some values of another key of its section alone: elsewhere it is null.
+    """Says that the key has a meaning for some values of another key of its section alone: elsewhere it is null.
 
     For those values it must not be null, unless or_null.
     """
@@ -38,7 +38,7 @@ class OnlyFor:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of an experiment, as its field states it."""
+    """Describes one key of an experiment, as its field states it."""
 
     section: str
     name: str
@@ -53,12 +53,12 @@ class Key:
 
     @property
     def decider(self) -> str:
-        """The key that decides whether this one has a meaning; empty: it always has."""
+        """Return the key that decides whether this one has a meaning; empty: it always has."""
         return "" if self.only_for is None else f"{self.section}.{self.only_for.decider}"
 
 
 def read_keys(section: str, holder: type) -> Iterator[Key]:
-    """The keys of a section out of its dataclass, in order."""
+    """Yield the keys of a section out of its dataclass, in order."""
     hints = get_type_hints(holder, include_extras=True)
     for field in fields(holder):
         hint = hints[field.name]
@@ -98,12 +98,12 @@ def conform(value: Any, kind: Any) -> Any:
 
 
 def takes_text(kind: Any) -> bool:
-    """Any text is legal."""
+    """Tell whether any text is legal."""
     return kind is str or str in get_args(kind)
 
 
 def describe(kind: Any) -> str:
-    """A type in words, such as: int or null; one of 'a', 'b'; tuple[float, float]."""
+    """Put a type into words, such as: int or null; one of 'a', 'b'; tuple[float, float]."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
         return " or ".join(describe(each) for each in inner)

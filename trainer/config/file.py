@@ -46,7 +46,7 @@ for _kind in (StrictLoader, _Dumper):
 
 @dataclass(frozen=True)
 class Resolved:
-    """An experiment, and where each of its values comes from."""
+    """Holds an experiment, and where each of its values comes from."""
 
     config: Config
     origins: dict[str, str]
@@ -54,7 +54,7 @@ class Resolved:
 
 
 def packaged_configs() -> list[str]:
-    """Names of the experiments that come with bigbatch, such as quickstart and imagenet/resnet50_8k."""
+    """Name the experiments that come with bigbatch, such as quickstart and imagenet/resnet50_8k."""
     return [name for name in _packaged() if name.split("/")[0] != BASES]
 
 
@@ -88,7 +88,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
 
 
 def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a YAML file and those that it extends state, the file itself last, and where: by dotted key.
+    """Read what a YAML file and those that it extends state, the file itself last, and where: by dotted key.
 
     Raises: ConfigError, one line that names the file.
     """
@@ -111,7 +111,7 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_dumped(text: str) -> dict[str, Any]:
-    """What dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default."""
+    """Read what dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default."""
     stated = flatten(yaml.load(text, StrictLoader))
     # stated once more: also the keys that this version does not know
     values = with_defaults(stated) | stated
@@ -119,17 +119,17 @@ def read_dumped(text: str) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The whole config as YAML text, which load_config takes back."""
+    """Return the whole config as YAML text, which load_config takes back."""
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
 def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """{'run': {'seed': 0}} -> {'run.seed': 0}."""
+    """Put sections and keys into dotted keys: {'run': {'seed': 0}} -> {'run.seed': 0}."""
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
 def as_yaml(value: object) -> str:
-    """One value as a config states it, in one line: null, true, [0, 1]."""
+    """Return one value as a config states it, in one line: null, true, [0, 1]."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
     # PyYAML ends a single plain value by a document end mark
     return text.removesuffix("\n").removesuffix("\n...")
@@ -178,7 +178,7 @@ def _flatten_checked(content: dict[str, Any], *, path: Path) -> dict[str, Any]:
 
 
 def _value_of(word: str, kind: Any) -> Any:
-    """What an option's word states: YAML, but for text, which needs no quotes."""
+    """Read what an option's word states: YAML, but for text, which needs no quotes."""
     try:
         value = yaml.load(word, StrictLoader)
     except yaml.YAMLError:

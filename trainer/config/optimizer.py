@@ -8,7 +8,7 @@ STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_
 
 
 def is_foreign(name: str) -> bool:
-    """The optimizer is a class of some package, by its dotted name."""
+    """Tell whether the optimizer is a class of some package, by its dotted name."""
     return "." in name
 
 
@@ -70,7 +70,7 @@ def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> None:
 
 
 def optimizer_notes(settings: OptimizerConfig) -> list[str]:
-    """What the log says of an optimizer."""
+    """List what the log says of an optimizer."""
     notes = []
     if is_foreign(settings.name):
         notes += [f"{settings.name} knows nothing of skipped updates: the host waits for the device every step"]

@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str], *, prog: str, packaged: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names that --config is given, and the words of keys that are stated. packaged: names for the help.
+    """Return the names that --config is given, and the words of keys that are stated. packaged: names for the help.
 
     Raises: ConfigError; SystemExit after --help.
     """
@@ -89,7 +89,7 @@ def _facts(key: Key) -> str:
 
 
 def _docstrings() -> dict[tuple[str, str], str]:
-    """Class and field -> the text under it in the sources, in one line; none where there are no sources."""
+    """Map class and field to the text under it in the sources, in one line; to none where there are no sources."""
     try:
         source = inspect.getsource(sections)
     except OSError:

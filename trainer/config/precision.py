@@ -27,7 +27,7 @@ def check_precision(optimizer: OptimizerConfig) -> None:
 
 
 def nearest_scale(scale: float) -> float:
-    """The power of two nearest to a positive number, within what a loss scale may be."""
+    """Return the power of two nearest to a positive number, within what a loss scale may be."""
     lower = 2.0 ** math.floor(math.log2(scale))
     nearest = min((lower, 2 * lower), key=lambda power: abs(power - scale))
     return min(max(nearest, SMALLEST_SCALE), LARGEST_SCALE)
@@ -56,7 +56,7 @@ def require_hardware(precision: str, *, capability: tuple[int, int], device: str
 
 
 def precision_notice(precision: str, *, capability: tuple[int, int] | None) -> str | None:
-    """A line for who may expect another speed; None where there is nothing to say. capability: CUDA's; None: a CPU."""
+    """Write a line for who may expect another speed; None where there is none. capability: CUDA's; None: a CPU."""
     if precision not in CAPABILITY or (capability is not None and capability >= TENSOR_CORES):
         return None
     if capability is not None:

@@ -5,7 +5,7 @@ from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 
 
 def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
-    """From the end of the warm-up to the last learning rate, in a run of so many epochs."""
+    """Count the epochs from the end of the warm-up to the last learning rate, in a run of so many epochs."""
     return epochs - schedule.warmup_epochs if schedule.decay_epochs is None else schedule.decay_epochs
 
 

@@ -30,7 +30,7 @@ from bigbatch.trainer.config.stopping import check_stopping
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One experiment, complete. Raises: ConfigError naming the key, the value and a legal one."""
+    """Describes one experiment, complete. Raises: ConfigError naming the key, the value and a legal one."""
 
     run: RunConfig
     data: DataConfig
@@ -71,12 +71,12 @@ KEYS = {str(key): key for section, holder in SECTIONS.items() for key in read_ke
 
 
 def all_keys() -> tuple[str, ...]:
-    """Every dotted key of a config, in order."""
+    """Return every dotted key of a config, in order."""
     return tuple(KEYS)
 
 
 def lookup(config: Config, key: str) -> object:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
 
@@ -118,7 +118,7 @@ def _shown(value: Any) -> Any:
 
 
 def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
-    """The key has no meaning with the values of the others."""
+    """Tell whether the key has no meaning with the values of the others."""
     return key.only_for is not None and values[key.decider] not in key.only_for.values
 
 

@@ -21,7 +21,7 @@ SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run goes, how long it lasts, what it writes."""
+    """These keys say where the run goes, how long it lasts and what it writes."""
 
     directory: str = "runs/{name}"
     """Run folder for config, metrics, checkpoints, plot and summary; {name} in it is the name of the config's file."""
@@ -56,7 +56,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The pictures and what is done to them."""
+    """These keys name the pictures, and say what is done to them."""
 
     loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
     """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
@@ -107,7 +107,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """What is done to training pictures on the model's device, after crop and flip, in this order; 0 for not at all."""
+    """Training pictures are changed so on the model's device, after crop and flip, in this order; 0 for not at all."""
 
     color_jitter: Annotated[float, NOT_NEGATIVE] = 0.0
     """Brightness, contrast and saturation change by up to this share, in random order."""
@@ -125,7 +125,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The classifier."""
+    """These keys describe the classifier."""
 
     name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"] = "resnet50"
     """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
@@ -169,7 +169,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """How forward and backward are computed: speed and memory, never what is learned."""
+    """These keys say how forward and backward are computed: speed and memory, never what is learned."""
 
     compile: Literal["default", "max-autotune"] | None = None
     """torch.compile of the model's forward; max-autotune also tries several kernels for each operation, which takes
@@ -189,7 +189,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The update."""
+    """These keys describe the update."""
 
     name: str = "lars"
     """lars, lamb, sgd, adamw, or the dotted name of any other class, such as schedulefree.SGDScheduleFree."""
@@ -237,7 +237,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate as a pure function of the step; linear warm-up from 0."""
+    """The learning rate is a pure function of the step, with a linear warm-up from 0."""
 
     name: Literal["polynomial", "cosine", "step", "one_cycle"] = "polynomial"
     """Form of the decay after the warm-up."""
@@ -260,7 +260,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """Gradients over the wire."""
+    """These keys say how gradients go over the wire."""
 
     backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"] = "auto"
     """auto: NCCL where every rank has a GPU, else tcp."""

@@ -31,7 +31,7 @@ def check_stopping(run: RunConfig, data: DataConfig) -> None:
 
 
 def _num_evaluations(run: RunConfig) -> int:
-    """After the epochs that are due, and after the last one."""
+    """Count the evaluations: after the epochs that are due, and after the last one."""
     due = range(1, run.epochs)
     # the last epoch is evaluated in any case: hence the 1
     return 1 + sum(epoch % run.eval_every_epochs == run.eval_offset_epochs for epoch in due)
