@@ -243,9 +243,7 @@ def _by_way_of_host(
     collective_: Collective, tensor_N: Tensor, scratch_N: Tensor, staging: HostStaging
 ) -> Callable[[], None]:
     staging.pin(scratch_N)
-    ready = torch.cuda.Event()
-    # now, on the stream that wrote the tensor: the other thread waits for it before it reads
-    ready.record()
+    ready = staging.ready()  # now, as the tensor is written; the other thread waits for it before it reads
 
     def by_way_of_host() -> None:
         staging.fetch(scratch_N, tensor_N, ready=ready)

@@ -14,13 +14,13 @@ class Timeline:
     """Records events of one rank while is_active: spans and marks, on a row of their own for each kind.
 
     Times of host work are the host's clock (time.time_ns), so the rows of several hosts fit as well as their clocks
-    do. Spans on a GPU are taken from CUDA events of the calling thread's device, read when the events are asked for.
+    do. Spans on a GPU are taken from CUDA events on the calling thread's stream, read when the events are asked for.
     Thread-safe for appending what the host does.
     Source: the Chrome trace event format.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
+        self._device = device
         self.is_active = False
         self._events: list[dict[str, Any]] = []
         self._on_gpu: list[tuple[str, str, dict[str, Any], int, torch.cuda.Event, torch.cuda.Event]] = []
@@ -37,7 +37,7 @@ class Timeline:
         """Record the block; on a GPU, what it enqueues on the current stream, unless it is the host's work."""
         if not self.is_active:
             yield
-        elif self._is_gpu and not on_host:
+        elif self._device.type == "cuda" and not on_host:
             with self._device_span(name, row=row, **facts):
                 yield
         else:
@@ -51,15 +51,18 @@ class Timeline:
 
     @contextmanager
     def _device_span(self, name: str, *, row: str, **facts: Any) -> Iterator[None]:
+        stream = torch.cuda.current_stream(self._device)
         if self._base is None:
             base = torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()  # once per recording, so that device times can be put on the host's clock
-            base.record()
+            torch.cuda.synchronize(
+                self._device
+            )  # once per recording, so that device times can be put on the host's clock
+            base.record(stream)
             self._base = time.time_ns() // 1000, base
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start.record(stream)
         yield
-        end.record()
+        end.record(torch.cuda.current_stream(self._device))
         self._on_gpu.append((name, row, facts, self._base[0], start, end))
 
     def _add(self, event: dict[str, Any]) -> None:

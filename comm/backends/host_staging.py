@@ -16,8 +16,15 @@ class HostStaging:
         # the whole allocation: many tensors lie in one, and CUDA registers memory only once
         piece = host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
         if piece not in self._pinned:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(*piece, 0)))
+            with torch.cuda.device(self._stream.device):
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(*piece, 0)))
             self._pinned.add(piece)
+
+    def ready(self) -> torch.cuda.Event:
+        """Mark what the calling thread has given the GPU so far: the thread that fetches waits for it."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
 
     def fetch(self, host_N: Tensor, device_N: Tensor, *, ready: torch.cuda.Event) -> None:
         """Copy to the host what the GPU has computed by the event; return when it is there."""
@@ -29,6 +36,7 @@ class HostStaging:
         self._copy(device_N, host_N)
 
     def _copy(self, target_N: Tensor, source_N: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        # a thread's current GPU is the first one: to come back to it from a stream alone would make a context there
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             target_N.copy_(source_N, non_blocking=True)
         self._stream.synchronize()

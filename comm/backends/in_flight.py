@@ -120,9 +120,11 @@ class StreamQueue:
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Enqueue behind what the calling thread's current stream has produced so far."""
+        device = self._stream.device
         # on the device: the host does not stop
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream), torch.profiler.record_function(label):
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        # in a script whose current GPU is another, the stream alone would make a context there as it ends
+        with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.profiler.record_function(label):
             operation()
             event = torch.cuda.Event()
             event.record()
@@ -131,7 +133,7 @@ class StreamQueue:
             while self._enqueued and self._enqueued[0][1].query():
                 self._enqueued.popleft()
             self._enqueued.append((Pending(self._number, label, time.monotonic(), ranks), event))
-        return _StreamWork(event, self._stream.device)
+        return _StreamWork(event, device)
 
     def oldest(self) -> Pending | None:
         """Return the first operation that the device has not finished.

@@ -35,6 +35,7 @@ class TorchDistributedBackend:
         self.world_size = env.world_size
         self.capabilities = Capabilities(("cuda",) if library == "nccl" else ("cpu",))
         self._control = control
+        self._gpus = [device.index] if library == "nccl" else None
         # NCCL's own watchdog comes after our verdict, which takes a roll call
         grace = ROLL_CALL_SECONDS + LINGER_SECONDS if library == "nccl" else 0.0
         self._timeout = timedelta(seconds=control.timeout_seconds + grace)
@@ -55,7 +56,7 @@ class TorchDistributedBackend:
             handle = None if shares_default else dist.new_group(list(everyone), backend=library, timeout=self._timeout)
             self.world = Group(everyone, handle)
             if library == "nccl":
-                dist.barrier(group=self.world.handle)  # a group's first operation must be one of all its ranks
+                self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
             raise CommError(
                 f"rank {env.rank} on {env.host}: {library} could not connect {env.world_size} ranks: "
@@ -140,10 +141,14 @@ class TorchDistributedBackend:
         self._queue.close()
         start = time.monotonic()
         try:
-            dist.barrier(group=self.world.handle)
+            self._barrier()
         except RuntimeError as error:
             raise self._control.explain("the last barrier", time.monotonic() - start, error) from error
         self._destroy()
+
+    def _barrier(self) -> None:
+        # in a group that is bound to no GPU NCCL's would be on the current one, whichever the script has left there
+        dist.barrier(group=self.world.handle, device_ids=self._gpus)
 
     def abandon(self) -> None:
         """Stop the thread and give up the process group, so that another connection can make one."""

@@ -50,8 +50,7 @@ def _operation(
 
         return run
     host_N, host_RN = (torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in (own_N, all_RN))
-    ready = torch.cuda.Event()
-    ready.record()
+    ready = staging.ready()
 
     def run_by_way_of_host() -> None:
         with timeline.span(label, row="gather", on_host=on_host, bytes=all_RN.nbytes):

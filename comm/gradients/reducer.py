@@ -282,10 +282,10 @@ class ExposedTime:
 
     def measure(self, buffers: list[Tensor]) -> AbstractContextManager[None]:
         """Time a block that waits for these buffers."""
-        on_gpu = bool(buffers) and buffers[0].is_cuda
-        if on_gpu and torch.cuda.is_current_stream_capturing():
+        gpu = buffers[0].device if buffers and buffers[0].is_cuda else None
+        if gpu is not None and torch.cuda.is_current_stream_capturing():
             return nullcontext()  # a replay records no times
-        return _Measured(self, on_gpu=on_gpu)
+        return _Measured(self, gpu)
 
     def add(self, seconds: float) -> None:
         """Count host seconds."""
@@ -311,21 +311,21 @@ class ExposedTime:
 
 
 class _Measured:
-    def __init__(self, exposed: ExposedTime, *, on_gpu: bool) -> None:
+    def __init__(self, exposed: ExposedTime, gpu: torch.device | None) -> None:
         self._exposed = exposed
-        self._on_gpu = on_gpu
+        self._gpu = gpu
 
     def __enter__(self) -> None:
-        if self._on_gpu:
+        if self._gpu is not None:
             self._start_event = torch.cuda.Event(enable_timing=True)
-            self._start_event.record()
+            self._start_event.record(torch.cuda.current_stream(self._gpu))
         else:
             self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        if self._on_gpu:
+        if self._gpu is not None:
             end = torch.cuda.Event(enable_timing=True)
-            end.record()
+            end.record(torch.cuda.current_stream(self._gpu))
             self._exposed.add_events(self._start_event, end)
         else:
             self._exposed.add(time.perf_counter() - self._start)

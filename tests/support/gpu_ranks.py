@@ -1,0 +1,30 @@
+"""What the ranks of a job on real GPUs do, each a process of its own that has used none before."""
+
+import torch
+
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.errors import CommError
+
+
+def copy_on_a_thread() -> int:
+    """As a rank of the last GPU does; 0 where no other one knows of it."""
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.cuda.set_device(last)
+    staging = HostStaging(last)
+    host_N, device_N = torch.zeros(1000), torch.ones(1000, device=last)
+    staging.pin(host_N)
+    ready = staging.ready()
+
+    def there_and_back() -> None:
+        staging.fetch(host_N, device_N, ready=ready)
+        staging.bring_back(device_N, host_N.mul_(2))
+
+    def explain(label: str, seconds: float, error: Exception) -> CommError:
+        return CommError(f"{label}: {error}")
+
+    queue = ThreadQueue(explain, while_waiting=lambda label, seconds: None)
+    queue.submit(there_and_back, label="copies").wait()
+    queue.close()
+    assert device_N.tolist() == [2.0] * 1000
+    return sum(torch._C._cuda_hasPrimaryContext(index) for index in range(last.index))

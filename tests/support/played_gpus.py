@@ -1,0 +1,119 @@
+"""GPUs that are played on a machine without one: which of them a process takes up, and which stream an event is on.
+
+As CUDA 12 does it: a thread starts with the first GPU as its current one; choosing another, or a stream of another,
+makes a context there, which costs each process some 500 MB of that GPU; to leave one by torch.cuda.device makes none.
+The context managers are torch's own.
+"""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+class PlayedStream:
+    """A stream; what it is told to wait for is written down."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: "PlayedEvent") -> None:
+        """Wait on the device for what the event marks."""
+        self.waited.append(event.stream)
+
+    def wait_stream(self, stream: "PlayedStream") -> None:
+        """Wait on the device for what the stream holds."""
+        self.waited.append(stream)
+
+    def synchronize(self) -> None:
+        """Wait on the host, for nothing."""
+
+
+class PlayedEvent:
+    """An event; everything is done as soon as it is asked for."""
+
+    def __init__(self, gpus: "PlayedGpus") -> None:
+        self._gpus = gpus
+        self.stream: PlayedStream | None = None
+
+    def record(self, stream: PlayedStream | None = None) -> None:
+        """Mark what the stream holds; without one, the current stream of the current GPU."""
+        self.stream = stream or self._gpus.current_stream()
+        self._gpus.recorded.append(self.stream)
+
+    def query(self) -> bool:
+        """Tell that it is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait on the host, for nothing."""
+
+    def elapsed_time(self, other: "PlayedEvent") -> float:
+        """Return milliseconds. As CUDA, it refuses events of two GPUs."""
+        assert self.stream is not None
+        assert other.stream is not None
+        assert self.stream.device == other.stream.device, "events of two GPUs"
+        return 1.0
+
+
+class PlayedGpus:
+    """The part of torch.cuda that bigbatch's communication uses, over count GPUs; uuids are theirs."""
+
+    def __init__(self, count: int, *, monkeypatch: pytest.MonkeyPatch, uuids: str = "abcdefgh") -> None:
+        self.contexts: set[int] = set()
+        """Those that this process has taken up."""
+        self.recorded: list[PlayedStream] = []
+        """The stream of each event."""
+        self._default = [PlayedStream(torch.device("cuda", index)) for index in range(count)]
+        self._thread = threading.local()
+        played = {
+            "is_available": lambda: count > 0,
+            "device_count": lambda: count,
+            "get_device_properties": lambda device: SimpleNamespace(uuid=uuids[torch.device(device).index or 0]),
+            "current_device": self._current,
+            "set_device": lambda device: self._use(torch.device(device).index),
+            "_exchange_device": self._exchange,
+            "_maybe_exchange_device": self._exchange_without_context,
+            "Stream": self._make_stream,
+            "Event": lambda enable_timing=False: PlayedEvent(self),
+            "current_stream": self.current_stream,
+            "set_stream": self._set_stream,
+            "is_current_stream_capturing": lambda: False,
+            "synchronize": lambda device=None: None,
+        }
+        for name, value in played.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def current_stream(self, device: torch.device | None = None) -> PlayedStream:
+        """Return the stream on which this thread works on a GPU."""
+        index = self._current() if device is None else torch.device(device).index
+        return getattr(self._thread, "streams", {}).get(index, self._default[index])
+
+    def _current(self) -> int:
+        return getattr(self._thread, "device", 0)
+
+    def _use(self, index: int) -> None:
+        if index != self._current():
+            self._thread.device = index
+        self.contexts.add(index)
+
+    def _exchange(self, index: int) -> int:
+        before = self._current()
+        self._use(index)
+        return before
+
+    def _exchange_without_context(self, index: int) -> int:
+        before, self._thread.device = self._current(), index
+        return before
+
+    def _make_stream(self, device: torch.device) -> PlayedStream:
+        self.contexts.add(device.index)
+        return PlayedStream(device)
+
+    def _set_stream(self, stream: PlayedStream) -> None:
+        if stream.device.index != self._current():
+            self._use(stream.device.index)
+        self._thread.streams = {**getattr(self._thread, "streams", {}), stream.device.index: stream}
