@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 
 def trial(cluster: str, fault: str, *, node: int) -> dict[str, Any]:
-    """One preflight; which nodes it blamed, and whether that is right."""
+    """Run one preflight; return which nodes it blamed, and whether that is right."""
     faults: dict[str, Callable[[], Any]] = {
         "none": nullcontext,
         "slow node": lambda: slowed(f"n{node}"),
@@ -94,7 +94,7 @@ def trial(cluster: str, fault: str, *, node: int) -> dict[str, Any]:
 
 
 def summarise(trials: list[dict[str, Any]], fault: str) -> dict[str, Any]:
-    """Of one state."""
+    """Sum up the trials of one state."""
     own = [each for each in trials if each["fault"] == fault]
     return {
         "trials": len(own),
@@ -104,13 +104,13 @@ def summarise(trials: list[dict[str, Any]], fault: str) -> dict[str, Any]:
 
 
 def run(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    """`bigbatch launch emulate`."""
+    """Run `bigbatch launch emulate`."""
     return subprocess.run([*BIGBATCH, *words], capture_output=True, text=True, check=check, timeout=120)
 
 
 @contextmanager
 def bad_link(cluster: str, node: str) -> Iterator[None]:
-    """A tenth of the rate for one node."""
+    """Leave one node a tenth of the rate within."""
     run("shape", "--name", cluster, "--node", node, "--link", SLOW_LINK)
     try:
         yield
@@ -120,7 +120,7 @@ def bad_link(cluster: str, node: str) -> Iterator[None]:
 
 @contextmanager
 def slowed(node: str) -> Iterator[None]:
-    """The preflight's rank on a node, once there is one, is stopped for half of the time."""
+    """Stop the preflight's rank on a node, once there is one, for half of the time."""
     end = threading.Event()
     thread = threading.Thread(target=_stop_and_go, args=(node, end))
     thread.start()
@@ -146,7 +146,7 @@ def _stop_and_go(node: str, end: threading.Event) -> None:
 
 
 def find_rank(node: str) -> int | None:
-    """The preflight on the emulated node of that name."""
+    """Find the preflight on the emulated node of that name."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")

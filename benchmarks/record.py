@@ -20,7 +20,7 @@ DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Number of repetitions, median, extremes and quartiles (of one value, that value)."""
+    """Return the number of repetitions, median, extremes and quartiles (of one value, that value)."""
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return {"n": len(values), "median": median, "min": min(values), "q1": q1, "q3": q3, "max": max(values)}
 
@@ -53,7 +53,7 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def without_place(value: Any) -> Any:
-    """An option, or a list of them: of a path that is absolute or leaves the folder, the last part alone.
+    """Strip an option, or each of a list: of a path that is absolute or leaves the folder, the last part is left.
 
     The rest of it tells of one machine, and nobody needs it to repeat a measurement.
     """
@@ -82,7 +82,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def file_system(path: Path) -> str:
-    """The kind that path lies on, such as ext2/ext3 (which is ext4, too), tmpfs or nfs."""
+    """Name the kind that path lies on, such as ext2/ext3 (which is ext4, too), tmpfs or nfs."""
     command = ["stat", "--file-system", "--format=%T", str(path)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
@@ -98,7 +98,7 @@ def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
 
 
 def show_record(record: Mapping[str, Any]) -> str:
-    """JSON with a line per fact: numbers to six digits, and lists of numbers on one line."""
+    """Write JSON with a line per fact: numbers to six digits, and lists of numbers on one line."""
     text = json.dumps(_rounded(record), indent=1)
     return re.sub(r"\[[-+.\deE,\s]+\]", lambda match: " ".join(match[0].split()), text)
 

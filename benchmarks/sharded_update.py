@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Update:
-    """A model with gradients, and all that updates it."""
+    """Holds a model with gradients, and all that updates it."""
 
     def __init__(self, options: argparse.Namespace, communicator: Communicator, *, is_sharded: bool) -> None:
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ class Update:
         self.reducer.wait()
 
     def turn(self) -> tuple[float, float]:
-        """Seconds of the sums, and of the update with what spreads it."""
+        """Return the seconds of the sums, and of the update with what spreads it."""
         for buffer_N in self.reducer.buffers:
             buffer_N.normal_()
         marks = [self._now()]
@@ -123,7 +123,7 @@ class Update:
         return time.perf_counter()
 
     def kept_bytes(self) -> dict[str, int]:
-        """What the optimizer keeps beside the model and its gradients."""
+        """Count the bytes that the optimizer keeps beside the model and its gradients."""
         masters = list(self.precision.masters.values())
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         beside = [*self.model.parameters(), *self.reducer.buffers]
@@ -135,7 +135,7 @@ class Update:
 
 
 def bytes_beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int:
-    """Of the tensors that do not lie in the memory of others."""
+    """Count the bytes of the tensors that do not lie in the memory of others."""
     known = {other.untyped_storage().data_ptr() for other in others}
     return sum(t.nbytes for t in tensors if t.untyped_storage().data_ptr() not in known)
 
@@ -154,7 +154,7 @@ def measure(updates: dict[str, Update], *, repetitions: int) -> dict[str, list[t
 def summarise(
     seconds: dict[str, list[tuple[float, float]]], updates: dict[str, Update], communicator: Communicator
 ) -> dict[str, Any]:
-    """Of all ranks: the slowest, and the one that keeps most. Collective."""
+    """Find, of all ranks, the slowest, and the one that keeps most. Collective."""
     mine = {kind: {"seconds": seconds[kind], "bytes": updates[kind].kept_bytes()} for kind in KINDS}
     ranks = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
     results: dict[str, Any] = {"weights": sum(p.numel() for p in updates["whole"].model.parameters())}
@@ -173,7 +173,7 @@ def summarise(
 
 
 def tell(results: dict[str, Any]) -> None:
-    """A table for people."""
+    """Print a table for people."""
     for kind in KINDS:
         for key in ("sum_seconds", "update_seconds", "seconds"):
             print(show(f"{kind}: {key}", results[kind][key], unit="s"))

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """What `bigbatch --help` prints."""
+    """Return what `bigbatch --help` prints."""
     lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         (
@@ -127,7 +127,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
 
 def _worker() -> "ProcessEnv | None":
-    """Its place, where this process talked to other ranks: it has read the environment, and the job has several."""
+    """Return this process's place in a job of several ranks, if it has read the environment to talk to the others."""
     environ = sys.modules.get("bigbatch.comm.rendezvous.environ")
     if environ is None:
         return None
@@ -139,14 +139,14 @@ def _worker() -> "ProcessEnv | None":
 
 
 def _take_turns(env: "ProcessEnv") -> None:
-    """Of ranks that fail together, let Open MPI see one first, and end the others: seeing several at once, its mpirun
-    crashes now and then, or hangs (docs/decisions/039).
+    """Let ranks that fail together end in turn: mpirun crashes or hangs at times where it sees several
+    (docs/decisions/039).
     """
     if env.launcher == "openmpi":
         time.sleep(env.rank % 10 * TURN_SECONDS)
 
 
 def _is_held() -> bool:
-    """A thread still waits for a file system that does not answer: the interpreter's teardown would wait with it."""
+    """Tell whether a thread still waits for a dead file system: the interpreter's teardown would wait with it."""
     threads = (thread for thread in threading.enumerate() if not thread.daemon)
     return any(thread.name.startswith("bigbatch-") for thread in threads)

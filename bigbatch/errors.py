@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something a user can mend; the message names the thing and what to do."""
+    """A user can mend this; the message names the thing and what to do."""
 
 
 class ConfigError(UserError, ValueError):
@@ -81,5 +81,5 @@ class SchedulerError(UserError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word most like a misspelt one, for its message; empty where none is known."""
+    """Return the known word most like a misspelt one, for its message; empty where none is known."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)), "")

@@ -8,7 +8,7 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Group:
-    """One group: its name, what its help says, and for each command the module that has its main, and a line."""
+    """Describes a group: its name, its help's words, and for each command the module that has its main, and a line."""
 
     name: str
     description: str

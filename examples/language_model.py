@@ -38,7 +38,7 @@ State = tuple[Tensor, Tensor]
 
 
 def read_novel(path: Path) -> tuple[Tensor, Tensor, int]:
-    """Training words, held-out words (the last tenth), and how many differ: those seen once in training are UNKNOWN."""
+    """Return training words (N), held-out words (the last tenth), and how many differ; words seen once are UNKNOWN."""
     words = re.findall(r"\w+(?:'\w+)*|--|[^\w\s]", path.read_text(encoding="utf-8").lower())
     split = len(words) * 9 // 10
     known = [word for word, count in Counter(words[:split]).most_common() if count > 1]
@@ -48,7 +48,7 @@ def read_novel(path: Path) -> tuple[Tensor, Tensor, int]:
 
 
 def make_blocks(words_N: Tensor, *, num_rows: int) -> list[Block]:
-    """words_N in num_rows rows, cut into steps: every word but the first is a target, once."""
+    """Cut words_N into num_rows rows and these into steps: every word but the first is a target, once."""
     length = math.ceil((len(words_N) - 1) / num_rows)
     missing = (0, num_rows * length - (len(words_N) - 1))
     inputs_RL = pad(words_N[:-1], missing, value=UNKNOWN).view(num_rows, length)
@@ -57,12 +57,12 @@ def make_blocks(words_N: Tensor, *, num_rows: int) -> list[Block]:
 
 
 def num_targets(block: Block) -> int:
-    """Without those beyond the end."""
+    """Count the targets, without those beyond the end."""
     return int((block[1] != IGNORED).sum())
 
 
 class WordModel(nn.Module):
-    """An LSTM between an embedding and the same embedding as output layer."""
+    """Puts an LSTM between an embedding and the same embedding as output layer."""
 
     def __init__(self, num_words: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class WordModel(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, block: Block, state: State | None) -> tuple[Tensor, State]:
-        """Sum of the losses of all targets, and the state to go on from, without its gradients."""
+        """Return the sum of the losses of all targets, and the state to go on from, without its gradients."""
         words_RT, targets_RT = block
         hidden_RTC, (hidden, cell) = self.lstm(self.embedding(words_RT), state)
         logits_RTV = linear(hidden_RTC, self.embedding.weight, self.bias)
@@ -82,13 +82,13 @@ class WordModel(nn.Module):
 
 
 def perplexity(total_1: Tensor, count: int) -> float:
-    """exp of the mean of so many losses: n where a model takes n words for equally likely. Waits for the device."""
+    """Compute exp of the mean of losses: n where a model takes n words for equally likely. Waits for the device."""
     return (total_1 / count).exp().item()
 
 
 @torch.no_grad()
 def evaluate(model: WordModel, blocks: Sequence[Block]) -> float:
-    """Perplexity of all targets."""
+    """Compute the perplexity of all targets."""
     total_1, state = blocks[0][0].new_zeros(1, dtype=torch.float64), None
     for block in blocks:
         loss, state = model(block, state)
@@ -97,7 +97,7 @@ def evaluate(model: WordModel, blocks: Sequence[Block]) -> float:
 
 
 def unigram_perplexity(training_N: Tensor, held_out_N: Tensor, num_words: int) -> float:
-    """Of a model that has counted each word in training, plus one, and looks at no context."""
+    """Compute that of a model that has counted each word in training, plus one, and looks at no context."""
     counts = torch.bincount(training_N, minlength=num_words).double() + 1
     losses_N = -(counts / counts.sum()).log()[held_out_N[1:]]
     return perplexity(losses_N.sum(), len(losses_N))
@@ -152,7 +152,7 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """What the script runs; the exit code."""
+    """Run the script; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (fp32)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the training words (4)")

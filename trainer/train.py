@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Run:
-    """The life of one run: files on the first rank, collectives on all."""
+    """Leads one run through its life: files on the first rank, collectives on all."""
 
     def __init__(
         self, config: Config, communicator: Communicator, env: ProcessEnv, *, tuned: Tuned | None, bound: str | None
@@ -192,7 +192,7 @@ class _Run:
             self.guess_watch.see(record)
 
     def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
-        """Bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
+        """Note bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
         named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
         new = {name: reason for name, reason in named.items() if name not in self.skipped}
         self.skipped |= new
@@ -220,7 +220,7 @@ class _Run:
         return record
 
     def _end_where_finished(self) -> None:
-        """No step is left of a run whose evaluations ended it before."""
+        """Leave no step of a run whose evaluations ended it before."""
         if self._reason_to_end():
             self.plan = replace(self.plan, num_steps=self.plan.first_step)
 
@@ -258,5 +258,5 @@ class _Run:
                 save_checkpoint(self.rundir.checkpoints, state, step=done, top1=top1, keep=keep)
 
     def _showing(self) -> AbstractContextManager[list[Tensor]]:
-        """As eval_mode: with the weights that the optimizer means."""
+        """Show the weights that the optimizer means; the rest is as in eval_mode."""
         return eval_mode(self.parts.optimizer, on_change=self.parts.precision.write_half_)

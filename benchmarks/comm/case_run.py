@@ -23,7 +23,7 @@ GOODPUT_SECONDS = 5
 
 @dataclass(frozen=True)
 class CaseRun:
-    """A case under way: its ranks, its conditions, and what a link brought before it and, in the end, after it."""
+    """Holds a case under way: its ranks, its conditions, and what a link brought before it and, at last, after it."""
 
     options: argparse.Namespace
     job: Job

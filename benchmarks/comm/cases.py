@@ -14,7 +14,7 @@ WITHOUT_HOOKS = "ours tuned,ours fp16,ddp,horovod"
 
 @dataclass(frozen=True)
 class Case:
-    """One job on one emulated cluster, or on this machine as it is where there is no link."""
+    """Describes a job on an emulated cluster, or on this machine as it is where there is no link."""
 
     name: str
     module: str

@@ -35,7 +35,7 @@ HYBRIDS = {"hybrid": "float32", "hybrid fp16": "float16"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant: how it sums a tensor, and where that tensor comes from."""
+    """Says how a contestant sums a tensor, and where that tensor comes from."""
 
     sum_: Callable[[Tensor], object]
     memory: str

@@ -15,7 +15,7 @@ NUM_VALUES = 3
 
 
 class Pace:
-    """A step that sleeps: forward for its time, backward until each gradient may be ready, counted from its start."""
+    """Sleeps as a step: forward for its time, backward until each gradient may be ready, counted from its start."""
 
     def __init__(self, ready_seconds: Sequence[float], *, forward_seconds: float = 0.0) -> None:
         self._ready_seconds = ready_seconds
@@ -25,12 +25,12 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Return the seconds of forward and backward."""
         return self._stretch * (self._forward_seconds + max(self._ready_seconds))
 
     @property
     def ready_seconds(self) -> list[float]:
-        """Of each gradient, from the start of backward."""
+        """Return the seconds of each gradient, from the start of backward."""
         return [self._stretch * each for each in self._ready_seconds]
 
     def take(self, seconds: float) -> None:
@@ -62,7 +62,7 @@ class _Ready(torch.autograd.Function):
 
 
 class CostlessModel(nn.Module):
-    """Parameters in the order of a real model, whose gradients become ready in the reverse order, one after another.
+    """Holds a real model's parameters in order; their gradients become ready in the reverse order, one after another.
 
     The gradient of parameter i is (1 + i % NUM_VALUES) * weight in every element. What remains of backward is to
     write that down, as any backward must, and what autograd does for each parameter; with a pace, also sleep.

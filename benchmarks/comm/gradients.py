@@ -104,7 +104,7 @@ def _limit(num_bytes: int, goodput: Sequence[float | None], *, num_nodes: int) -
 
 @dataclass
 class Step:
-    """One contestant's step: forward before the clock starts, backward and the wait for the sums under it."""
+    """Runs a contestant's step: forward before the clock starts, backward and the wait for the sums under it."""
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]

@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of one job, connected over tcp, and how they start together."""
+    """Holds the ranks of one job, connected over tcp, and how they start together."""
 
     communicator: Communicator
     meeting_N: Tensor
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return self.communicator.topology.num_nodes
 
     def meet(self) -> None:

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """A network, and how its loss is computed and backward begins."""
+    """Holds a network, and says how its loss is computed and backward begins."""
 
     network: nn.Module
     loss_of: Callable[[nn.Module], Tensor]
@@ -149,7 +149,7 @@ def tune_model(job: Job, names: Sequence[str], model: Model, *, seconds: float) 
 
 @dataclass
 class Step:
-    """One contestant's forward, backward and wait, with the moment at which each gradient was ready."""
+    """Runs a contestant's forward, backward and wait, with the moment at which each gradient was ready."""
 
     model: Model
     network: nn.Module

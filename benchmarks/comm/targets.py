@@ -23,7 +23,7 @@ LEAST_EFFICIENCY = 0.95
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of the issue's targets beside what was measured."""
+    """Puts one of the issue's targets beside what was measured."""
 
     what: str
     case: str
@@ -102,7 +102,7 @@ def judge_exchange(case: str, record: Record) -> list[Verdict]:
 
 @dataclass(frozen=True)
 class HybridLoss:
-    """Hybrid at one size against the single algorithms that were repeated there."""
+    """Compares hybrid at one size with the single algorithms that were repeated there."""
 
     ratio: float
     """Hybrid's median over the best one's."""

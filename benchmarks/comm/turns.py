@@ -18,7 +18,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the same work. All ranks call everything alike."""
+    """Does the same work in one way. All ranks call everything alike."""
 
     name: str
     run: Callable[[], Sequence[float] | None]
@@ -36,7 +36,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Repetition:
-    """One repetition of one contestant, over all ranks."""
+    """Holds one repetition of one contestant, over all ranks."""
 
     marks: tuple[float, ...]
     """Seconds from the common start; of each mark the slowest rank's. The last is the end."""
@@ -47,7 +47,7 @@ class Repetition:
 
     @property
     def seconds(self) -> float:
-        """From the start to the slowest rank's end."""
+        """Return the seconds from the start to the slowest rank's end."""
         return self.marks[-1]
 
 

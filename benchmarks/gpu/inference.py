@@ -33,7 +33,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Form:
-    """One way to run a model; its gain is over the form named in over."""
+    """Describes a way to run a model; its gain is over the form named in over."""
 
     name: str
     over: str | None = None
@@ -70,7 +70,7 @@ STRICT = replace(AS_TORCH_STARTS, convolutions_in_tf32=False)
 
 @dataclass(frozen=True)
 class Ready:
-    """A form of the model on the device, with its pictures."""
+    """Holds a form of the model on the device, with its pictures."""
 
     form: Form
     forward: Callable[[], Tensor]

@@ -149,7 +149,7 @@ def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
 
 
 def train(asked: dict[str, Any], options: argparse.Namespace) -> float:
-    """Train; return top-1 at the end of a run."""
+    """Train, and return top-1 at the end of a run."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = {
             **settings(asked["model"], asked["precision"]),

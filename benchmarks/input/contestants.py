@@ -28,7 +28,7 @@ Draw = Callable[[int], Iterator[Any]]
 
 @dataclass(frozen=True)
 class Work:
-    """What a contestant is to do."""
+    """Says what a contestant is to do."""
 
     index: ImageIndex
     image_size: int
@@ -44,17 +44,17 @@ class Work:
 
     @property
     def fill_batches(self) -> int:
-        """Drawn before the time runs."""
+        """Return the number of batches drawn before the time runs."""
         return 2 * self.prefetch_batches * self.threads
 
     @property
     def batches(self) -> int:
-        """Timed."""
+        """Return the number of timed batches."""
         return self.batches_per_thread * self.threads
 
     @property
     def total_batches(self) -> int:
-        """With some behind the timed ones, or the pipeline would run dry while the time still runs."""
+        """Count all, with some behind the timed ones, or the pipeline would run dry while the time still runs."""
         return self.fill_batches + self.batches + 2 * self.prefetch_batches * self.threads
 
     def synchronize(self) -> None:
@@ -65,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work."""
+    """Does the work in one way."""
 
     draw: Draw
     work: Work
@@ -188,7 +188,7 @@ def torchvision_recipe(work: Work) -> Draw:
 
 
 def simplejpeg_threads(work: Work) -> Draw:
-    """libjpeg-turbo through simplejpeg at the smallest scale that leaves the box large enough, resized by torch."""
+    """Decode with simplejpeg (libjpeg-turbo) at the smallest scale that leaves the box large enough; torch resizes."""
     import simplejpeg
 
     crop, size = random_resized_crop(seed=0), work.image_size
@@ -228,7 +228,7 @@ def simplejpeg_threads(work: Work) -> Draw:
 
 
 def bare_decoder(work: Work) -> Draw:
-    """Pillow's libjpeg-turbo in one thread, bytes in memory, whole pictures: no crop, no resize."""
+    """Decode whole pictures from memory with Pillow's libjpeg-turbo in one thread: no crop, no resize."""
 
     def draw(number: int) -> Iterator[Any]:
         batches = list(random_positions(work, number))

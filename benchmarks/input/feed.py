@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train; return the summary of one run. Raises: DataError with the end of its output where it fails."""
+    """Train, and return the summary of one run. Raises: DataError with the end of its output where it fails."""
     with tempfile.TemporaryDirectory(prefix="bigbatch-feed-") as folder:
         command = [sys.executable, "-m", "bigbatch"]
         if options.ranks > 1:

@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build_class_folders(root: Path, *, num_images: int) -> None:
-    """root/train/<wnid>/<wnid>_<number>.JPEG with names as long as ImageNet's: one file and its hard links."""
+    """Fill root/train/<wnid>/<wnid>_<number>.JPEG, names as long as ImageNet's, with one file and its hard links."""
     per_class, rest = divmod(num_images, NUM_CLASSES)
     for label, wnid in enumerate(_wnids()):
         folder = root / "train" / wnid
@@ -108,7 +108,7 @@ def an_image() -> bytes:
 
 
 def build_packed(root: Path, *, num_images: int) -> int:
-    """root/train as `bigbatch data pack` leaves it, but all pictures of a shard are its first; the number of shards."""
+    """Fill root/train as `bigbatch data pack` does, all pictures of a shard its first; return the number of shards."""
     from bigbatch.trainer.datasets.shard_writer import PackRecipe, padded
     from bigbatch.trainer.input.shards import BLOCK_BYTES, ENTRIES, ENTRY, FACTS, FORMAT_VERSION, Shard, SplitIndex
 
@@ -163,7 +163,7 @@ def measure_fresh(opener: str, root: Path) -> dict[str, Any]:
 
 
 def measure_here(opener: str, root: Path) -> dict[str, Any]:
-    """Seconds of read_index or open_split and to the first batch; peak memory after the list and more than before."""
+    """Measure seconds to the list and to the first batch; peak memory after the list and how much it grew."""
     from bigbatch.trainer.input.order import read_index
     from bigbatch.trainer.input.shards import open_split
 
@@ -222,7 +222,7 @@ def warmed_loader() -> "Iterator[Callable[[ImageSource], None]]":
 
 
 def peak_memory_mb() -> float:
-    """Largest resident memory so far in 1e6 bytes; getrusage would count the parent's before exec, too."""
+    """Return the largest resident memory so far in 1e6 bytes; getrusage would count the parent's before exec, too."""
     match = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert match, "needs Linux"
     return int(match[1]) * 1024 / 1e6

@@ -43,20 +43,20 @@ MOST_CACHED = 0.05
 
 @dataclass(frozen=True)
 class Layout:
-    """The same pictures, stored in one way."""
+    """Holds the same pictures, stored in one way."""
 
     source: ImageSource
     files: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Return the bytes of all files."""
         return sum(os.path.getsize(path) for path in self.files)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One reading of all pictures."""
+    """Holds one reading of all pictures."""
 
     rate: float
     """Pictures per second."""
@@ -124,7 +124,7 @@ def make_layouts(options: argparse.Namespace, scratch: Path) -> dict[str, Layout
 
 
 def why_not_cold(layouts: dict[str, Layout]) -> dict[str, str]:
-    """{"cold": reason} where the kernel does not drop the files from memory, or does not tell."""
+    """Return {"cold": reason} where the kernel does not drop the files from memory, or does not tell; else {}."""
     for name, layout in layouts.items():
         evict(layout.files)
         cached = cached_share(layout.files)
@@ -155,7 +155,7 @@ def cached_share(paths: Sequence[str]) -> float:
 
 
 def pages_in_memory(path: str) -> np.ndarray:
-    """One bool per page of a file. The kernel says yes to all for a file that this user may not write."""
+    """Return one bool per page of a file. The kernel says yes to all for a file that this user may not write."""
     length = os.path.getsize(path)
     pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
     if not length:

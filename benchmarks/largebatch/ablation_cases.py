@@ -23,7 +23,7 @@ TUNING_SEED = 1000
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Settings, and where its learning rate is searched."""
+    """Holds settings, and where their learning rate is searched."""
 
     settings: Settings
     lr_low: float
@@ -31,7 +31,7 @@ class Optimizer:
 
     @property
     def space(self) -> str:
-        """As `bigbatch tune search` takes it."""
+        """Write the range as `bigbatch tune search` takes it."""
         return f"schedule.base_lr=log:{self.lr_low}:{self.lr_high}"
 
 
@@ -55,7 +55,7 @@ configs/cifar10.yaml), in proportion 0.1 at 128 and 2 at 2496; 10 times trust 0.
 
 @dataclass(frozen=True)
 class Form:
-    """A data set and how much is done with it; every run has the same epochs."""
+    """Names a data set and how much is done with it; every run has the same epochs."""
 
     config: str
     """Packaged experiment that the settings override."""
@@ -76,7 +76,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: an optimizer at a batch, and what differs from its plain run."""
+    """Describes a line of the table: an optimizer at a batch, and what differs from its plain run."""
 
     name: str
     family: str
@@ -88,12 +88,12 @@ class Case:
 
     @property
     def study(self) -> str:
-        """The search whose best learning rate it takes: that of its optimizer and batch."""
+        """Name the search whose best learning rate it takes: that of its optimizer and batch."""
         return f"{self.optimizer}-{self.batch}"
 
     @property
     def folder(self) -> str:
-        """Of its runs."""
+        """Name the folder of its runs."""
         return self.name.replace(", ", "_").replace(" ", "_")
 
 

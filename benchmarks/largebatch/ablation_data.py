@@ -12,7 +12,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Images:
-    """Which pictures of a data set, and in what size."""
+    """Says which pictures of a data set there are, and in what size."""
 
     train_per_class: int
     """At most; the first ones by name."""
@@ -27,7 +27,7 @@ def missing_split(source: Path) -> Path | None:
 
 
 def write_images(images: Images, source: Path, root: Path) -> None:
-    """ROOT/{train,val}/<class>/<picture> out of the same below source, unless an earlier call finished it.
+    """Write ROOT/{train,val}/<class>/<picture> out of the same below source, unless an earlier call finished it.
 
     Raises: DataError where source has no such folders.
     """

@@ -54,7 +54,7 @@ def read_run(directory: Path, seed: int) -> Run:
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """Percent top-1 over the runs that did not diverge: mean, sample standard deviation, extremes; and how many did."""
+    """Sum up percent top-1 of runs that did not diverge: mean, sample standard deviation, extremes; count the rest."""
     percents = [100 * run["top1"] for run in runs if run["top1"] is not None]
     figures = {
         "n": len(percents),

@@ -33,7 +33,7 @@ WARMUP_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor and what its gradients are like."""
+    """Describes a tensor and what its gradients are like."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ def own_deviations(dtype: torch.dtype, *, steps: int) -> dict[str, float | None]
 
 
 def peer_deviations(maker: Maker, *, steps: int) -> dict[str, float | None]:
-    """The worst with and without Nesterov, where the peer has it; None for a case that it cannot express."""
+    """Measure the worst with and without Nesterov, where the peer has it; None for a case that it cannot express."""
     found: dict[str, float | None] = {}
     for case in CASES:
         values = []
@@ -171,7 +171,7 @@ def our_maker(form: str) -> Maker:
 
 
 def timm_maker(**settings: Any) -> Maker:
-    """always_adapt follows the case, as far as timm lets it: without it, weight decay decides."""
+    """Make timm's Lars. always_adapt follows the case, as far as timm lets it: without it, weight decay decides."""
     from timm.optim.lars import Lars
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
@@ -183,7 +183,7 @@ def timm_maker(**settings: Any) -> Maker:
 
 
 def torch_optimizer_maker(**settings: Any) -> Maker:
-    """Of the package torch-optimizer, which has it from lightning-bolts."""
+    """Make that of the package torch-optimizer, which has it from lightning-bolts."""
     from torch_optimizer import LARS as Peer
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
@@ -194,7 +194,7 @@ def torch_optimizer_maker(**settings: Any) -> Maker:
 
 
 def nus_maker(path: Path) -> Maker:
-    """Lars of the file. Raises: FileNotFoundError."""
+    """Make Lars of the file. Raises: FileNotFoundError."""
     spec = importlib.util.spec_from_file_location("nus_lars", path)
     assert spec is not None
     assert spec.loader is not None

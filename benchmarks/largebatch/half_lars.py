@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class HalfLARS(torch.optim.Optimizer):
-    """v = momentum * v + lr * r * (g + weight_decay * w); w -= v; every operand and result rounded to fp16.
+    """Does v = momentum * v + lr * r * (g + weight_decay * w); w -= v; every operand and result rounded to fp16.
 
     The parameters may be fp32, such as master weights: after a step they hold numbers of fp16. Norms are summed in
     fp32 and then rounded, which is more than the hardware of 2018 did. adapt=False fixes r = 1.
@@ -62,7 +62,7 @@ class HalfLARS(torch.optim.Optimizer):
 
 
 def trust_ratio(w: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-    """trust_coefficient * |w| / (|g| + weight_decay * |w|) in fp16; 1 where |w| or |g| is 0."""
+    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w|) in fp16; 1 where |w| or |g| is 0."""
     w_norm, g_norm = (torch.linalg.vector_norm(t.float()).half() for t in (w, g))
     ratio = group["trust_coefficient"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
     return torch.where((w_norm > 0) & (g_norm > 0), ratio, torch.ones_like(ratio))

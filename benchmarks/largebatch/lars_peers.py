@@ -14,11 +14,11 @@ LR, MOMENTUM, TRUST = 0.1, 0.9, 0.001
 
 
 class LoopLARS(torch.optim.Optimizer):
-    """The usual way to write LARS: a Python loop with some ten kernels for each tensor."""
+    """Does LARS in the usual way: a Python loop with some ten kernels for each tensor."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """lr_inside."""
+        """Update every parameter, in place, with the learning rate in the momentum (lr_inside)."""
         for group in self.param_groups:
             for w in group["params"]:
                 update = w.grad + group["weight_decay"] * w
@@ -34,21 +34,21 @@ class LoopLARS(torch.optim.Optimizer):
 
 
 def timm_lars(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    """foreach is timm's own choice where it is not given."""
+    """Make timm's Lars; foreach is timm's own choice where it is not given."""
     from timm.optim.lars import Lars
 
     return Lars(groups, lr=LR, momentum=MOMENTUM, trust_coeff=TRUST, **settings)
 
 
 def torch_optimizer_lars(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    """The package torch-optimizer, which took it from lightning-bolts."""
+    """Make that of the package torch-optimizer, which took it from lightning-bolts."""
     from torch_optimizer import LARS as Peer
 
     return Peer(groups, lr=LR, momentum=MOMENTUM, trust_coefficient=TRUST, **settings)
 
 
 def apex_larc(groups: Groups) -> torch.optim.Optimizer:
-    """apex until May 2025, where it was removed; adapts bias and batch norm, too."""
+    """Make apex's LARC, as before its removal in May 2025; it adapts bias and batch norm, too."""
     from apex.optimizers import FusedSGD
     from apex.parallel.LARC import LARC
 
@@ -56,7 +56,7 @@ def apex_larc(groups: Groups) -> torch.optim.Optimizer:
 
 
 def sgd(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    """Without norms and ratios: the floor."""
+    """Make SGD, without norms and ratios: the floor."""
     return torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM, **settings)
 
 

@@ -83,13 +83,13 @@ def make_net(model: str) -> nn.Module:
 
 
 def num_parameters(model: str) -> int:
-    """Counted without allocating them."""
+    """Count the parameters without allocating them."""
     with torch.device("meta"):
         return sum(p.numel() for p in make_net(model).parameters())
 
 
 def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str, str]]:
-    """The step of each contestant over fresh weights with random gradients; and who cannot take part, and why."""
+    """Make the step of each contestant over fresh weights with random gradients; say who cannot take part, and why."""
     steps, left_out = {}, {}
     for name, maker in MAKERS.items():
         torch.manual_seed(0)
@@ -104,7 +104,7 @@ def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str,
 
 
 def captured(step: Action) -> Action:
-    """The step as a CUDA graph, in which the host's share of the time is gone."""
+    """Capture the step as a CUDA graph, in which the host's share of the time is gone."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -118,13 +118,13 @@ def captured(step: Action) -> Action:
 
 
 def bandwidth_actions(num_elements: int, *, device: str) -> dict[str, Action]:
-    """copy: b = a; triad: c = a + 0.5 b (McCalpin's STREAM)."""
+    """Make the copy b = a and the triad c = a + 0.5 b (McCalpin's STREAM)."""
     a, b, c = (torch.zeros(num_elements, device=device) for _ in range(3))
     return {"copy": lambda: b.copy_(a), "triad": lambda: torch.add(a, b, alpha=0.5, out=c)}
 
 
 def seconds_of(action: Action, *, device: str) -> float:
-    """On a GPU between two events of its stream, the launches included where the host is slower."""
+    """Time an action; on a GPU between two events of its stream, launches included where the host is slower."""
     if device == "cpu":
         start = time.perf_counter()
         action()
@@ -139,13 +139,13 @@ def seconds_of(action: Action, *, device: str) -> float:
 
 
 def measure(actions: dict[str, Action], *, repeats: int, device: str) -> dict[str, list[float]]:
-    """Interleaved, so that a slow spell of the machine hits all alike; two rounds are thrown away."""
+    """Measure in turn, so that a slow spell of the machine hits all alike; two rounds are thrown away."""
     rounds = [{name: seconds_of(each, device=device) for name, each in actions.items()} for _ in range(repeats + 2)]
     return {name: [each[name] for each in rounds[2:]] for name in actions}
 
 
 def summarise(seconds: dict[str, list[float]], *, num_parameters: int, num_bandwidth: int) -> dict[str, Any]:
-    """Spreads; ratios of each round to our step of that round; shares of the best bandwidth that was seen."""
+    """Sum up in spreads, ratios of each round to our step of that round, and shares of the best bandwidth seen."""
     steps = {name: values for name, values in seconds.items() if name not in BANDWIDTH_BYTES}
     gb_per_s = {
         name: spread([each * num_bandwidth / s / 1e9 for s in seconds[name]]) for name, each in BANDWIDTH_BYTES.items()

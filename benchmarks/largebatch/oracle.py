@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Oracle:
-    """You et al. 2017 with the conventions of MLPerf's reference (lr_inside) or NVIDIA's (lr_outside).
+    """Follows You et al. 2017 with the conventions of MLPerf's reference (lr_inside) or NVIDIA's (lr_outside).
 
     r = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), and 1 without adapt or where |w| or |g| is 0;
     lr_inside:  v = momentum * v + lr * r * (g + weight_decay * w);  w -= v
@@ -33,7 +33,7 @@ class Oracle:
         self.form, self.adapt, self.nesterov, self.eta = form, adapt, nesterov, trust_coefficient
 
     def step(self, grad: Sequence[Any] | np.ndarray, lr: float) -> None:
-        """One update of weight, in place of the old one."""
+        """Make one update of weight, in place of the old one."""
         grad = np.array(grad, np.float64)
         weight_norm, grad_norm = math.sqrt((self.weight**2).sum()), math.sqrt((grad**2).sum())
         ratio = 1.0

@@ -34,7 +34,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def draw(records: Sequence[dict[str, Any]]) -> Figure:
-    """Three panels for each record."""
+    """Draw three panels for each record."""
     figure = Figure(figsize=(13, 3.8 * len(records)), layout="constrained")
     for row, record in zip(figure.subplots(len(records), 3, squeeze=False), records, strict=True):
         dataset = record["conditions"]["options"]["dataset"]
@@ -45,7 +45,7 @@ def draw(records: Sequence[dict[str, Any]]) -> Figure:
 
 
 def by_batch(axes: Axes, found: dict[str, Any], *, title: str) -> None:
-    """Mean over the seeds by batch, a line for each optimizer, and a dot for each run; crosses where some diverged."""
+    """Draw the mean over seeds by batch, a line per optimizer, a dot per run; crosses where some diverged."""
     for place, (optimizer, colour) in enumerate(COLOURS.items()):
         cases = [c for c in found.values() if c["family"] == "batch" and c["optimizer"] == optimizer]
         for case in cases:
@@ -60,7 +60,7 @@ def by_batch(axes: Axes, found: dict[str, Any], *, title: str) -> None:
 
 
 def mark_incomplete(axes: Axes, case: dict[str, Any], *, colour: str, place: int) -> None:
-    """A cross and "2 of 3 ended" at the mean where runs diverged; at the foot, a line for each place, where all did."""
+    """Mark "2 of 3 ended" by a cross at the mean where runs diverged; at the foot, in a line a place, where all did."""
     if not case["diverged"]:
         return
     mean = case["top1_percent"]["mean"]
@@ -73,7 +73,7 @@ def mark_incomplete(axes: Axes, case: dict[str, Any], *, colour: str, place: int
 
 
 def others(axes: Axes, found: dict[str, Any]) -> None:
-    """Each case of the other ablations, a dot for each run."""
+    """Draw each case of the other ablations, a dot for each run."""
     names = [name for name, case in found.items() if case["family"] != "batch"]
     for place, name in enumerate(names):
         values = [100 * run["top1"] for run in found[name]["runs"] if run["top1"] is not None]
@@ -86,7 +86,7 @@ def others(axes: Axes, found: dict[str, Any]) -> None:
 
 
 def losses(axes: Axes, found: dict[str, Any]) -> None:
-    """Training loss of the first seed at the largest batch."""
+    """Draw the training loss of the first seed at the largest batch."""
     largest = max(case["batch"] for case in found.values())
     for case in found.values():
         if case["family"] == "batch" and case["batch"] == largest:

@@ -136,7 +136,7 @@ def format_rate(rate: int | None) -> str:
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Where a rank runs."""
+    """Says where a rank runs."""
 
     node: int
     local_rank: int

@@ -53,7 +53,7 @@ def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
 
 
 def _may_set_groups() -> bool:
-    """Root may, but for that of a user namespace which was made without root."""
+    """Tell whether this user may: root may, but for that of a user namespace which was made without root."""
     switch = Path("/proc/self/setgroups")
     return os.geteuid() == 0 and not (switch.exists() and switch.read_text().strip() == "deny")
 

@@ -52,7 +52,7 @@ def one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended."""
+    """Says how a launcher ended."""
 
     code: int
     """Its exit code, 128 + signal where one ended it."""

@@ -22,7 +22,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ToAccuracy:
-    """What one run reached of a target, and when."""
+    """Says what one run reached of a target, and when."""
 
     target: float
     reached: Evaluated | None

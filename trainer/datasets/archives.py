@@ -28,7 +28,7 @@ _AGAIN = "download the archive again"
 
 @dataclass(frozen=True)
 class Archive:
-    """A published archive; what is None was not published, and is not checked."""
+    """Describes a published archive; what is None was not published, and is not checked."""
 
     names: tuple[str, ...]
     """File names that it goes by, the official one first."""
@@ -39,7 +39,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Member:
-    """A regular file in an archive; read it before the next one is drawn."""
+    """Holds a regular file in an archive; read it before the next one is drawn."""
 
     origin: str
     """The archive, or the archives one in the other, for messages."""

@@ -23,7 +23,7 @@ IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None},
 
 @dataclass(frozen=True)
 class Finding:
-    """All cases of one kind in one place."""
+    """Gathers all cases of one kind in one place."""
 
     kind: str
     where: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a quantity over classes or pictures; zeros where there are none."""
+    """Gives the extremes and median of a quantity over classes or pictures; zeros where there are none."""
 
     smallest: int = 0
     median: float = 0.0
@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What a split holds. Sides and forms are those of its good pictures."""
+    """Says what a split holds. Sides and forms are those of its good pictures."""
 
     num_images: int
     num_classes: int
@@ -60,7 +60,7 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything that a check found."""
+    """Holds everything that a check found."""
 
     root: str
     decoded: bool
@@ -239,7 +239,7 @@ def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.nda
 
 @dataclass(frozen=True)
 class _Kind:
-    """A finding without its cases."""
+    """Describes a finding without its cases."""
 
     kind: str
     where: str

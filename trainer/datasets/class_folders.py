@@ -33,7 +33,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 @dataclass(frozen=True)
 class DataSet:
-    """A published data set and what it must amount to."""
+    """Describes a published data set and what it must amount to."""
 
     name: str
     archives: tuple[Archive, ...]
@@ -50,7 +50,7 @@ class ImageWriter:
     """
 
     def __init__(self, folder: Path, *, num_threads: int, on_written: Callable[[int], None]) -> None:
-        """on_written gets the number of pictures that were added since the last call, written now or earlier."""
+        """Report to on_written the number of pictures that were added since the last call, written now or earlier."""
         self._folder = folder
         self._num_threads = num_threads
         self._on_written = on_written

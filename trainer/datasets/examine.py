@@ -50,7 +50,7 @@ sides, form and traits are zero unless fit. 47 bytes, so that a million pictures
 
 @dataclass(frozen=True)
 class Fault:
-    """A picture on which training would stop."""
+    """Describes a picture on which training would stop."""
 
     path: str
     kind: str
@@ -60,7 +60,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Part:
-    """Some pictures of a split, in order."""
+    """Holds some pictures of a split, in order."""
 
     split: str
     rows_N: np.ndarray

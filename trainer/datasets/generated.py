@@ -108,7 +108,7 @@ CLASSES = tuple(sorted(SHAPES))
 
 @dataclass(frozen=True)
 class ShapesRecipe:
-    """What decides every byte of the data set; the manifest states it."""
+    """Decides every byte of the data set; the manifest states it."""
 
     seed: int
     train_per_class: int
@@ -130,7 +130,7 @@ class ShapesRecipe:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Pictures per class of each split."""
+        """Return the number of pictures per class of each split."""
         return {"train": self.train_per_class, "val": self.val_per_class}
 
 

@@ -14,7 +14,7 @@ from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, r
 
 @dataclass(frozen=True)
 class FolderImages:
-    """split/<class>/<picture> on disk. All file names lie in one bytes object, so that a million travel fast."""
+    """Lists split/<class>/<picture> on disk. All file names lie in one bytes object, so that a million travel fast."""
 
     folder: str
     classes: tuple[str, ...]
@@ -24,7 +24,7 @@ class FolderImages:
     """Where each name ends in names."""
 
     def __len__(self) -> int:
-        """Number of pictures."""
+        """Return the number of pictures."""
         return len(self.labels_N)
 
     def name(self, position: int) -> str:
@@ -40,7 +40,7 @@ class FolderImages:
 
 @dataclass(frozen=True)
 class Listing:
-    """A split before any picture is read."""
+    """Lists a split before any picture is read."""
 
     images: Images
     strays: tuple[str, ...] = ()

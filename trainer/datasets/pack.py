@@ -47,7 +47,7 @@ _NEW = "delete its folder to pack anew, or name another DST"
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """One split on its way from index to folder."""
+    """Follows one split on its way from index to folder."""
 
     folder: Path
     index: ImageIndex
@@ -57,7 +57,7 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class PackSummary:
-    """What a call of pack did; num_packed leaves out what an earlier call had packed already."""
+    """Says what a call of pack did; num_packed leaves out what an earlier call had packed already."""
 
     num_images: int
     num_packed: int

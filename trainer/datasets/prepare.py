@@ -76,7 +76,7 @@ _NOT_OFFICIAL = "this is not the official archive"
 
 @dataclass(frozen=True)
 class ValLabels:
-    """What the development kit says."""
+    """Holds what the development kit says."""
 
     wnids: frozenset[str]
     val_wnids: tuple[str, ...]

@@ -23,7 +23,7 @@ UNFINISHED = ".unfinished"
 
 @dataclass(frozen=True)
 class PackRecipe:
-    """What decides the bytes of the shards, beside the pictures."""
+    """Decides the bytes of the shards, beside the pictures."""
 
     shard_bytes: int = 512_000_000
     """Most bytes of a shard, counted as the pictures come; a larger picture gets a shard of its own."""
@@ -58,7 +58,7 @@ def record_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The pictures of one shard: positions first, first + 1, ... of the split."""
+    """Names the pictures of one shard: positions first, first + 1, ... of the split."""
 
     number: int
     first: int
@@ -72,7 +72,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Record:
-    """A finished shard, and (offset, length, height, width) of each of its pictures."""
+    """Describes a finished shard, with (offset, length, height, width) of each of its pictures."""
 
     shard: Shard
     rows: list[list[int]]

@@ -52,7 +52,7 @@ def _lines(say: Callable[[str], None], unit: str) -> Report:
 
 
 class _Count:
-    """What is done, and its rate since the first call: what was done before may be the work of an earlier process."""
+    """Shows what is done, and its rate since the first call: what was before may be the work of an earlier process."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit

@@ -39,7 +39,7 @@ _ANOTHER = "delete its folder to stage anew, or name another DST"
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What a call of stage found and did."""
+    """Says what a call of stage found and did."""
 
     num_images: int
     num_shards: int
@@ -51,7 +51,7 @@ class StageSummary:
 
     @property
     def gb_per_s(self) -> float:
-        """Checked, whether copied or kept."""
+        """Return the rate of checking, 1e9 bytes per second, whether copied or kept."""
         return (self.bytes_copied + self.bytes_kept) / 1e9 / self.seconds
 
     def __str__(self) -> str:

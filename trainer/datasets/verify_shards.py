@@ -19,7 +19,7 @@ _FIELDS = "(offset, length, height, width, label)"
 
 @dataclass(frozen=True)
 class _Stated:
-    """A shard as its index describes it."""
+    """Describes a shard as its index does."""
 
     path: Path
     sha256: str

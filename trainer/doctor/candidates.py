@@ -15,7 +15,7 @@ MOST_MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks run on."""
+    """Describes what the ranks run on."""
 
     device: str
     device_type: str
@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def is_gpu(self) -> bool:
-        """A CUDA device."""
+        """Tell whether it is a CUDA device."""
         return self.device_type == "cuda"
 
 
@@ -49,7 +49,7 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that may be faster, and leave the update as it is but for rounding."""
+    """Names settings that may be faster, and leave the update as it is but for rounding."""
 
     name: str
     values: Mapping[str, Any] = field(hash=False)
@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """A speedup that cannot be tried here."""
+    """Names a speedup that cannot be tried here."""
 
     name: str
     why: str

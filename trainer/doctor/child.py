@@ -18,7 +18,7 @@ END_SECONDS = 10.0
 
 
 class Child:
-    """A probe of one config, from its start to close(); idle while another one measures."""
+    """Runs a probe of one config, from its start to close(); idle while another one measures."""
 
     def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
         """Start it. Raises: DoctorError where it fails, or takes longer than start_seconds to its first answer."""

@@ -16,7 +16,7 @@ IMAGES, TENSORS = "pictures", "tensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to do, and how long."""
+    """Says what to do, and how long."""
 
     config: Config
     whole: Config
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass
 class Findings:
-    """What is known; None for what is not yet."""
+    """Holds what is known; None for what is not yet."""
 
     machine: Machine | None = None
     torch: str = ""

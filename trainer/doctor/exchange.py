@@ -16,13 +16,13 @@ LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Exchange:
-    """The files of one probe."""
+    """Names the files of one probe."""
 
     folder: Path
 
     @property
     def config(self) -> Path:
-        """What the probe measures: a complete YAML."""
+        """Return where the config lies that the probe measures: a complete YAML."""
         return self.folder / "config.yaml"
 
     def order(self, what: str, **details: Any) -> None:

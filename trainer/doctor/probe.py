@@ -83,7 +83,7 @@ def _serve(probe: "_Probe", exchange: Exchange, *, doctor: int) -> None:
 
 
 class _Probe:
-    """The parts of a run, and its batches: pictures, or tensors that are generated once."""
+    """Holds the parts of a run, and its batches: pictures, or tensors that are generated once."""
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.config, self.communicator = config, communicator
@@ -105,7 +105,7 @@ class _Probe:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the machine."""
+        """Return the facts of the machine."""
         device = self.communicator.device
         return {
             "device": device_name(device),

@@ -13,7 +13,7 @@ NO_ROOM = ("OutOfMemoryError", "busy or unavailable")
 
 
 class Measuring(Protocol):
-    """A running probe, as child.Child is one."""
+    """Asks a running probe, as child.Child does."""
 
     facts: Mapping[str, Any]
 
@@ -102,7 +102,7 @@ class Probes:
 
 
 class Probe:
-    """One config: a contestant."""
+    """Measures one config: a contestant."""
 
     def __init__(self, probes: Probes, values: Mapping[str, Any], *, batches: str, seconds: float) -> None:
         self.values = dict(values)

@@ -11,14 +11,14 @@ from bigbatch.trainer.doctor.candidates import Candidate
 
 @dataclass(frozen=True)
 class Turn:
-    """Some steps, timed together."""
+    """Holds the figures of some steps, timed together."""
 
     images_per_second: float
     peak_bytes: int
 
 
 class Contestant(Protocol):
-    """A config that can be measured again and again."""
+    """Measures a config, again and again."""
 
     def run(self) -> Turn:
         """Run one turn. Raises: DoctorError."""
@@ -35,7 +35,7 @@ Open = Callable[[Mapping[str, Any]], Contestant]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two configs, turn by turn: what disturbs the machine for a while disturbs both."""
+    """Compares two configs, turn by turn: what disturbs the machine for a while disturbs both."""
 
     base_images_per_second: float
     images_per_second: float
@@ -53,7 +53,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a candidate."""
+    """Says what became of a candidate."""
 
     candidate: Candidate
     measured: Comparison | None
@@ -97,7 +97,7 @@ def noise_of(comparison: Comparison) -> float:
 
 
 class Greedy:
-    """Candidates one after the other, each on top of those that were taken. It closes what it starts."""
+    """Tries candidates one after the other, each on top of those that were taken. It closes what it starts."""
 
     def __init__(self, base: Contestant, start: Open, *, turns: int, noise: float) -> None:
         self._base, self._start, self._turns, self._noise = base, start, turns, noise

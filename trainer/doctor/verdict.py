@@ -12,7 +12,7 @@ CONTENDED = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRates:
-    """Of all ranks together, in pictures per second, and shares of a step."""
+    """Holds the rates of all ranks together, in pictures per second, and shares of a step."""
 
     together: float
     input_alone: float | None
@@ -31,7 +31,7 @@ class DoctorRates:
 
     @property
     def roofline_share(self) -> float:
-        """What the model does, alone, of what the devices do at their best."""
+        """Return the share that the model, alone, reaches of what the devices do at their best."""
         return self.model_alone * self.flops_per_image / self.peak_flops
 
 

@@ -19,7 +19,7 @@ INPUT, OUTPUT = "images", "logits"
 
 @dataclass(frozen=True)
 class Format:
-    """One form. suffix is None where any file name will do."""
+    """Describes one form. suffix is None where any file name will do."""
 
     suffix: str | None
     write: Callable[[nn.Module, Tensor, Path], None]

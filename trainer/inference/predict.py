@@ -26,7 +26,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one picture the most probable classes, the first one first, and their probabilities."""
+    """Lists the most probable classes of one picture, the first one first, and their probabilities."""
 
     image: Path
     classes: tuple[str, ...]
@@ -35,7 +35,7 @@ class Prediction:
 
 
 class Classifier:
-    """A trained model and the way of a picture into it, which is that of the validation pictures."""
+    """Holds a trained model and the way of a picture into it, which is that of the validation pictures."""
 
     def __init__(self, config: Config, weights: Path) -> None:
         """Load all. Raises: ConfigError; CheckpointError; DataError for class folders that cannot be listed."""

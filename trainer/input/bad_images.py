@@ -15,13 +15,13 @@ class UndecodableError(DataError):
 
 
 class BadImages:
-    """Those of one split that this process has met. In training the next usable picture stands in for each.
+    """Lists those of one split that this process has met. In training the next usable picture stands in for each.
 
     A picture is bad by its bytes and the decoder alone, so all ranks skip the same ones, in every epoch.
     """
 
     def __init__(self, *, max_skipped: int | None, num_images: int) -> None:
-        """max_skipped: how many of num_images may be bad; None to end at the first one."""
+        """Set how many of num_images may be bad; max_skipped is None to end at the first one."""
         self._max_skipped = max_skipped
         self._num_images = num_images
         self._lock = Lock()

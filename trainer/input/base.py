@@ -21,7 +21,7 @@ def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Request:
-    """One microbatch to fetch: a pure function of (seed, epoch, step, rank, world size).
+    """Asks for one microbatch: a pure function of (seed, epoch, step, rank, world size).
 
     epoch feeds the random draws; indices_B (int64) are positions in the split; valid_B (bool) is False
     where a sample only pads the batch to its fixed size and must not be counted.
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BadImage:
-    """A picture that could not be used."""
+    """Names a picture that could not be used."""
 
     position: int
     """In its split: the same wherever the data lie."""
@@ -44,7 +44,7 @@ class BadImage:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures as uint8 in channels-last memory (shape B, 3, H, W), class indices (int64), validity (bool).
+    """Holds pictures as uint8 in channels-last memory (B, 3, H, W), class indices (B, int64) and validity (B, bool).
 
     The tensors belong to the caller until the next batch is drawn from the loader's iterator.
     """
@@ -69,16 +69,16 @@ ImageSize = Callable[[int], int]
 
 
 class Images(Protocol):
-    """The encoded pictures of one split, wherever they lie."""
+    """Gives the encoded pictures of one split, wherever they lie."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names in the order of the labels."""
+        """Return the names in the order of the labels."""
         ...
 
     @property
     def labels_N(self) -> np.ndarray:
-        """Position of each picture's class in classes, int64."""
+        """Return the position of each picture's class in classes, int64 (N)."""
         ...
 
     def __len__(self) -> int: ...
@@ -93,7 +93,7 @@ class Images(Protocol):
 
 
 class ImageSource(Images, Protocol):
-    """What loaders read from: class folders or packed shards."""
+    """Gives loaders what they read: class folders or packed shards."""
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
         """Return (height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""

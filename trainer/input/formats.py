@@ -13,7 +13,7 @@ _ADVICE = "replace or remove it"
 
 
 class UnsupportedImageError(DataError):
-    """A picture that may be whole, but is of a kind that no loader takes."""
+    """A picture may be whole, but is of a kind that no loader takes."""
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:

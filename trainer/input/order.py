@@ -17,7 +17,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 
 @dataclass(frozen=True)
 class ImageIndex:
-    """The pictures of one split in class folders, sorted by class and then by file name: an ImageSource."""
+    """Lists the pictures of one split in class folders, sorted by class and then by file name: an ImageSource."""
 
     root: str
     """Folder of the split; paths are relative to it."""

@@ -14,7 +14,7 @@ from bigbatch.trainer.input.on_device import on_device
 
 @dataclass(frozen=True)
 class Prepared:
-    """Pictures in the compute dtype, class indices, and targets: the same indices, or shares (B, K) after mixing."""
+    """Holds pictures in the compute dtype, class indices, and targets: the indices, or shares (B, K) after mixing."""
 
     images_BCHW: Tensor
     labels_B: Tensor
@@ -22,13 +22,13 @@ class Prepared:
 
 
 class AugmentFunction(Protocol):
-    """uint8 pictures on the device to others."""
+    """Turns uint8 pictures on the device into others."""
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor: ...
 
 
 class MixFunction(Protocol):
-    """Normalised pictures and their labels to mixed ones and shares (B, K)."""
+    """Turns normalised pictures and their labels into mixed ones and shares (B, K)."""
 
     def __call__(
         self, images_BCHW: Tensor, labels_B: Tensor, *, epoch: int, indices_B: np.ndarray
@@ -36,7 +36,7 @@ class MixFunction(Protocol):
 
 
 class PrepareBatch:
-    """Copy to the device as bytes, augment, normalise, mix; no host sync."""
+    """Copies to the device as bytes, augments, normalises, mixes; no host sync."""
 
     def __init__(
         self,

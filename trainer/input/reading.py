@@ -17,7 +17,7 @@ from bigbatch.trainer.input.retry import Draw, PatientReads
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """One request with its files in memory: what is left is to decode each box, resize and flip it."""
+    """Holds one request with its files in memory: what is left is to decode each box, resize and flip it."""
 
     request: Request
     positions: list[int]
@@ -54,7 +54,7 @@ class EncodedReader:
         patience_seconds: float,
         max_skipped: int | None = None,
     ) -> None:
-        """patience_seconds: a picture that cannot be read is tried again for so long.
+        """Set the reader up. patience_seconds: a picture that cannot be read is tried again for so long.
 
         max_skipped: bad pictures for which others may stand in, or None to end at the first one.
         """

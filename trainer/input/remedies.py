@@ -21,7 +21,7 @@ def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSettings:
-    """What the remedies depend on: keys of the config and facts of the machine."""
+    """Holds what the remedies depend on: keys of the config and facts of the machine."""
 
     loader: str
     num_threads: int
@@ -43,7 +43,7 @@ class InputSettings:
 def input_settings(
     config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool
 ) -> InputSettings:
-    """sizes: (height, width) of some stored pictures, if the loader reads any."""
+    """Gather the settings. sizes: (height, width) of some stored pictures, if the loader reads any."""
     data, some = config.data, list(sizes)
     max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
     return InputSettings(
@@ -95,14 +95,14 @@ REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better
 
 
 def share_better(settings: InputSettings) -> list[str]:
-    """Where loader and model compete for cores."""
+    """Say what helps where loader and model compete for cores."""
     few = settings.num_threads > settings.num_cores
     fewer = [f"lower data.num_threads to {settings.num_cores} ({settings.num_threads} now)"] if few else []
     return [*fewer, *_decode_on_gpu(settings), *_smaller_images(settings), _more_cores(settings)]
 
 
 def more_threads(settings: InputSettings) -> list[str]:
-    """Where there are cores for them."""
+    """Propose more threads where there are cores for them."""
     if settings.num_threads >= settings.num_cores:
         return []
     return [f"raise data.num_threads ({settings.num_threads} now; each rank may use {settings.num_cores} cores)"]
@@ -114,7 +114,7 @@ def _decode_on_gpu(settings: InputSettings) -> list[str]:
 
 
 def _smaller_images(settings: InputSettings) -> list[str]:
-    """Where they are not packed yet, and a fifth of the decoding or more would go."""
+    """Propose shrinking where pictures are not packed yet and a fifth of the decoding or more would go."""
     if settings.is_packed or settings.pixels_left > 0.8:
         return []
     return [

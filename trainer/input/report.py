@@ -68,7 +68,7 @@ def _slow_rank(ranks: Sequence[Rates]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Waited:
-    """How a run went; waiting is that of the rank which waited longest, as the others wait for it."""
+    """Says how a run went; waiting is that of the rank which waited longest, as the others wait for it."""
 
     wait_fraction: float
     compute_images_per_second: float
@@ -78,14 +78,14 @@ class Waited:
 
 @dataclass(frozen=True)
 class MeasuredInput:
-    """What the input of each rank delivers on its own, all at the same time, and by which settings."""
+    """Says what the input of each rank delivers on its own, all at the same time, and by which settings."""
 
     ranks: tuple[Rates, ...]
     settings: InputSettings
 
     @property
     def rates(self) -> Rates:
-        """Over all ranks."""
+        """Return the rates over all ranks."""
         return over_ranks(self.ranks)
 
 
@@ -140,7 +140,7 @@ def _though_fast(finding: str, settings: InputSettings) -> str:
 
 
 def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
-    """Nothing waits for a stage that is part of the step, so its share of the step's own work is what tells."""
+    """Judge a stage by its share of the step's own work: it is part of the step, so nothing waits for it."""
     rate = measured.rates[stage]
     if rate is None or waited.compute_images_per_second <= LARGE_SHARE * rate:
         return None

@@ -51,7 +51,7 @@ OUTAGE = Outage()
 
 
 class Draw:
-    """A batch that somebody waits for, and with him the other ranks; one object for all that is read meanwhile."""
+    """Stands for a batch that somebody waits for, and with him the other ranks; one for all that is read meanwhile."""
 
     def __init__(self) -> None:
         self.read_seconds = 0.0
@@ -59,7 +59,7 @@ class Draw:
 
 
 class PatientReads:
-    """The reads of one stream of batches, each in one of num_threads threads."""
+    """Runs the reads of one stream of batches, each in one of num_threads threads."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class PatientReads:
         num_threads: int,
         current_draw: Callable[[], Draw | None] = lambda: None,
     ) -> None:
-        """patience_seconds: for so long a read that failed is tried again, and one may take (and GRACE_SECONDS).
+        """Start the threads. A failed read is tried again for patience_seconds; one may take so long, and
+        GRACE_SECONDS.
 
         current_draw: what is waited for, if anything; reading may hold it up for twice the patience in all.
         """
@@ -150,7 +151,7 @@ class PatientReads:
                 self._require_pace(draw, asked, found)
 
     def _wait_in_vain(self, parts: "Sequence[Future[Any]]") -> bool:
-        """After stop; nearly all reads return at once, and then no thread stays behind."""
+        """Wait once more after stop; nearly all reads return at once, and then no thread stays behind."""
         if wait(parts, timeout=GRACE_SECONDS).not_done:
             raise StuckError("reading was stopped while a read had not returned")
         return True

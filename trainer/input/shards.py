@@ -34,7 +34,7 @@ AGAIN = "run `bigbatch data pack` again"
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file as it was written."""
+    """Describes one tar file as it was written."""
 
     name: str
     num_bytes: int
@@ -43,7 +43,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SplitIndex:
-    """What index.json states."""
+    """Holds what index.json states."""
 
     version: int
     classes: tuple[str, ...]
@@ -178,10 +178,10 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
 
 
 class PackedIndex:
-    """The pictures of one packed split, an ImageSource; opens a shard when it is first read from."""
+    """Lists the pictures of one packed split, an ImageSource; opens a shard when it is first read from."""
 
     def __init__(self, folder: Path, *, facts: SplitIndex, entries_N: np.ndarray, max_open: int | None = None) -> None:
-        """max_open: shards held open at a time, by default a third of what the process may open."""
+        """Hold no shard open yet. max_open: how many at a time, by default a third of what the process may open."""
         self._folder = folder
         self.facts = facts
         self.classes = facts.classes
@@ -242,7 +242,7 @@ def _pread(descriptor: int, *, length: int, offset: int) -> bytes:
 
 
 def _has_size(data: bytes, size: tuple[int, int]) -> bool:
-    """The check that a picture from a class folder gets, too: a few microseconds for a JPEG."""
+    """Check what is checked of a picture from a class folder, too: a few microseconds for a JPEG."""
     try:
         return encoded_size(data, path="") == size
     except DataError:
@@ -250,13 +250,13 @@ def _has_size(data: bytes, size: tuple[int, int]) -> bool:
 
 
 def _max_open() -> int:
-    """A third of the limit for each split: training has two, and sockets and libraries want the rest."""
+    """Give each split a third of the limit: training has two, and sockets and libraries want the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
 
 
 class OpenFile:
-    """Closed with its last reader: nobody loses a descriptor in use, or meets another file under its number."""
+    """Closes with its last reader: nobody loses a descriptor in use, or meets another file under its number."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -266,7 +266,7 @@ class OpenFile:
 
 
 class OpenFiles:
-    """Files open for reading, at most max_open: the one that was not used for longest makes room."""
+    """Keeps files open for reading, at most max_open: the one that was not used for longest makes room."""
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
@@ -290,7 +290,7 @@ class OpenFiles:
         return file
 
     def _open(self, path: str) -> OpenFile:
-        """Where the process may open no more, others of these files make room."""
+        """Open it, and let others of these files make room where the process may open no more."""
         while True:
             try:
                 return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

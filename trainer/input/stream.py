@@ -12,7 +12,7 @@ from bigbatch.trainer.input.base import Batch
 
 @dataclass(frozen=True)
 class InputFailure:
-    """The step whose batch could not be had, and why."""
+    """Names the step whose batch could not be had, and why."""
 
     step: int
     reason: str

@@ -16,7 +16,7 @@ class EnergyMeter(Protocol):
 
 
 class NoEnergyMeter:
-    """For a device whose driver does not tell, and for a CPU."""
+    """Stands in where a driver does not tell, and for a CPU."""
 
     def take_joules(self) -> float:
         """Return no number of joules: NaN."""
@@ -24,7 +24,7 @@ class NoEnergyMeter:
 
 
 class GpuEnergy:
-    """NVML's counter of a GPU (Volta and later), in millijoules since the driver was loaded."""
+    """Reads NVML's counter of a GPU (Volta and later), in millijoules since the driver was loaded."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle

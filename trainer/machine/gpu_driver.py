@@ -29,7 +29,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Clock:
-    """Of a GPU's multiprocessors at this moment."""
+    """States the clock of a GPU's multiprocessors at this moment."""
 
     mhz: float
     slowed_by: tuple[str, ...]

@@ -33,7 +33,7 @@ NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to. size: the largest that fits of those tried, None where none did."""
+    """Says what a search came to. size: the largest that fits of those tried, None where none did."""
 
     size: int | None
     is_complete: bool

@@ -13,7 +13,7 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run folder's config and records."""
+    """Holds a run folder's config and records."""
 
     rundir: RunDir
     config: Config
@@ -27,7 +27,7 @@ class FinishedRun:
 
     @cached_property
     def job(self) -> dict[str, Any]:
-        """What the config does not tell: ranks, device, steps per epoch, pictures."""
+        """Return what the config does not tell: ranks, device, steps per epoch, pictures."""
         return dict(self.start["job"])
 
 

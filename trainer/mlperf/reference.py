@@ -20,7 +20,7 @@ INTERPOLATED_RUNS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """How soon MLPerf's reference runs of a batch size reached the target."""
+    """Says how soon MLPerf's reference runs of a batch size reached the target."""
 
     name: str
     mean_epochs: float
@@ -35,7 +35,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of an MLPerf log. time_s is in seconds since 1970; edge: start or end of an interval, else a point."""
+    """Describes a log line of MLPerf. time_s: seconds since 1970; edge: start or end of an interval, else a point."""
 
     key: str
     value: Any

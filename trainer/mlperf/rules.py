@@ -55,7 +55,7 @@ coefficient is LARSETA of NVIDIA's v4.0 submission."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one rule. holds is None where nothing can be said."""
+    """Says what came of one rule. holds is None where nothing can be said."""
 
     rule: str
     value: str

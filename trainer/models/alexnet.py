@@ -18,7 +18,7 @@ def conv_norm_relu(
 
 
 class AlexNetBN(nn.Module):
-    """AlexNet with a batch norm after each of the five convolutions and one more after Pool5.
+    """Classifies by AlexNet, with a batch norm after each of the five convolutions and one more after Pool5.
 
     Layer sizes, classifier and init: torchvision's AlexNet (Krizhevsky 2014, arXiv 1404.5997).
     Norm after every convolution, none of the local response normalisation: AlexNet-BN of You et al. 2017

@@ -14,7 +14,7 @@ Region: TypeAlias = tuple[nn.Module, str]
 
 @runtime_checkable
 class DividedModel(Protocol):
-    """A model that tells its parts, from the input on. All regions together are its forward; none overlap."""
+    """Tells its parts, from the input on. All regions together are its forward; none overlap."""
 
     def residual_blocks(self) -> list[nn.Module]:
         """List the blocks whose activations can be computed again in backward; they draw no random numbers."""

@@ -32,7 +32,7 @@ def shortcut(
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions: the block of ResNet-18 and 34."""
+    """Adds two 3x3 convolutions to its input: the block of ResNet-18 and 34."""
 
     expansion = 1
     last_norm = "bn2"
@@ -54,7 +54,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, four times as wide at the end: the block of ResNet-50, 101 and 152."""
+    """Adds 1x1, 3x3 and 1x1 convolutions to its input, the last four times as wide: for ResNet-50, 101 and 152."""
 
     expansion = 4
     last_norm = "bn3"
@@ -94,7 +94,7 @@ def stage(
 
 
 class ResNet(nn.Module):
-    """Stem, four stages of residual blocks, global average pool, linear classifier.
+    """Runs a stem, four stages of residual blocks, global average pool and linear classifier.
 
     zero_init_residual starts the last norm scale of every block at 0, so that each block begins as its
     shortcut and signals pass a deep net unchanged: it lets the large learning rates of large batches start

@@ -14,7 +14,7 @@ ActivationFactory = Callable[[], nn.Module]
 
 
 class ConvBlock(nn.Sequential):
-    """3x3 convolution, optional 2x2 max-pool, norm, activation.
+    """Runs a 3x3 convolution, optional 2x2 max-pool, norm and activation.
 
     pool_first puts the max-pool before norm and activation, which then have a quarter of the pixels to read
     (Page's part 8); otherwise it comes last, as in the earlier parts.
@@ -54,7 +54,7 @@ class Residual(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """Eight convolutions and a linear layer; any input whose sides are at least 8 pixels."""
+    """Classifies by eight convolutions and a linear layer; takes any input whose sides are at least 8 pixels."""
 
     def __init__(
         self, *, num_classes: int, width: int, logit_scale: float, prep: nn.Module, block: Callable[..., nn.Module]

@@ -17,7 +17,7 @@ PIXELS = (0, 2, 3)
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Neighbouring ranks that share each ghost batch. gather is collective: (N) of each -> (num_ranks, N)."""
+    """Names the ranks that share each ghost batch. gather is collective: (N) of each -> (num_ranks, N)."""
 
     num_ranks: int
     gather: Callable[[Tensor], Tensor]

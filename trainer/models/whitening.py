@@ -18,7 +18,7 @@ PORTION_PIXELS = 2**20
 
 
 class PatchWhitening(nn.Module):
-    """From pictures to 27 channels. The weights are a buffer: saved with the others, updated by nothing, always fp32.
+    """Turns pictures into 27 channels. The weights are a buffer: saved with the others, never updated, always fp32.
 
     Until they are fitted to pictures, each channel is one pixel of the patch.
     """

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Of a rank; of its host too, where it is the first one there."""
+    """Describes a rank; its host too, where it is the first one there."""
 
     rank: int
     host: str
@@ -42,7 +42,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Of a host."""
+    """Describes a host."""
 
     versions: dict[str, str]
     """What must be the same everywhere."""

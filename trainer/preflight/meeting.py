@@ -22,7 +22,7 @@ _ABSENT = "preflight/absent"
 
 @dataclass(frozen=True)
 class Attendee:
-    """Where a node is reached, and what its ranks compute on. All ranks know all of these, so they are short."""
+    """Says where a node is reached, and what its ranks compute on. All ranks know all of these, so they are short."""
 
     rank: int
     """Of the first rank there."""

@@ -8,7 +8,7 @@ from bigbatch.trainer.machine.gpu_driver import Clock
 
 @dataclass(frozen=True)
 class Node:
-    """A host of the job: what its first rank says, and the slowest of its ranks' rates."""
+    """Describes a host of the job: what its first rank says, and the slowest of its ranks' rates."""
 
     host: str
     versions: Mapping[str, str]
@@ -33,13 +33,13 @@ class Node:
 
     @property
     def best_link(self) -> float | None:
-        """Bytes per second to the host it reaches fastest: a slow one is slow to all."""
+        """Return the bytes per second to the host it reaches fastest: a slow one is slow to all."""
         return max(self.link_bytes_per_second.values(), default=None)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong."""
+    """Names something that is wrong."""
 
     text: str
     hosts: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ BUSY_REPEATS = 64
 
 @dataclass(frozen=True)
 class Rates:
-    """Medians over repeats."""
+    """Holds medians over repeats."""
 
     multiply_gflops: float
     """10^9 floating-point operations per second: fp32 on a CPU, bf16 on a GPU."""

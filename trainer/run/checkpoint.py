@@ -23,7 +23,7 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, as its manifest describes it. top1 is None where it was not evaluated."""
+    """Describes a checkpoint on disk, as its manifest does. top1 is None where it was not evaluated."""
 
     path: Path
     step: int

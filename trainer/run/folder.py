@@ -15,48 +15,48 @@ from bigbatch.trainer.config.schema import Config
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths in a run folder."""
+    """Names the paths in a run folder."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved config; `bigbatch train --config` takes it as it is."""
+        """Return where the resolved config lies; `bigbatch train --config` takes it as it is."""
         return self.path / RUN_CONFIG
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: a start, a report, an evaluation and so on, and when it was."""
+        """Return where the records lie, a JSON object a line: a start, a report, an evaluation and so on, and when."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """Return the folder of event files."""
         return self.path / "tensorboard"
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoint folders."""
+        """Return the folder of checkpoint folders."""
         return self.path / "checkpoints"
 
     @property
     def plot(self) -> Path:
-        """Loss and accuracy over epochs."""
+        """Return where loss and accuracy over epochs are plotted."""
         return self.path / "plot.png"
 
     @property
     def timeline(self) -> Path:
-        """What each buffer did beside backward, for ui.perfetto.dev, where comm.timeline_steps asked for it."""
+        """Return where comm.timeline_steps put what each buffer did beside backward, for ui.perfetto.dev."""
         return self.path / "timeline.json"
 
     @property
     def summary(self) -> Path:
-        """What came out; written once, at the end of a finished run."""
+        """Return where the outcome lies; written once, at the end of a finished run."""
         return self.path / "summary.json"
 
     @property
     def mlperf_log(self) -> Path:
-        """The run in MLPerf's log format, where `bigbatch verify` looked at it."""
+        """Return where the run lies in MLPerf's log format, if `bigbatch verify` looked at it."""
         return self.path / "mlperf_log.txt"
 
     def write_text(self, path: Path, text: str) -> None:

@@ -22,7 +22,7 @@ from bigbatch.trainer.step.totals import Totals
 
 
 class RunOutput:
-    """The terminal from the start; the folder from open_folder on, which is for the first rank alone, as is finish."""
+    """Speaks to the terminal from the start, and from open_folder on to the folder: the first rank's, as is finish."""
 
     def __init__(self, config: Config, communicator: Communicator, *, plan: Plan, terminal_columns: int | None) -> None:
         self._config = config

@@ -33,7 +33,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """For the other ranks."""
+    """Shows nothing: this is for the other ranks."""
 
     def say(self, text: str) -> None:
         """Show nothing."""
@@ -52,7 +52,7 @@ class Silent:
 
 
 class Lines:
-    """One plain line per report: for logs and pipes."""
+    """Prints one plain line per report: for logs and pipes."""
 
     def say(self, text: str) -> None:
         """Print and flush."""
@@ -76,7 +76,7 @@ class Lines:
 
 
 class Bar:
-    """A rich progress bar with evaluations above it, and a table at the end."""
+    """Shows a rich progress bar with evaluations above it, and a table at the end."""
 
     def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
         self._console = console

@@ -23,7 +23,7 @@ ALIKE = {"lamb", "adamw"}
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts: after a step of a checkpoint, and what else that tells; or anew."""
+    """Says where a run starts: after a step of a checkpoint, and what else that tells; or anew."""
 
     path: Path | None
     step: int

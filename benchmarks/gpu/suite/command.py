@@ -98,7 +98,7 @@ def choose_cases(only: list[str] | None, names: list[str]) -> list[str]:
 
 
 class Suite:
-    """The record of one device, and what happens to it."""
+    """Keeps the record of one device, and says what happens to it."""
 
     def __init__(self, options: argparse.Namespace, *, device: torch.device, size: Size, path: Path) -> None:
         self.options, self.device, self.size, self.path = options, device, size, path

@@ -12,7 +12,7 @@ from benchmarks.record import spread
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a measurement is."""
+    """Says how large a measurement is."""
 
     name: str
     model: str
@@ -71,7 +71,7 @@ TOO_LONG = "left out small on a CPU: compiling takes longer than all the rest"
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where and how large to measure, and the folders that only the user can name."""
+    """Says where and how large to measure, and names the folders that only the user can."""
 
     size: Size
     device: torch.device
@@ -92,13 +92,13 @@ class Context:
 
     @property
     def compiles(self) -> bool:
-        """Not small on a CPU: compiling takes longer there than all the rest."""
+        """Tell whether it compiles; not where small on a CPU: compiling takes longer there than all the rest."""
         return not (self.is_small and self.device.type == "cpu")
 
 
 @dataclass
 class Found:
-    """What a case measured."""
+    """Holds what a case measured."""
 
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name: unit and spread."""

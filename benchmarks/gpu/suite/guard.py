@@ -17,7 +17,7 @@ Figure = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure then and now; now is None where it was not measured any more."""
+    """Puts a figure of then beside that of now, which is None where it was not measured any more."""
 
     name: str
     unit: str
@@ -28,7 +28,7 @@ class Comparison:
 
     @property
     def loss(self) -> float:
-        """Share of the rate that was lost, or of the time that was added; negative where it got better."""
+        """Return the share of the rate that was lost, or of the time that was added; negative where it got better."""
         if self.now is None:
             return 1.0
         lost = 1 - self.now / self.before if WATCHED[self.unit] > 0 else self.now / self.before - 1

@@ -29,7 +29,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Flags:
-    """What configs and peers switch for the whole process: each contestant gets its own back at its turn.
+    """Keeps what configs and peers switch for the whole process: each contestant gets its own back at its turn.
 
     By torch's older switches alone, as the trainer (docs/decisions/042): its compiler fails on a mix of both.
     """
@@ -91,7 +91,7 @@ def as_options(settings: Settings) -> list[str]:
 
 
 class Job:
-    """One rank's training, step by step, without reports, evaluations and checkpoints."""
+    """Trains one rank, step by step, without reports, evaluations and checkpoints."""
 
     def __init__(self, settings: Settings, *, with_nccl: bool = False) -> None:
         """Build the job. with_nccl: sums go through NCCL, as on a cluster; a world of one leaves them out otherwise.

@@ -19,7 +19,7 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution, or the classifier as one of 1 x 1, at a batch size."""
+    """Describes a convolution, or the classifier as one of 1 x 1, at a batch size."""
 
     input_shape: tuple[int, ...]
     weight_shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Layer:
 
     @property
     def flops(self) -> int:
-        """Of all passes; a multiplication and an addition count two."""
+        """Count the operations of all passes; a multiplication and an addition count two."""
         return self.num_passes * conv_flop_count(
             list(self.input_shape), list(self.weight_shape), list(self.output_shape)
         )

@@ -57,5 +57,5 @@ def with_cache(folder: Path) -> dict[str, str]:
 
 
 def seconds_to_first_step(folder: Path, *, start: float) -> float:
-    """start: seconds since the epoch, as records have them."""
+    """Return the seconds to the first step's record. start: seconds since the epoch, as records have them."""
     return next(float(each["time"]) for each in read_records(RunDir(folder).metrics) if each["kind"] == "train") - start

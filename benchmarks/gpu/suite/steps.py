@@ -28,7 +28,7 @@ UNFUSED = {
 
 @dataclass(frozen=True)
 class Step:
-    """What changes against the steps before."""
+    """Says what changes against the steps before."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from benchmarks.gpu.suite.torchvision_peer import SCRIPT
 
 @dataclass(frozen=True)
 class Target:
-    """The median of a figure, or its ratio to the median of another one."""
+    """Names the median of a figure, or its ratio to the median of another one."""
 
     words: str
     figure: tuple[str, str]

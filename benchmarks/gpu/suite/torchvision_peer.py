@@ -33,7 +33,7 @@ Batches = Generator[tuple[Tensor, Tensor], None, None]
 
 @dataclass(frozen=True)
 class Few:
-    """So many batches of an endless stream, with the length for which the script asks."""
+    """Yields so many batches of an endless stream, with the length for which the script asks."""
 
     batches: Batches
     count: int

@@ -41,7 +41,7 @@ class DaliDecoder:
         prefetch_batches: int,
         hardware_share: float,
     ) -> None:
-        """hardware_share: of the JPEGs, that a GPU's decoding engine takes where it has one.
+        """Set up DALI. hardware_share: of the JPEGs, those that a GPU's decoding engine takes where it has one.
 
         Raises: ConfigError if DALI is not installed.
         """
@@ -100,7 +100,7 @@ class DaliDecoder:
                 raise self._failure
 
     def _feed(self) -> tuple[list[np.ndarray], ...]:
-        """What DALI asks for once per batch; it takes StopIteration for the end of the stream.
+        """Give DALI what it asks for once per batch; it takes StopIteration for the end of the stream.
 
         A failure is such an end: it must not come before the batches in flight.
         """
@@ -116,7 +116,7 @@ class DaliDecoder:
         return _inputs(encoded, with_resize=self._device_id is not None)
 
     def _next(self) -> Any:
-        """As _run, but DALI's error may become an UndecodableError."""
+        """Do as _run, but let DALI's error become an UndecodableError where a picture caused it."""
         try:
             return self._run()
         except RuntimeError:
@@ -178,7 +178,7 @@ def _build_pipeline(
     prefetch_batches: int,
     hardware_share: float,
 ) -> Any:
-    """From _inputs to boxes decoded (on the CPU), or decoded, resized and flipped (on a GPU); uint8 HWC."""
+    """Build the way from _inputs to boxes: decoded on the CPU, or decoded, resized and flipped on a GPU; uint8 HWC."""
     Pipeline, fn, types = _import_dali()
     pipeline = Pipeline(
         batch_size=microbatch_size,
@@ -221,7 +221,7 @@ def _as_torch(images: Any) -> Tensor:
 
 
 def _raise_if_storage(failure: Exception | None) -> None:
-    """A run that ends for its storage ends now: to skip a picture, all in flight would have to be read again."""
+    """Let a run that ends for its storage end now: to skip a picture, all in flight would have to be read again."""
     if isinstance(failure, StorageError):
         raise failure
 

@@ -65,7 +65,7 @@ class ImageLoader:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """What is loaded within leaves no trace: bad pictures that it meets are afterwards as unknown as before."""
+        """Leave no trace of what is loaded within: bad pictures that it meets are afterwards as unknown as before."""
         known = dict(self.reader.bad.reasons)
         try:
             yield
@@ -80,7 +80,7 @@ class ImageLoader:
             self._stream = None
 
     def _batches(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
-        """After a picture that only decoding showed to be bad, all that was under way is read again."""
+        """Read all that was under way again, after a picture that only decoding showed to be bad."""
         under_way: deque[Request] = deque()
         again: deque[Request] = deque()
 

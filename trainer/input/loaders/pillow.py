@@ -23,7 +23,7 @@ class PillowDecoder:
     """
 
     def __init__(self, *, num_threads: int, prefetch_batches: int, pin_memory: bool = False) -> None:
-        """pin_memory: decode into page-locked memory, from which a copy to a GPU does not wait for the device."""
+        """Set it up. pin_memory: decode into page-locked memory, from which copies to a GPU do not wait for it."""
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
         self._pin_memory = pin_memory

@@ -27,7 +27,7 @@ NUM_KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class InputRates:
-    """Pictures per second of this rank; None for a stage that its input has not."""
+    """Holds pictures per second of this rank; None for a stage that its input has not."""
 
     loader: float
     read: float | None
@@ -40,7 +40,7 @@ class InputRates:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found out: rates, and (height, width) of some stored pictures where the loader reads any."""
+    """Holds what was found out: rates, and (height, width) of some stored pictures where the loader reads any."""
 
     rates: InputRates
     sizes: tuple[tuple[int, int], ...]

@@ -32,7 +32,7 @@ class ResidentLoader:
         num_threads: int = 4,
         patience_seconds: float = 20.0,
     ) -> None:
-        """patience_seconds: a picture that cannot be read is tried again for so long.
+        """Decode the set. patience_seconds: a picture that cannot be read is tried again for so long.
 
         Raises: DataError naming the first picture that is not image_size x image_size, or one that cannot be read.
         """

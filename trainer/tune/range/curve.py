@@ -21,7 +21,7 @@ MIN_STEPS = 20
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Readings of a curve; None where it shows none. suggested_lr: the smaller of the other two."""
+    """Holds readings of a curve; None where it shows none. suggested_lr: the smaller of the other two."""
 
     steepest_lr: float | None
     exploded_lr: float | None
@@ -29,7 +29,7 @@ class Suggestion:
 
     @property
     def tenth_lr(self) -> float | None:
-        """A tenth of the rate that explodes."""
+        """Return a tenth of the rate that explodes."""
         return None if self.exploded_lr is None else self.exploded_lr / 10
 
 
@@ -39,7 +39,7 @@ def exponential(low: float, high: float, *, steps: int) -> Callable[[int], float
 
 
 class SmoothedLoss:
-    """Running mean of the loss, without the bias of its start."""
+    """Averages the loss as it runs, without the bias of its start."""
 
     def __init__(self) -> None:
         self._sum, self._weight = 0.0, 0.0

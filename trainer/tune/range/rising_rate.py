@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Curve:
-    """Learning rates and losses of all ranks together, step by step; the end where they explode."""
+    """Holds learning rates and losses of all ranks together, step by step; the end where they explode."""
 
     def __init__(self, communicator: Communicator, *, num_steps: int) -> None:
         self.lrs: list[float] = []

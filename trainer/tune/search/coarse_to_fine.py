@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a whole search found."""
+    """Says what a whole search found."""
 
     best: Record
     records: tuple[Record, ...]
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def overrides(self) -> list[str]:
-        """The best values as options of `bigbatch train`."""
+        """Return the best values as options of `bigbatch train`."""
         return flags(self.best.values)
 
 

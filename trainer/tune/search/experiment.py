@@ -16,7 +16,7 @@ from bigbatch.trainer.tune.search.space import Axis, flags, parse_space
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search as the command line states it."""
+    """Describes a search as the command line states it."""
 
     config: tuple[str, ...]
     """Words of `bigbatch train`: --config NAME and overrides."""
@@ -39,7 +39,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A search whose settings make sense."""
+    """Holds a search whose settings make sense."""
 
     search: Search
     axes: tuple[Axis, ...]
@@ -59,7 +59,7 @@ class Experiment:
 
     @property
     def prune_from_epoch(self) -> int:
-        """The first one after the warm-up, in which a large learning rate has not shown yet."""
+        """Return the first epoch after the warm-up, in which a large learning rate has not shown yet."""
         short = self.short_config({}, directory=self.search.folder)
         return math.floor(short.schedule.warmup_epochs) + 1
 

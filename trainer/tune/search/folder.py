@@ -16,38 +16,38 @@ from bigbatch.trainer.run.resume import changes
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """Paths in it."""
+    """Names the paths in a search's folder."""
 
     path: Path
 
     @property
     def identity(self) -> Path:
-        """What the search is about: its experiment and all that decides which trials there are."""
+        """Return where it lies what the search is about: its experiment and all that decides which trials there are."""
         return self.path / "search.json"
 
     @property
     def base(self) -> Path:
-        """The whole experiment, as trials start from it."""
+        """Return where the whole experiment lies, as trials start from it."""
         return self.path / "base.yaml"
 
     @property
     def journal(self) -> Path:
-        """Optuna's."""
+        """Return where Optuna's journal lies."""
         return self.path / "journal.log"
 
     @property
     def best(self) -> Path:
-        """The experiment with the best values."""
+        """Return where the experiment with the best values lies."""
         return self.path / "best.yaml"
 
     @property
     def plot(self) -> Path:
-        """Results over values."""
+        """Return where results over values are plotted."""
         return self.path / "search.png"
 
     @property
     def trials(self) -> Path:
-        """All trials, one JSON object a line."""
+        """Return where all trials lie, one JSON object a line."""
         return self.path / "trials.jsonl"
 
     def trial(self, number: int) -> Path:

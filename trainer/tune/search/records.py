@@ -10,7 +10,7 @@ State = Literal["finished", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial ended. result: of its last evaluation; reason: why it has none, or why it went no further."""
+    """Says how a trial ended. result: of its last evaluation; reason: why it has none, or why it went no further."""
 
     state: State
     result: float | None
@@ -21,7 +21,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Record:
-    """A trial that ended."""
+    """Describes a trial that ended."""
 
     number: int
     round: int

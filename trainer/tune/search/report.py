@@ -36,7 +36,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """Where the search speaks."""
+    """Says where the search speaks."""
 
     say: Callable[[str], None]
     advance: Callable[..., None]

@@ -20,7 +20,7 @@ MakeArgv = Callable[..., list[str]]
 
 @dataclass
 class _Active:
-    """A trial that runs; why it is to end early, if it is."""
+    """Holds a trial that runs; why it is to end early, if it is."""
 
     index: int
     values: dict[str, str]
@@ -30,7 +30,7 @@ class _Active:
 
 @dataclass(frozen=True)
 class Workplace:
-    """What all trials of a search share. lock: the file that they inherit; gpus: names for CUDA_VISIBLE_DEVICES."""
+    """Holds what trials of a search share. lock: the file that they inherit; gpus: names for CUDA_VISIBLE_DEVICES."""
 
     experiment: Experiment
     folder: StudyFolder

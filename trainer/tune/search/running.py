@@ -23,7 +23,7 @@ REASON_CHARS = 300
 
 
 class RunningTrial:
-    """One process (or launcher) in a session of its own, so that a Ctrl-C is the search's to pass on."""
+    """Runs one process (or launcher) in a session of its own, so that a Ctrl-C is the search's to pass on."""
 
     def __init__(self, argv: Sequence[str], folder: Path, *, inherits: IO[Any]) -> None:
         """Start it. inherits: a locked file; as long as the process lives, the lock is held. Raises: RunFolderError."""
@@ -50,12 +50,12 @@ class RunningTrial:
 
     @property
     def seconds(self) -> float:
-        """Since its start."""
+        """Return the seconds since its start."""
         return time.monotonic() - self._started
 
     @property
     def was_asked(self) -> bool:
-        """To stop, by us."""
+        """Tell whether we asked it to stop."""
         return bool(self._requests)
 
     def new_evaluations(self) -> list[dict[str, Any]]:

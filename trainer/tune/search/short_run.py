@@ -73,7 +73,7 @@ def _plain(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How the ranks of a trial are started: words of `bigbatch launch`; none for one process."""
+    """Says how the ranks of a trial are started: words of `bigbatch launch`; none for one process."""
 
     words: tuple[str, ...]
     num_ranks: int

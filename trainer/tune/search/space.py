@@ -23,7 +23,7 @@ SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.ev
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from low to high."""
+    """Spans numbers from low to high."""
 
     key: str
     low: float
@@ -33,7 +33,7 @@ class Range:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Values that must be legal."""
+        """Return the values that must be legal."""
         return self.text(self.low), self.text(self.high)
 
     def text(self, number: float) -> str:
@@ -67,7 +67,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Grid:
-    """Single values, as a config states them; is_ordered: neighbours are alike, so that it can shrink."""
+    """Lists single values, as a config states them; is_ordered: neighbours are alike, so that it can shrink."""
 
     key: str
     texts: tuple[str, ...]
@@ -75,7 +75,7 @@ class Grid:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Values that must be legal: all."""
+        """Return the values that must be legal: all."""
         return self.texts
 
     def shrunk(self, best: str) -> "Grid":

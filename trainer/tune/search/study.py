@@ -26,7 +26,7 @@ def import_optuna() -> Any:
 
 
 class Round:
-    """The trials of one round: even (quasi-random) over its space, kept in a journal that survives a kill.
+    """Holds the trials of one round: even (quasi-random) over its space, kept in a journal that survives a kill.
 
     A trial is known by its index in the round.
     """
