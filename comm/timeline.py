@@ -54,9 +54,8 @@ class Timeline:
         stream = torch.cuda.current_stream(self._device)
         if self._base is None:
             base = torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize(
-                self._device
-            )  # once per recording, so that device times can be put on the host's clock
+            # once per recording, so that device times can be put on the host's clock
+            torch.cuda.synchronize(self._device)
             base.record(stream)
             self._base = time.time_ns() // 1000, base
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -76,13 +76,14 @@ class NodeMemory:
 
     def holds(self, tensor_N: Tensor) -> bool:
         """Tell whether views() knows this tensor."""
-        return not self._needs_sharing or self._region_of(tensor_N) is not None
+        return self.views(tensor_N) is not None
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
         """Return the same place in the memory of every rank of the node group; None for what lies elsewhere."""
         region = self._region_of(tensor_N)
         if region is None:
-            return None if self._needs_sharing else (tensor_N,)
+            # a rank alone in its group shares nothing, but a transport of host tensors cannot read a GPU's
+            return (tensor_N,) if tensor_N.device.type == "cpu" and not self._needs_sharing else None
         # addresses differ between processes, offsets do not
         start = tensor_N.data_ptr() - region.first
         return tuple(

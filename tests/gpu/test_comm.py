@@ -5,9 +5,11 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import exit_codes, places, start_rank
 from torch import nn
 
 from bigbatch.comm.backends.base import Capabilities
@@ -115,6 +117,7 @@ def test_gpu_tensors_pass_through_pinned_host_memory() -> None:
     seen: list[bool] = []
 
     def double_(tensor_N: torch.Tensor) -> None:
+        assert tensor_N.device.type == "cpu"
         seen.append(tensor_N.is_pinned())
         tensor_N.mul_(2)
 
@@ -130,3 +133,23 @@ def test_gpu_tensors_pass_through_pinned_host_memory() -> None:
         reducer.zero_grad()
     assert seen
     assert all(seen)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
+def test_ranks_sum_tensors_of_a_gpu_over_tcp(algorithm: str, group_size: int, tmp_path: Path) -> None:
+    """Alone in their node groups and together in one: both have to bring them to the host. They share the first GPU."""
+    logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    ranks = [
+        start_rank("gpu_ranks:sum_over_tcp", [algorithm, str(group_size)], environ=place, stdout=log, stderr=log)
+        for place, log in zip(places(2), logs, strict=True)
+    ]
+    assert exit_codes(ranks, timeout_seconds=200) == [0, 0], "\n".join(log.read_text() for log in logs)
+
+
+def test_a_rank_takes_up_no_memory_of_another_ranks_gpu(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    log = tmp_path / "log"
+    rank = start_rank("gpu_ranks:copy_on_a_thread", [], environ={}, stdout=log, stderr=log)
+    assert exit_codes([rank], timeout_seconds=100) == [0], log.read_text()

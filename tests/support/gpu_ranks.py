@@ -4,7 +4,20 @@ import torch
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.connection import connect
 from bigbatch.errors import CommError
+
+
+def sum_over_tcp(algorithm: str, group_size: str) -> int:
+    """Sum tensors of the first GPU, which all ranks share here."""
+    gpu = torch.device("cuda", 0)
+    communicator = connect(backend="tcp", algorithm=algorithm, group_size=int(group_size), device=gpu)
+    for num_elements in (1, 1000, 1 << 20):
+        tensor_N = torch.arange(num_elements, dtype=torch.float32, device=gpu) + communicator.rank
+        communicator.sum_(tensor_N, label="test")
+        assert torch.equal(tensor_N, 2 * torch.arange(num_elements, dtype=torch.float32, device=gpu) + 1)
+    communicator.close()
+    return 0
 
 
 def copy_on_a_thread() -> int:

@@ -11,11 +11,13 @@ from error_texts import naming
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities
+from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities, Group
+from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import first_difference
 from bigbatch.comm.connection import choose_device, connect, make_wire, with_index
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import CommError
 
 CPU = torch.device("cpu")
@@ -41,6 +43,51 @@ def test_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elem
     for tensor_N in (values_N.clone(), alone.allocate(num_elements, dtype).copy_(values_N)):
         assert alone.sum_(tensor_N, label="test") is tensor_N
         assert torch.equal(tensor_N, values_N)
+
+
+class HostBackend(SingleBackend):
+    """A transport of host tensors; its sum doubles, so that it can be told from a copy."""
+
+    name = "host-only"
+    capabilities = Capabilities(("cpu",))
+
+    def all_reduce_(self, tensor_N: torch.Tensor, group: Group) -> None:
+        """Read the memory, as a socket would."""
+        tensor_N.numpy()[:] *= 2
+
+
+class PlayedStaging:
+    """A GPU's tensors are on no device (meta) here; what they hold is kept apart."""
+
+    def __init__(self, content_N: torch.Tensor) -> None:
+        self.content_N = content_N
+
+    def pin(self, host_N: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def ready(self) -> None:
+        """Do nothing."""
+
+    def fetch(self, host_N: torch.Tensor, device_N: torch.Tensor, *, ready: None) -> None:
+        """From the GPU."""
+        assert device_N.is_meta
+        host_N.copy_(self.content_N)
+
+    def bring_back(self, device_N: torch.Tensor, host_N: torch.Tensor) -> None:
+        """To the GPU."""
+        assert device_N.is_meta
+        self.content_N.copy_(host_N)
+
+
+@pytest.mark.parametrize("hosts", [["a"], ["a", "b"]])
+def test_sum_of_a_gpus_tensor_goes_by_way_of_the_host_for_a_rank_alone_in_its_node_group(hosts: list[str]) -> None:
+    """It shares no memory with anyone, and yet a socket cannot read a GPU's."""
+    device, staging = torch.device("meta"), PlayedStaging(torch.tensor([1.0, 2.0, 3.0]))
+    alone = connect(env=ALONE, device=CPU)
+    memory = NodeMemory(make_topology(hosts, rank=0), alone.control)
+    staged = replace(alone, device=device, backend=HostBackend(), memory=memory, staging=staging)  # type: ignore
+    staged.with_algorithm("native").sum_(torch.zeros(3, device=device), label="buffer 0")
+    assert staging.content_N.tolist() == [2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

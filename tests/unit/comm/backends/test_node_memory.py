@@ -135,6 +135,13 @@ def test_ranks_that_are_alone_on_their_hosts_share_nothing() -> None:
     assert ranks[0].holds(elsewhere_N)
 
 
+@pytest.mark.parametrize("hosts", [["a"], ["a", "b"]])
+def test_a_tensor_of_another_device_lies_elsewhere_even_where_nothing_is_shared(hosts: list[str]) -> None:
+    memory = memories(hosts)[0]
+    assert not memory.holds(torch.zeros(3, device="meta"))
+    assert memory.views(torch.zeros(3, device="meta")) is None
+
+
 def test_scratch_grows_and_is_used_again() -> None:
     memory = memories(["a"])[0]
     small_N = memory.scratch(10, torch.float32)
