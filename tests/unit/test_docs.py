@@ -87,7 +87,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "data generate": ".ci/run::train",
     "data prepare": "tests/unit/trainer/datasets/test_prepare_options.py::test_prepare_the_command_for_every_data_set",
     "data check": "tests/unit/trainer/datasets/test_check.py::test_check_the_command_names_the_first_and_writes_all",
-    "data pack": "tests/unit/trainer/datasets/test_pack.py::test_packing_the_command",
+    "data pack": "tests/unit/trainer/datasets/test_pack.py::test_pack_the_command",
     "data stage": "tests/laws/test_law7_input.py::test_packed_and_staged_copies_are_the_same_data",
     "launch local": "tests/unit/launch/jobs/test_spec.py::test_local_starts_a_rank_per_gpu",
     "launch mpirun": ".ci/run::train",

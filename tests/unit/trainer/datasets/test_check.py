@@ -1,6 +1,7 @@
 """`bigbatch data check` sees what is wrong with a data set, and judges a picture as the loaders do."""
 
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sample_images
+from error_texts import naming
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -212,8 +214,8 @@ def test_check_files_that_cannot_be_read(tmp_path):
     (tmp_path / "val/c/gone.jpg").symlink_to(tmp_path / "nowhere")
     report = check_dataset(tmp_path)
     assert summary(report.problems) == [("train", "unreadable file", 1), ("val", "unreadable file", 1)]
-    assert "train/a/folder.jpg: cannot be used (Is a directory); replace or remove it" in report.problems[0].cases[0]
-    assert "val/c/gone.jpg: cannot be used (No such file or directory)" in report.problems[1].cases[0]
+    assert re.search(naming("train/a/folder.jpg", os.strerror(errno.EISDIR), "replace"), report.problems[0].cases[0])
+    assert re.search(naming("val/c/gone.jpg", os.strerror(errno.ENOENT)), report.problems[1].cases[0])
 
 
 def test_check_the_same_image_twice(tmp_path):
@@ -265,7 +267,7 @@ def test_check_classes_that_differ_or_are_empty(tmp_path):
 
 
 def test_check_splits_that_are_not_there(tmp_path, capsys):
-    with pytest.raises(DataError, match="holds neither train/ nor val/; name the folder that contains them"):
+    with pytest.raises(DataError, match=naming(tmp_path, "train/", "val/")):
         check_dataset(tmp_path)
     (tmp_path / "val").mkdir()
     report = check_dataset(tmp_path)
@@ -280,15 +282,15 @@ def test_check_folders_that_cannot_be_listed(tmp_path, monkeypatch):
 
     def scandir(folder):  # a mode would not stop root
         if str(folder) in locked:
-            raise PermissionError(13, "Permission denied", str(folder))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return real_scandir(folder)
 
     monkeypatch.setattr(listing.os, "scandir", scandir)
     problems = check_dataset(tmp_path).problems
     assert ("train", "folder that cannot be listed", 1) in summary(problems)
-    assert f"{tmp_path}/train/b: cannot be listed (Permission denied)" in str(problems)
+    assert re.search(naming(tmp_path / "train/b", os.strerror(errno.EACCES)), str(problems))
     locked.append(f"{tmp_path}/train")
-    with pytest.raises(DataError, match=r"/train: cannot be listed \(Permission denied\); check its permissions"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/train:", os.strerror(errno.EACCES))):
         check_dataset(tmp_path)
 
 
@@ -361,13 +363,15 @@ def test_check_a_packed_image_that_was_overwritten(tmp_path):
     path.write_bytes(b"x" * path.stat().st_size)
     problems = check_dataset(tmp_path).problems
     assert summary(problems) == [("val", "unreadable file", 1)]
-    assert "shard-000000.tar: picture 00000000: is not the picture" in problems[0].cases[0]
+    assert "shard-000000.tar: picture 00000000: " in problems[0].cases[0]
 
 
 def test_check_a_packed_split_without_its_shard(tmp_path):
     pack(tmp_path / "train", [(0, encoded(image(0)))], classes="a")
     (tmp_path / "train/shard-000000.tar").unlink()
-    with pytest.raises(DataError, match=r"shard-000000.tar: cannot be found"):
+    with pytest.raises(
+        DataError, match=naming("train/shard-000000.tar", os.strerror(errno.ENOENT), "`bigbatch data pack`")
+    ):
         check_dataset(tmp_path)
 
 
@@ -438,7 +442,7 @@ def test_check_processes_find_the_same_in_the_same_order(tmp_path):
 @pytest.mark.long
 def test_check_a_process_that_dies_ends_in_one_line():
     images = Fake(("a",), np.zeros(400, np.int64))
-    with pytest.raises(DataError, match=r"a worker process died: .* give fewer --workers"):
+    with pytest.raises(DataError, match=naming("died", "--workers")):
         list(examine_all({"train": images}, decode=True, num_workers=2))
 
 
@@ -454,7 +458,7 @@ def test_check_the_command_names_the_first_and_writes_all(tmp_path, capsys):
     assert lines[0].split() == ["train", "val"]
     assert re.match(r"pictures +9 +3$", lines[1])
     at = lines.index("problem  train: empty file (3)")
-    assert lines[at + 1].startswith(f"         {tmp_path}/set/train/c/0.JPEG: is not a picture")
+    assert lines[at + 1].startswith(f"         {tmp_path}/set/train/c/0.JPEG: ")
     assert lines[at + 1].endswith("   and 2 more")
     assert "NOT fit for training: 3 problem(s); 12 pictures read, not decoded, in" in lines[-1]
     written = json.loads(out.read_text())
@@ -490,14 +494,14 @@ def test_check_a_file_name_that_is_no_text(tmp_path):
     except OSError:
         pytest.skip("this file system takes no such name")
     report = check_dataset(tmp_path)
-    assert "\\udcff.jpg: is not a picture" in "".join(finding_lines(report))
+    assert "\\udcff.jpg: " in "".join(finding_lines(report))
     write_json(report, tmp_path / "report.json")
     assert "\udcff.jpg" in json.loads((tmp_path / "report.json").read_text())["problems"][0]["cases"][0]
 
 
 def test_check_a_report_that_cannot_be_written(tmp_path):
     report = check_dataset(write(tmp_path, good_files()))
-    with pytest.raises(DataError, match=r"nowhere/report.json: cannot be written \(No such file or directory\)"):
+    with pytest.raises(DataError, match=naming("nowhere/report.json", os.strerror(errno.ENOENT))):
         write_json(report, tmp_path / "nowhere/report.json")
 
 

@@ -7,6 +7,7 @@ import struct
 import zlib
 
 import pytest
+from error_texts import naming
 from mat_writer import cell, element, file_of, matrix, number, struct_array, text
 from sample_images import REAL_DATA
 
@@ -36,13 +37,13 @@ def rows(*values):
     return [dict(zip(FIELDS, row, strict=True)) for row in values]
 
 
-def test_matfile_a_file_of_another_writer():
+def test_read_struct_array_a_file_of_another_writer():
     expected = rows((1, "n02119789", 0), (448, "n02536864", 0), (449, "n01440764", 0))
     expected += rows((4, "n00000001", 2), (5, "n00000002", 2))
     assert read(base64.b64decode(BY_SCIPY)) == expected
 
 
-def test_matfile_scipy_agrees(tmp_path):
+def test_read_struct_array_scipy_agrees(tmp_path):
     scipy_io = pytest.importorskip("scipy.io")
     (tmp_path / "x.mat").write_bytes(base64.b64decode(BY_SCIPY))
     synsets = scipy_io.loadmat(str(tmp_path / "x.mat"), squeeze_me=True)["synsets"]
@@ -51,7 +52,7 @@ def test_matfile_scipy_agrees(tmp_path):
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("is_compressed", [False, True])
-def test_matfile_both_byte_orders_plain_and_compressed(order, is_compressed):
+def test_read_struct_array_both_byte_orders_plain_and_compressed(order, is_compressed):
     table = [(7, "n01440764", 0), (1.5, "ä€", 3)]
     body = struct_array("synsets", FIELDS, table, order=order)
     assert read(file_of(body, order=order, is_compressed=is_compressed)) == rows(*table)
@@ -65,7 +66,7 @@ def test_matfile_both_byte_orders_plain_and_compressed(order, is_compressed):
     ],
 )
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_matfile_numbers_in_every_type_that_they_may_be_stored_in(kind, code, value, order):
+def test_read_struct_array_numbers_in_every_type_that_they_may_be_stored_in(kind, code, value, order):
     stored = element(kind, struct.pack(order + code, value), order=order)
     body = struct_array("x", ("a",), [(cell(6, stored, order=order),)], order=order)
     assert read(file_of(body, order=order), "x", ("a",)) == [{"a": value}]
@@ -75,7 +76,7 @@ def test_matfile_numbers_in_every_type_that_they_may_be_stored_in(kind, code, va
     ("kind", "codec"), [(1, "ascii"), (2, "latin-1"), (4, "utf-16"), (16, "utf-8"), (17, "utf-16")]
 )
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_matfile_texts_in_every_encoding(kind, codec, order):
+def test_read_struct_array_texts_in_every_encoding(kind, codec, order):
     words = "tench" if codec == "ascii" else "crème"
     suffix = {"<": "-le", ">": "-be"}[order] if codec == "utf-16" else ""
     stored = element(kind, words.encode(codec + suffix), order=order)
@@ -83,7 +84,7 @@ def test_matfile_texts_in_every_encoding(kind, codec, order):
     assert read(file_of(body, order=order), "x", ("a",)) == [{"a": words}]
 
 
-def test_matfile_the_real_list_of_classes():
+def test_read_struct_array_the_real_list_of_classes():
     meta = REAL_DATA.parent / "imagenet-meta/classes.csv"
     if not meta.is_file():
         pytest.skip("the real class list is not here; name the folder beside it in BIGBATCH_REAL_DATA")
@@ -99,37 +100,37 @@ HDF5 = b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM"
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("data", "parts"),
     [
-        (b"", "is no MATLAB 5 file"),
-        (b"<html>404</html>" * 20, "is no MATLAB 5 file"),
-        (HDF5 + bytes(512), "is no MATLAB 5 file"),
-        (file_of(b""), "no struct array 'synsets'"),
-        (file_of(struct_array("others", FIELDS, [(1, "n01440764", 0)])), "no struct array 'synsets'"),
-        (file_of(matrix(6, (1, 1), "synsets", element(9, bytes(8)))), "no struct array 'synsets'"),
-        (file_of(struct_array("synsets", ("WNID", "num_children"), [("n01440764", 0)])), "no field 'ILSVRC2012_ID'"),
-        (file_of(struct_array("synsets", FIELDS, [(1, "n01440764")])), "2 values for 1 elements of 3 fields"),
-        (file_of(struct_array("synsets", FIELDS, [(number(1, 2), "n01440764", 0)])), "cannot be read"),
-        (file_of(struct_array("synsets", FIELDS, [(cell(4, element(99, b"ab")), "n01440764", 0)])), "cannot be read"),
-        (file_of(struct_array("synsets", FIELDS, [(text("a", b"\xff\xfe"), "n01440764", 0)])), "cannot be read"),
-        (file_of(element(15, zlib.compress(GOOD)[:40])), "cannot be read"),
-        (file_of(element(15, b"not compressed")), "cannot be read"),
-        (file_of(GOOD)[:-20], "is cut off"),
+        (b"", ("MATLAB 5",)),
+        (b"<html>404</html>" * 20, ("MATLAB 5",)),
+        (HDF5 + bytes(512), ("MATLAB 5",)),
+        (file_of(b""), ("'synsets'",)),
+        (file_of(struct_array("others", FIELDS, [(1, "n01440764", 0)])), ("'synsets'",)),
+        (file_of(matrix(6, (1, 1), "synsets", element(9, bytes(8)))), ("'synsets'",)),
+        (file_of(struct_array("synsets", ("WNID", "num_children"), [("n01440764", 0)])), ("'ILSVRC2012_ID'",)),
+        (file_of(struct_array("synsets", FIELDS, [(1, "n01440764")])), ("2 values", "1 elements", "3 fields")),
+        (file_of(struct_array("synsets", FIELDS, [(number(1, 2), "n01440764", 0)])), ("read",)),
+        (file_of(struct_array("synsets", FIELDS, [(cell(4, element(99, b"ab")), "n01440764", 0)])), ("99",)),
+        (file_of(struct_array("synsets", FIELDS, [(text("a", b"\xff\xfe"), "n01440764", 0)])), ("utf-8",)),
+        (file_of(element(15, zlib.compress(GOOD)[:40])), ("byte 0", "cut")),
+        (file_of(element(15, b"not compressed")), ("decompress",)),
+        (file_of(GOOD)[:-20], ("byte 0", "cut")),
     ],
 )
-def test_matfile_what_is_wrong_is_said(data, complaint):
-    with pytest.raises(DataError, match=rf"^kit: meta\.mat: .*{complaint}.*official archive$"):
+def test_read_struct_array_what_is_wrong_is_said(data, parts):
+    with pytest.raises(DataError, match=naming("kit: meta.mat", *parts, "official")):
         read(data)
 
 
-def test_matfile_a_cut_never_passes_for_the_whole():
+def test_read_struct_array_a_cut_never_passes_for_the_whole():
     whole = file_of(struct_array("synsets", FIELDS, [(1, "n01440764", 0), (2, "n02102040", 0)]))
     for num_bytes in range(len(whole)):
         with pytest.raises(DataError):
             read(whole[:num_bytes])
 
 
-def test_matfile_a_byte_that_changed_is_read_or_refused_in_one_line():
+def test_read_struct_array_a_byte_that_changed_is_read_or_refused_in_one_line():
     """It was seen to crash scipy's loadmat."""
     whole, draw = file_of(struct_array("synsets", FIELDS, [(1, "n01440764", 0), (2, "n02102040", 0)])), random.Random(0)
     refused = []
@@ -144,16 +145,16 @@ def test_matfile_a_byte_that_changed_is_read_or_refused_in_one_line():
     assert not any("\n" in line for line in refused)
 
 
-def test_matfile_a_number_of_elements_that_is_only_claimed_costs_nothing():
+def test_read_struct_array_a_number_of_elements_that_is_only_claimed_costs_nothing():
     claimed = struct_array("synsets", FIELDS, [(1, "n01440764", 0)]).replace(
         struct.pack("<2i", 1, 1), struct.pack("<2i", 1 << 30, 1), 1
     )
-    with pytest.raises(DataError, match="3 values for 1073741824 elements of 3 fields"):
+    with pytest.raises(DataError, match=naming("kit: meta.mat", "3 values", "1073741824 elements", "3 fields")):
         read(file_of(claimed))
 
 
-def test_matfile_no_bomb_is_unpacked(monkeypatch):
+def test_read_struct_array_no_bomb_is_unpacked(monkeypatch):
     monkeypatch.setattr("bigbatch.trainer.datasets.matfile.MAX_BYTES", 1 << 16)
     bomb = file_of(element(1, bytes(1 << 20)) + GOOD, is_compressed=True)
-    with pytest.raises(DataError, match="is cut off"):
+    with pytest.raises(DataError, match=naming("kit: meta.mat", "byte 0", "cut")):
         read(bomb)

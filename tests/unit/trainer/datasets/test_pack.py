@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sample_images
+from error_texts import naming
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -75,7 +76,7 @@ def identities(root):
     return {str(p.relative_to(root)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.tar")}
 
 
-def test_packing_layout_is_webdatasets(source, tmp_path):
+def test_pack_layout_is_webdatasets(source, tmp_path):
     """Its rule: the key of a member ends at the first dot of its base name; a sample is a run of one key."""
     pack(source, tmp_path / "packed", recipe=RECIPE)
     samples, members = [], []
@@ -96,7 +97,7 @@ def test_packing_layout_is_webdatasets(source, tmp_path):
     assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.isreg()) for m in members} == {(0, 0, 0, "", "", True)}
 
 
-def test_packing_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
+def test_pack_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train = tmp_path / "packed/train"
     stated, entries_N = json.loads((train / "index.json").read_text()), np.load(train / "index.npy")
@@ -123,7 +124,7 @@ def test_packing_index_is_what_tarfile_and_hashlib_find(source, tmp_path):
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=60),
     shard_bytes=st.integers(1, 20_000),
 )
-def test_packing_shards_are_filled_in_order_and_not_over(sizes, shard_bytes):
+def test_cut_into_shards_fills_in_order_and_not_over(sizes, shard_bytes):
     shards = cut_into_shards(sizes, shard_bytes=shard_bytes)
     filled = [sum(512 + -(-sizes[n] // 512) * 512 + 1024 for n in shard) for shard in shards]
     assert [position for shard in shards for position in shard] == list(range(len(sizes)))
@@ -136,7 +137,7 @@ def test_packing_shards_are_filled_in_order_and_not_over(sizes, shard_bytes):
     name=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=200),
     data=st.binary(max_size=2000),
 )
-def test_packing_tarfile_reads_every_member(name, data):
+def test_tar_member_is_read_by_tarfile(name, data):
     header, block = tar_member(name, data)
     with tarfile.open(fileobj=io.BytesIO(header + block + bytes(1024))) as tar:
         (member,) = tar.getmembers()
@@ -145,7 +146,7 @@ def test_packing_tarfile_reads_every_member(name, data):
         assert tar.extractfile(member).read() == data
 
 
-def test_packing_shrinking_is_antialiased():
+def test_shrink_is_antialiased():
     """Of a board of single black and white pixels a quarter of the size leaves an even grey."""
     board = Image.fromarray((np.indices((400, 600)).sum(axis=0) % 2 * 255).astype(np.uint8))
     buffer = io.BytesIO()
@@ -158,7 +159,7 @@ def test_packing_shrinking_is_antialiased():
 @pytest.mark.parametrize(
     ("width", "height", "small"), [(101, 333, (50, 165)), (333, 101, (165, 50)), (80, 80, (50, 50))]
 )
-def test_packing_shrunk_images_are_torchvisions(width, height, small):
+def test_shrink_gives_torchvisions(width, height, small):
     data = encoded(3, width, height, mode="L", quality=95)  # in colour, JPEG's halved chroma would dominate
     ours = decoded(shrink(data, path="x", max_side=50, quality=95))
     theirs = vision.resize(vision.pil_to_tensor(decoded(data)), list(small[::-1]), CUBIC, antialias=True)
@@ -167,13 +168,13 @@ def test_packing_shrunk_images_are_torchvisions(width, height, small):
     assert apart.mean() < 1
 
 
-def test_packing_what_is_small_enough_stays_byte_for_byte():
+def test_shrink_leaves_what_is_small_enough_byte_for_byte():
     for data in (encoded(0, 50, 90), encoded(0, 90, 50), encoded(0, 50, 50, kind="PNG")):
         assert shrink(data, path="x", max_side=50, quality=10) is data
         assert shrink(data, path="x", max_side=None, quality=10) is data
 
 
-def test_packing_shrinking_drops_exif_alpha_and_palette_and_obeys_quality():
+def test_shrink_drops_exif_alpha_and_palette_and_obeys_quality():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be displayed rotated, which the loaders do not
     rotated = decoded(shrink(encoded(1, exif=exif.tobytes()), path="x", max_side=40, quality=90))
@@ -186,7 +187,7 @@ def test_packing_shrinking_drops_exif_alpha_and_palette_and_obeys_quality():
     )
 
 
-def test_packing_shrunk_set(source, tmp_path):
+def test_pack_shrunk_set(source, tmp_path):
     summary = pack(source, tmp_path / "packed", recipe=PackRecipe(12_000, max_side=40, quality=80))
     index = open_split(tmp_path / "packed", "train")
     assert index.sizes(np.arange(13)).tolist() == [[40, 50]] * 13
@@ -197,7 +198,7 @@ def test_packing_shrunk_set(source, tmp_path):
     assert verify(tmp_path / "packed") == 15
 
 
-def test_packing_the_same_images_give_the_same_bytes(source, tmp_path):
+def test_pack_the_same_images_give_the_same_bytes(source, tmp_path):
     pack(source, tmp_path / "one", recipe=RECIPE)
     shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile)  # later times
     pack(tmp_path / "copy", tmp_path / "two", recipe=RECIPE, num_workers=2)
@@ -205,7 +206,7 @@ def test_packing_the_same_images_give_the_same_bytes(source, tmp_path):
     assert len(identities(tmp_path / "one/train")) > 3
 
 
-def test_packing_progress_and_summary(source, tmp_path):
+def test_pack_progress_and_summary(source, tmp_path):
     calls = []
     summary = pack(source, tmp_path / "packed", recipe=RECIPE, on_progress=lambda *call: calls.append(call))
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
@@ -214,7 +215,7 @@ def test_packing_progress_and_summary(source, tmp_path):
     assert summary.num_shards == len(list((tmp_path / "packed").rglob("*.tar"))) == len(calls)
 
 
-def test_packing_a_second_call_changes_nothing(source, tmp_path):
+def test_pack_a_second_call_changes_nothing(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     before, whole = identities(tmp_path / "packed"), contents(tmp_path / "packed", but=())
     summary = pack(source, tmp_path / "packed", recipe=RECIPE)
@@ -244,13 +245,15 @@ def environment():
 
 
 @pytest.mark.parametrize("last", ["train/a/2.JPEG", "train/b/8.JPEG", "val/b/21.JPEG"])
-def test_packing_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
+def test_pack_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     target = tmp_path / "packed"
     killed = subprocess.run([sys.executable, "-c", KILLED, source, target, last], env=environment())
     assert killed.returncode == -signal.SIGKILL
     assert list(target.rglob("*.unfinished")), "it was killed in the middle of a shard"
     before = identities(target)
-    with pytest.raises(DataError, match="packing has not finished"):
+    with pytest.raises(
+        DataError, match=naming(f"packed/{last[: last.index('/')]}", "index.json", "`bigbatch data pack`")
+    ):
         open_split(target, last.split("/")[0])
     assert pack(source, target, recipe=RECIPE).num_packed < (15 if before else 16)
     assert identities(target).items() >= before.items(), "a finished shard was written anew"
@@ -258,7 +261,7 @@ def test_packing_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     assert contents(target) == contents(tmp_path / "at-once")
 
 
-def test_packing_missing_and_cut_shards_are_made_anew(source, tmp_path):
+def test_pack_missing_and_cut_shards_are_made_anew(source, tmp_path):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
     before = identities(train)
@@ -271,7 +274,7 @@ def test_packing_missing_and_cut_shards_are_made_anew(source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["index.json", "index.npy"])
-def test_packing_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, name):
+def test_pack_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, name):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     whole = contents(tmp_path / "packed")
     for damage in (Path.unlink, lambda path: path.write_bytes(b"?")):
@@ -296,9 +299,9 @@ def shorten_rows(found):
         shorten_rows,
     ],
 )
-def test_packing_a_record_that_is_broken_is_made_anew(source, tmp_path, change):
+def test_pack_a_record_that_is_broken_is_made_anew(source, tmp_path, change):
     target = tmp_path / "packed"
-    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
         pack_with_a_bad_image(source, target)
     first, second, *_ = sorted((target / "train").glob(".shard-*.json"))
     first.write_text(json.dumps(change(json.loads(first.read_text()))))
@@ -319,9 +322,9 @@ def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
         (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
 
 
-def test_packing_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, tmp_path):
+def test_pack_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, tmp_path):
     target = tmp_path / "packed"
-    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
         pack_with_a_bad_image(source, target)
     before = identities(target)
     assert len(before) > 2
@@ -332,10 +335,10 @@ def test_packing_a_bad_image_that_is_replaced_costs_its_own_shards_only(source, 
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_packing_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
+def test_pack_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
     """With fewer pictures and another class in front: nothing of before fits, and the last shards are in excess."""
     target, whole_replacing = tmp_path / "packed", pack_module.new_shard_file
-    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
         pack_with_a_bad_image(source, target)
     num_shards = len(identities(target / "train"))
     for split in ("train", "val"):
@@ -373,11 +376,9 @@ def insert_image(source):
 
 
 @pytest.mark.parametrize(("change", "shard_bytes"), [(insert_class, 1), (insert_image, 11_000)])
-def test_packing_images_that_stay_but_get_another_label_or_number_are_packed_again(
-    source, tmp_path, change, shard_bytes
-):
+def test_pack_images_that_stay_but_get_another_label_or_number_are_packed_again(source, tmp_path, change, shard_bytes):
     target, recipe = tmp_path / "packed", PackRecipe(shard_bytes=shard_bytes)
-    with pytest.raises(DataError, match=r"b/8.JPEG: is not a picture"):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
         pack_with_a_bad_image(source, target, recipe=recipe)
     change(source)
     pack(source, target, recipe=recipe)
@@ -387,22 +388,22 @@ def test_packing_images_that_stay_but_get_another_label_or_number_are_packed_aga
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("recipe", "changes"),
     [
-        (PackRecipe(12_000, max_side=40), r"with other settings \(max_side None -> 40, quality None -> 90\)"),
-        (PackRecipe(13_000), r"with other settings \(shard_bytes 12000 -> 13000\)"),
+        (PackRecipe(12_000, max_side=40), ("max_side None -> 40", "quality None -> 90")),
+        (PackRecipe(13_000), ("shard_bytes 12000 -> 13000",)),
     ],
 )
-def test_packing_another_recipe_is_refused(source, tmp_path, recipe, message):
+def test_pack_another_recipe_is_refused(source, tmp_path, recipe, changes):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     whole = contents(tmp_path / "packed", but=())
-    with pytest.raises(DataError, match=rf"packed/train: was packed {message}; delete its folder to pack anew"):
+    with pytest.raises(DataError, match=naming("packed/train", *changes, "delete")):
         pack(source, tmp_path / "packed", recipe=recipe)
     assert contents(tmp_path / "packed", but=()) == whole
 
 
 @pytest.mark.parametrize("change", ["new", "gone", "grown", "same length"])
-def test_packing_another_source_is_refused(source, tmp_path, change):
+def test_pack_another_source_is_refused(source, tmp_path, change):
     pack(source, tmp_path / "packed", recipe=RECIPE)
     path = source / "train/a/2.JPEG"
     if change == "gone":
@@ -414,71 +415,68 @@ def test_packing_another_source_is_refused(source, tmp_path, change):
     else:
         path.write_bytes(path.read_bytes())
         os.utime(path, ns=(0, 0))
-    with pytest.raises(DataError, match=r"packed/train: was packed from other pictures; delete its folder"):
+    with pytest.raises(DataError, match=naming("packed/train", "pictures", "delete")):
         pack(source, tmp_path / "packed", recipe=RECIPE)
 
 
-def test_packing_foreign_folders_stay_untouched(source, tmp_path):
+def test_pack_foreign_folders_stay_untouched(source, tmp_path):
     (tmp_path / "foreign/train").mkdir(parents=True)
     (tmp_path / "foreign/train/mine.txt").write_text("keep")
     for target in (tmp_path / "foreign", source):
         before = contents(target, but=())
-        with pytest.raises(DataError, match=r"train: holds something else than shards of `bigbatch data pack`"):
+        with pytest.raises(DataError, match=naming(target / "train", "`bigbatch data pack`", "DST")):
             pack(source, target, recipe=RECIPE)
         assert contents(target, but=()) == before
 
 
-def test_packing_settings_that_cannot_be_read_are_refused(source, tmp_path):
+def test_pack_settings_that_cannot_be_read_are_refused(source, tmp_path):
     (tmp_path / "packed/train").mkdir(parents=True)
     (tmp_path / "packed/train/pack.json").write_text("{")
-    with pytest.raises(DataError, match=r"pack.json: cannot be read or made"):
+    with pytest.raises(DataError, match=naming("packed/train/pack.json", "delete")):
         pack(source, tmp_path / "packed", recipe=RECIPE)
     (tmp_path / "packed/train/pack.json").write_text("[]")
-    with pytest.raises(DataError, match=r"was packed with other settings"):
+    with pytest.raises(DataError, match=naming("packed/train", "version None -> 1", "shard_bytes None -> 12000")):
         pack(source, tmp_path / "packed", recipe=RECIPE)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/train/pack.json: cannot be read or made .*Not a directory"):
+    with pytest.raises(DataError, match=naming("file/train/pack.json", os.strerror(errno.ENOTDIR))):
         pack(source, tmp_path / "file", recipe=RECIPE)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [(b"<html>", "is not a picture"), (encoded(0)[:-200], "cannot be decoded"), (encoded(0, kind="GIF"), "is GIF")],
+    ("data", "telling"),
+    [(b"<html>", "not a picture"), (encoded(0)[:-200], "decoded"), (encoded(0, kind="GIF"), "GIF in mode P")],
 )
-def test_packing_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, message, num_workers):
+def test_pack_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, telling, num_workers):
     (source / "train/b/6.JPEG").write_bytes(data)
-    with pytest.raises(DataError, match=rf"source/train/b/6.JPEG: {message}"):
+    with pytest.raises(DataError, match=naming("source/train/b/6.JPEG", telling)):
         pack(source, tmp_path / "packed", recipe=RECIPE, num_workers=num_workers)
     assert not list((tmp_path / "packed").rglob("*.unfinished"))
 
 
-def test_packing_an_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
-    message = r"train/a/wide.png: shrunk to 70000 x 2 it cannot be saved as JPEG \(.*\); remove it, or give another"
+def test_pack_an_image_that_no_jpeg_can_hold_is_named(source, tmp_path):
     (source / "train/a/wide.png").write_bytes(encoded(0, 140_000, 4, mode="L", kind="PNG"))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=naming("train/a/wide.png", "70000 x 2", "JPEG", "--max-side")):
         pack(source, tmp_path / "packed", recipe=PackRecipe(max_side=2))
 
 
-def test_packing_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
+def test_new_shard_file_two_packs_in_one_folder_are_told_apart_from_a_full_disk(tmp_path):
     def overtaken():
         with shard_writer.new_shard_file(tmp_path / "shard.tar"):
             next(tmp_path.glob(".*.unfinished")).unlink()
 
-    with pytest.raises(
-        DataError, match=r"shard.tar: cannot be written \(No such file .*; is another pack writing here"
-    ):
+    with pytest.raises(DataError, match=naming("shard.tar", os.strerror(errno.ENOENT), "another")):
         overtaken()
 
 
-def test_packing_an_image_that_went_away_is_named(source, tmp_path):
+def test_pack_an_image_that_went_away_is_named(source, tmp_path):
     (source / "train/b/dangling.jpg").symlink_to("nowhere")
-    with pytest.raises(DataError, match=r"train/b/dangling.jpg: cannot be read \(No such file or directory\)"):
+    with pytest.raises(DataError, match=naming("train/b/dangling.jpg", os.strerror(errno.ENOENT))):
         pack(source, tmp_path / "packed", recipe=RECIPE)
     assert not (tmp_path / "packed").exists()
 
 
-def test_packing_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(source, tmp_path, monkeypatch):
+def test_pack_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(source, tmp_path, monkeypatch):
     sync, left = os.fsync, [5]  # pack.json of two splits, then a shard and its record, then a shard
 
     def full(descriptor):
@@ -488,8 +486,7 @@ def test_packing_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(sour
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    message = r"shard-000001.tar: cannot be written \(No space left on device\); make room, then run the same command"
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=naming("shard-000001.tar", os.strerror(errno.ENOSPC), "room")) as caught:
         pack(source, tmp_path / "packed", recipe=RECIPE)
     assert "\n" not in str(caught.value)
     names = sorted(path.name for path in (tmp_path / "packed/train").iterdir())
@@ -501,29 +498,27 @@ def test_packing_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(sour
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("key", "value", "legal"),
     [
-        ({"shard_bytes": 0}, "shard_bytes=0"),
-        ({"max_side": 0}, "max_side=0"),
-        ({"quality": 0}, "quality=0"),
-        ({"quality": 101}, "quality=101"),
+        ("shard_bytes", 0, "1 or more"),
+        ("max_side", 0, "1 or more"),
+        ("quality", 0, "1 to 100"),
+        ("quality", 101, "1 to 100"),
     ],
 )
-def test_packing_an_impossible_recipe_is_named(options, message):
-    with pytest.raises(ConfigError, match=f"{message} is not possible; give"):
-        PackRecipe(**options)
+def test_pack_recipe_names_what_is_impossible(key, value, legal):
+    with pytest.raises(ConfigError, match=naming(f"{key}={value} ", legal)):
+        PackRecipe(**{key: value})
 
 
-def test_packing_impossible_settings_are_named(source, tmp_path):
-    with pytest.raises(ConfigError, match="num_workers=0 is not possible"):
+def test_pack_impossible_settings_are_named(source, tmp_path):
+    with pytest.raises(ConfigError, match=naming("num_workers=0", "1")):
         pack(source, tmp_path / "packed", recipe=RECIPE, num_workers=0)
     for splits in ([], [""], ["train", "../val"], [".."], ["train", "train"]):
-        with pytest.raises(
-            ConfigError, match=r"splits=.* is not possible; give different names of folders, such as train,val"
-        ):
+        with pytest.raises(ConfigError, match=naming(f"splits={','.join(splits)!r}", " train,val")):
             pack(source, tmp_path / "packed", recipe=RECIPE, splits=splits)
     shutil.rmtree(source / "val/b")
-    with pytest.raises(DataError, match=r"val: lacks 1 class"):
+    with pytest.raises(DataError, match=naming("source/val", "lacks", ": b")):
         pack(source, tmp_path / "packed", recipe=RECIPE)
     assert not (tmp_path / "packed").exists()
 
@@ -597,7 +592,8 @@ def add_member(train):
         (lambda train: (train / "index.json").unlink(), r"train: packing has not finished"),
     ],
 )
-def test_packing_verify_finds_damage(source, tmp_path, capsys, damage, message):
+def test_verify_messages_of_damage(source, tmp_path, capsys, damage, message):
+    """The room's catalogue of messages: the one test here that holds whole sentences."""
     pack(source, tmp_path / "packed", recipe=RECIPE)
     calls = []
     assert verify(tmp_path / "packed", on_progress=lambda *call: calls.append(call)) == 15
@@ -622,12 +618,12 @@ def test_packing_verify_finds_damage(source, tmp_path, capsys, damage, message):
         (add_member, "shard-000000.tar"),
     ],
 )
-def test_packing_what_verify_advises_mends_it_and_packs_nothing_else(source, tmp_path, damage, name):
+def test_verify_advises_what_mends_it_and_packs_nothing_else(source, tmp_path, damage, name):
     train = tmp_path / "packed/train"
     pack(source, tmp_path / "packed", recipe=RECIPE)
     whole, before = contents(tmp_path / "packed"), identities(train)
     damage(train)
-    with pytest.raises(DataError, match=rf"{name}: .*; delete (it|the shard) and run `bigbatch data pack` again"):
+    with pytest.raises(DataError, match=naming(name, "delete", "`bigbatch data pack`")):
         verify(tmp_path / "packed")
     (train / name).unlink()
     pack(source, tmp_path / "packed", recipe=RECIPE)
@@ -636,12 +632,12 @@ def test_packing_what_verify_advises_mends_it_and_packs_nothing_else(source, tmp
     assert {shard for shard, identity in identities(train).items() if identity != before[shard]} == {name}
 
 
-def test_packing_verify_wants_shards(tmp_path):
-    with pytest.raises(DataError, match=r"holds no packed split; name the DST of `bigbatch data pack`"):
+def test_verify_wants_shards(tmp_path):
+    with pytest.raises(DataError, match=naming(tmp_path, "DST", "`bigbatch data pack`")):
         verify(tmp_path)
 
 
-def test_packing_the_command(source, tmp_path, capsys):
+def test_pack_the_command(source, tmp_path, capsys):
     target = str(tmp_path / "packed")
     argv = ["data", "pack", str(source), target, "--max-side", "40", "--workers", "1"]
     assert main(argv) == 0
@@ -657,23 +653,24 @@ def test_packing_the_command(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("argv", [[], ["source"], ["source", "target", "--verify", "target"]])
-def test_packing_a_wrong_command_line_is_explained(argv, capsys):
+def test_pack_a_wrong_command_line_is_explained(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["data", "pack", *argv])
-    assert "give SRC and DST, or --verify DST alone" in capsys.readouterr().err
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.search(naming("SRC", "DST", "--verify"), line)
 
 
-def test_packing_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_path, capsys):
-    with pytest.raises(ConfigError, match="num_workers=0 is not possible; give 1 or more"):
+def test_in_parallel_an_impossible_number_of_processes_is_refused_at_the_call(source, tmp_path, capsys):
+    with pytest.raises(ConfigError, match=naming("num_workers=0", "1")):
         in_parallel(len, [], num_workers=0)
     pack(source, tmp_path / "packed", recipe=RECIPE)
     for words in (["check", str(source)], ["pack", "--verify", str(tmp_path / "packed")]):
         assert main(["data", *words, "--workers", "0"]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert "num_workers=0 is not possible" in line
+        assert "num_workers=0" in line
 
 
-def test_packing_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path, monkeypatch):
+def test_in_parallel_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path, monkeypatch):
     class Interrupted(processes.ProcessPoolExecutor):
         num_submitted = 0
 
@@ -689,8 +686,8 @@ def test_packing_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_path,
     assert len(list(tmp_path.iterdir())) < 100
 
 
-def test_packing_a_process_that_dies_is_reported():
-    with pytest.raises(DataError, match=r"a worker process died: .* give fewer --workers"):
+def test_in_parallel_a_process_that_dies_is_reported():
+    with pytest.raises(DataError, match=naming("died", "--workers")):
         list(in_parallel(os._exit, [1, 1], num_workers=2))
 
 
@@ -707,7 +704,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
-def test_packing_workers_end_with_a_parent_that_was_killed(tmp_path):
+def test_in_parallel_workers_end_with_a_parent_that_was_killed(tmp_path):
     (tmp_path / "script.py").write_text(ORPHANS)
     (tmp_path / "pids").mkdir()
     parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path / "pids"], env=environment())

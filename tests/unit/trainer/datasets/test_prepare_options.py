@@ -16,6 +16,7 @@ from archive_writer import (
     write_imagenette,
     write_official,
 )
+from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.trainer.datasets import cifar, prepare
@@ -71,9 +72,9 @@ def test_prepare_failures_are_one_line_and_exit_code_1(tmp_path, official, tiny_
     assert main(["data", "prepare", "imagenet", str(tmp_path / "root"), "--archives", str(official)]) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("writing")]
     assert len(error) == 1
-    assert error[0].startswith(f"bigbatch: {official / TRAIN}: 'n01440764.tar': is cut off or damaged")
+    assert error[0].startswith(f"bigbatch: {official / TRAIN}: 'n01440764.tar': ")
     assert main(["data", "prepare", "imagenet", str(tmp_path / "root"), "--archives", "x", "--check-md5"]) == 1
-    assert "x: holds no ILSVRC2012_img_train.tar" in capsys.readouterr().err
+    assert re.search(naming("x: ", "ILSVRC2012_img_train.tar", "--archives"), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("name", "missing"), [("imagenet", "--archives"), ("imagenet-v2", "--classes-from")])
@@ -82,14 +83,14 @@ def test_prepare_options_that_cannot_be_left_out_are_asked_for(name, missing, ca
     options = [word for option, value in given.items() if option != missing for word in (option, value)]
     with pytest.raises(SystemExit, match="2"):
         main(["data", "prepare", name, "root", *options])
-    assert f"required: {missing}" in capsys.readouterr().err
+    assert missing in capsys.readouterr().err.splitlines()[-1], "below the usage, which has them all"
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two"])
 def test_prepare_impossible_threads_are_refused(threads, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["data", "prepare", "cifar10", "root", f"--threads={threads}"])
-    assert f"{threads} is not possible; give 1 or more" in capsys.readouterr().err
+    assert re.search(naming("--threads", f" {threads} ", " 1 "), capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["imagenet", "cifar10", "cifar100", "imagenette", "imagenet-v2"])

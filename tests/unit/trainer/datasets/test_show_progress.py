@@ -10,7 +10,7 @@ from bigbatch.trainer.datasets import show_progress as module
 from bigbatch.trainer.datasets.show_progress import show_each, show_progress
 
 
-def test_progress_a_line_at_every_tenth_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_progress_a_line_at_every_tenth_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress("checking") as advance:
         for done in (50, 120, 199, 1000, 1000):
             advance(done, 1000)
@@ -18,7 +18,7 @@ def test_progress_a_line_at_every_tenth_without_a_terminal(capsys: pytest.Captur
     assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
 
 
-def test_progress_each_kind_of_work_has_its_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_each_kind_of_work_has_its_own_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with show_each() as report:
         for done in range(1, 21):
             report("writing train", done, 20)
@@ -26,7 +26,7 @@ def test_progress_each_kind_of_work_has_its_own_lines(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines() == [f"writing train: {done} of 20" for done in range(2, 21, 2)]
 
 
-def test_progress_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_progress_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rate leaves out what was done before the first call: by an earlier process."""
     monkeypatch.setattr(Console, "is_terminal", True)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=iter([100.0, 102.0]).__next__))
@@ -38,9 +38,7 @@ def test_progress_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkey
     assert re.search(r"verifying .* 508/1,000 4 shards/s", err)
 
 
-def test_progress_a_bar_for_each_kind_of_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_each_has_a_bar_for_each_kind(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Console, "is_terminal", True)
     with show_each() as report:
         report("checking x.tar", 5, 5)
