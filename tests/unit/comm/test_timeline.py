@@ -50,7 +50,7 @@ def test_spans_and_marks_have_rows_and_microseconds() -> None:
     assert len(events(timeline)) == 1  # taken is gone
 
 
-def test_what_the_host_does_beside_a_gpu_has_the_hosts_clock() -> None:
+def test_timeline_of_the_host_beside_a_gpu_has_the_hosts_clock() -> None:
     timeline = Timeline(torch.device("cuda", 0))  # an event of this device would fail here
     timeline.is_active = True
     with timeline.span("sleep", row="all-reduce", on_host=True, bytes=3):
@@ -79,7 +79,7 @@ def test_transports_on_a_thread_are_timed_there(make: Callable[[], Communicator]
     assert [event["name"] for event in events(ranks.timeline) if event["ph"] == "X"] == ["buffer 0"]
 
 
-def test_ranks_stand_side_by_side() -> None:
+def test_trace_has_ranks_side_by_side() -> None:
     texts = []
     for rank in range(3):
         timeline = Timeline(CPU)
@@ -91,7 +91,7 @@ def test_ranks_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
-def test_each_buffer_is_ready_started_and_done_beside_backward(algorithm: str) -> None:
+def test_timeline_shows_each_buffer_ready_started_and_done_beside_backward(algorithm: str) -> None:
     alone = connect(algorithm=algorithm, env=ALONE, device=CPU)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     reducer = GradientReducer(model.named_parameters(), alone, threshold_bytes=1, buffer_bytes=1)

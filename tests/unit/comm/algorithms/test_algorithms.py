@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from error_texts import naming
 from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, make_allreduce
@@ -216,8 +217,8 @@ def test_staging_is_kept_and_grows() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 2), torch.zeros(4)[::2]])
 @pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
-def test_ring_cuts_only_flat_tensors(algorithm: Callable[..., None], tensor: Tensor) -> None:
-    with pytest.raises(ValueError, match="an all-reduce needs a flat, contiguous tensor, not shape"):
+def test_ring_and_doubling_take_only_flat_tensors(algorithm: Callable[..., None], tensor: Tensor) -> None:
+    with pytest.raises(ValueError, match=naming("contiguous", f"shape {tuple(tensor.shape)}")):
         algorithm(tensor, SingleBackend(), (0,), wire=Wire(), staging=Staging())
 
 
@@ -229,21 +230,18 @@ class NoMemory:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(4), r"wants a tensor from Communicator.allocate\(\)"),
-        (torch.zeros(2, 2), "needs a flat, contiguous tensor"),
-    ],
+    ("tensor", "named"),
+    [(torch.zeros(4), ("Communicator.allocate()",)), (torch.zeros(2, 2), ("contiguous", "shape (2, 2)"))],
 )
-def test_shared_sums_want_shared_memory(tensor: Tensor, message: str) -> None:
+def test_shared_allreduce_wants_shared_memory(tensor: Tensor, named: tuple[str, ...]) -> None:
     owners = Owners(1, lambda own_N, others, announce: None, (0,))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(*named)):
         shared_allreduce_(tensor, backend=SingleBackend(), memory=NoMemory(), node=(0,), owners=owners)  # type: ignore
 
 
 def test_make_allreduce_refuses_unknown_names_and_a_hybrid_without_a_table() -> None:
     topology = make_topology(["here"], rank=0)
-    with pytest.raises(ValueError, match=f"algorithm 'tree' is unknown; choose one of {', '.join(ALGORITHMS)}"):
+    with pytest.raises(ValueError, match=naming("'tree'", ", ".join(ALGORITHMS))):
         make_allreduce("tree", backend=SingleBackend(), topology=topology)
-    with pytest.raises(ValueError, match="'hybrid' chooses by a table of this cluster: make one with bigbatch comm tu"):
+    with pytest.raises(ValueError, match=naming("'hybrid'", "bigbatch comm tune")):
         make_allreduce("hybrid", backend=SingleBackend(), topology=topology)

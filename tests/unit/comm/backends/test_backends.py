@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.base import ALL_DTYPES
@@ -25,6 +26,8 @@ from bigbatch.errors import CommError, PeerLostError
 CPU = torch.device("cpu")
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
 UNLAUNCHED = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
+LOST = r".* 0\.\d s.*rank 1 on node1 .*control"
+"""What is named of a wait that ended for want of rank 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +67,9 @@ def test_single_backends_transfers_are_copies(dtype: torch.dtype) -> None:
 
 
 def test_single_world_of_one_has_no_peers() -> None:
-    with pytest.raises(ValueError, match="a world of one has no rank to send to"):
+    with pytest.raises(ValueError, match=naming("world of one", "send")):
         SingleBackend().start_send(torch.ones(1), to=0)
-    with pytest.raises(ValueError, match="a world of one has no rank to receive from"):
+    with pytest.raises(ValueError, match=naming("world of one", "receive")):
         SingleBackend().start_receive(torch.ones(1), source=0)
 
 
@@ -77,10 +80,7 @@ def test_tcp_gives_up_after_the_time_limit_and_names_the_rank(monkeypatch: pytes
     monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
     backend = TcpBackend(TWO, half_a_job(0.5))
     work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
-    expected = (
-        r"rank 0: buffer 0 failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it"
-    )
-    with pytest.raises(PeerLostError, match=expected):
+    with pytest.raises(PeerLostError, match=rf"rank 0: buffer 0 {LOST}"):
         work.wait()
 
 
@@ -91,12 +91,12 @@ def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) 
     met.store.set("bigbatch/alive/1", "1")
     met.store.set("bigbatch/failed", "1")
     work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
-    with pytest.raises(PeerLostError, match=r"all ranks still answer \(control: another rank reports a failure"):
+    with pytest.raises(PeerLostError, match=naming("rank 0: buffer 0", "all ranks still", "control")):
         work.wait()
 
 
 def test_tcp_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
-    with pytest.raises(CommError, match=r"^interface 'ib7': \S+ has no such network interface; it has .*\blo\b"):
+    with pytest.raises(CommError, match=r"'ib7': \S+ .*\blo\b.*comm\.interface"):
         TcpBackend(TWO, half_a_job(), interface="ib7")
 
 
@@ -106,7 +106,7 @@ def test_tcp_interface_that_does_not_exist_is_refused_before_any_sum() -> None:
 @pytest.mark.slow
 def test_gloo_without_its_peers_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with pytest.raises(CommError, match=r"rank 0 on here: gloo could not connect 2 ranks: .*; set comm.interface to"):
+    with pytest.raises(CommError, match=naming("rank 0 on here", "gloo", "2 ranks", "comm.interface")):
         TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU)
 
 
@@ -121,7 +121,7 @@ def test_nccl_without_room_in_shared_memory_says_how_to_get_some(monkeypatch: py
         )
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
-    with pytest.raises(CommError, match=r"nccl could not connect 2 ranks: .*; /dev/shm is too .*\(--shm-size 1g\)"):
+    with pytest.raises(CommError, match=naming("nccl", "2 ranks", "/dev/shm", "--shm-size 1g")):
         TorchDistributedBackend(TWO, half_a_job(), library="nccl", device=CPU)
 
 
@@ -129,7 +129,7 @@ def test_gloo_on_an_interface_that_does_not_exist_is_refused(monkeypatch: pytest
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that both are put back after the test
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    with pytest.raises(CommError, match=r"rank 0 on here: gloo could not connect 2 ranks: .*ib7.*set comm.interface"):
+    with pytest.raises(CommError, match=naming("rank 0 on here", "gloo", "2 ranks", "ib7", "comm.interface")):
         TorchDistributedBackend(TWO, half_a_job(), library="gloo", device=CPU, interface="ib7")
 
 
@@ -144,7 +144,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
         backend._control = met
-        with pytest.raises(PeerLostError, match=r"rank 0: the last barrier failed .* no answer from rank 1 on node1"):
+        with pytest.raises(PeerLostError, match=naming("rank 0", "barrier", "rank 1 on node1")):
             backend.close()
     finally:
         torch.distributed.destroy_process_group()
@@ -155,7 +155,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
 
 def test_mpi_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(CommError, match=r"needs mpi4py and an MPI library: pip install 'bigbatch\[mpi\]'"):
+    with pytest.raises(CommError, match=naming("mpi4py", "pip install 'bigbatch[mpi]'")):
         mpi.import_mpi()
 
 
@@ -170,7 +170,7 @@ def test_mpi4py_without_a_library_names_the_extra(
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(CommError, match=r"finds no MPI library \(cannot load MPI library\): pip install"):
+    with pytest.raises(CommError, match=naming("(cannot load MPI library)", "pip install 'bigbatch[mpi]'")):
         mpi.import_mpi()
     for name in ("mpi4py", "mpi4py.MPI"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -184,7 +184,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
 
 def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, rank=0, size=1)
-    with pytest.raises(CommError, match="openmpi started rank 0 of 2, but MPI sees rank 0 of 1: start the job with"):
+    with pytest.raises(CommError, match=naming("openmpi", "rank 0 of 2", "rank 0 of 1", "mpirun")):
         connect(backend="mpi", env=UNLAUNCHED, device=CPU)
 
 
@@ -201,9 +201,9 @@ def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
 ) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
     monkeypatch.setattr(addresses.socket, "gethostbyname", lambda _: "127.0.1.1")
-    expected = "which other nodes cannot reach: mend /etc/hosts" if interface is None else "'ib7': .* has no such"
+    named = naming("127.0.1.1", "/etc/hosts") if interface is None else naming("'ib7'", "lo", "comm.interface")
     env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None)
-    with pytest.raises(CommError, match=expected):
+    with pytest.raises(CommError, match=named):
         mpi.meet_by_mpi(env, timeout_seconds=5, interface=interface)
 
 
@@ -216,10 +216,7 @@ def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     world = SimpleNamespace(rank=0, size=2, bcast=forever)
     monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
-    expected = (
-        r"rank 0: meeting by MPI failed after 0\.\d s \(some rank has not come to it\): see that all ranks started"
-    )
-    with pytest.raises(CommError, match=expected):
+    with pytest.raises(CommError, match=r"rank 0: .*MPI .* 0\.\d s "):
         mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
 
 
@@ -236,11 +233,10 @@ def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) ->
 
 @pytest.mark.slow
 def test_mpi_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
-    with pytest.raises(PeerLostError, match=f"rank 0: MPI's copy of its world {expected}"):
+    with pytest.raises(PeerLostError, match=rf"rank 0: MPI's copy .*{LOST}"):
         mpi_backend(monkeypatch, Dup=forever)
     backend = mpi_backend(monkeypatch, Split=forever)
-    with pytest.raises(PeerLostError, match=f"rank 0: MPI's split of its world {expected}"):
+    with pytest.raises(PeerLostError, match=rf"rank 0: MPI's split .*{LOST}"):
         backend.new_group([[0], [1]])
 
 
@@ -249,8 +245,8 @@ def test_mpi_group_is_a_split_of_its_world(monkeypatch: pytest.MonkeyPatch) -> N
     group = backend.new_group([[1], [0]])
     assert (group.ranks, group.handle) == ((0,), (1, 0))
     backend.abandon()
-    with pytest.raises(CommError, match="late comes too late"):
-        backend.submit(lambda: None, label="late")
+    with pytest.raises(CommError, match=naming("buffer 7", "closed")):
+        backend.submit(lambda: None, label="buffer 7")
 
 
 def test_mpi_message_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +261,7 @@ def test_mpi_message_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> No
 
     backend = mpi_backend(monkeypatch, Irecv=lambda data, source: Arrived())
     backend.start_receive(torch.zeros(2), source=1).wait()
-    with pytest.raises(CommError, match="rank 1 sent a message of 8 bytes where 12 were expected: all ranks must sum"):
+    with pytest.raises(CommError, match=naming("rank 1", " 8 bytes ", " 12 ")):
         backend.start_receive(torch.zeros(3), source=1).wait()
 
 
@@ -343,13 +339,12 @@ def test_horovod_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch
     hvd = SimpleNamespace(**names, init=forever, global_process_set="all", add_process_set=forever)
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
-    expected = r"failed after 0\.\d s; no answer from rank 1 on node1 \(control: some rank has not come to it\)"
-    with pytest.raises(PeerLostError, match=f"rank 0: start of Horovod {expected}"):
+    with pytest.raises(PeerLostError, match=rf"rank 0: start of Horovod {LOST}"):
         horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
     hvd.init, hvd.shutdown = lambda process_sets: None, lambda: stopped.append(True)
     backend = horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU)
     assert backend.new_group([[0, 1]]).handle == "all"
-    with pytest.raises(PeerLostError, match=f"rank 0: Horovod's process set of 1 {expected}"):
+    with pytest.raises(PeerLostError, match=rf"rank 0: Horovod's process set of 1 {LOST}"):
         backend.new_group([[0], [1]])
     stopped: list[bool] = []
     horovod.HorovodBackend(TWO, half_a_job(0.3), device=CPU).abandon()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.comm.backends import in_flight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
@@ -36,7 +37,7 @@ def test_queue_runs_in_order_beside_its_caller() -> None:
     works[-1].wait()
     assert done == [0, 1, 2, 3, 4]
     queue.close()
-    with pytest.raises(CommError, match="buffer 0 comes too late: the communicator is closed"):
+    with pytest.raises(CommError, match=naming("buffer 0", "closed")):
         queue.submit(lambda: None, label="buffer 0")
 
 
@@ -77,7 +78,7 @@ def test_queue_tries_nothing_more_after_a_failure() -> None:
     queue.close()
 
 
-def test_wait_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_lets_a_wait_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
     gate = threading.Event()
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from error_texts import naming
 from torch.distributed import HashStore
 
 from bigbatch.comm.backends import links
@@ -91,7 +92,7 @@ def introduce(store: HashStore, rank: int, *, secret: bytes | None = None) -> so
     return stream
 
 
-def test_messages_both_ways(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_links_carry_messages_both_ways(store: HashStore, threads: ThreadPoolExecutor) -> None:
     first, second = join(store, 0), join(store, 1)
     there = threads.submit(say, second, b"there", to=0)
     assert hear(first, 5, source=1) == b"there"
@@ -103,7 +104,7 @@ def test_messages_both_ways(store: HashStore, threads: ThreadPoolExecutor) -> No
         job.close()
 
 
-def test_stranger_is_turned_away_and_the_job_goes_on(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_links_turn_a_stranger_away_and_the_job_goes_on(store: HashStore, threads: ThreadPoolExecutor) -> None:
     first, second = join(store, 0), join(store, 1)
     strangers = [introduce(store, 1, secret=b"0" * 32), socket.create_connection(address_of(store, 0), timeout=5)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -116,7 +117,7 @@ def test_stranger_is_turned_away_and_the_job_goes_on(store: HashStore, threads: 
     assert list(first._links) == [1]
 
 
-def test_second_caller_under_a_rank_that_is_there_is_turned_away(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_links_turn_a_second_caller_under_one_rank_away(store: HashStore, threads: ThreadPoolExecutor) -> None:
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
     there = threads.submit(say, jobs[1], b"there", to=0)
     assert hear(jobs[0], 5, source=1) == b"there"
@@ -128,7 +129,7 @@ def test_second_caller_under_a_rank_that_is_there_is_turned_away(store: HashStor
         assert twin.recv(1) == b""
 
 
-def test_caller_who_says_nothing_does_not_hold_up_the_job(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_links_are_not_held_up_by_a_caller_who_says_nothing(store: HashStore, threads: ThreadPoolExecutor) -> None:
     first, second = join(store, 0), join(store, 1)
     with socket.create_connection(address_of(store, 0), timeout=5):
         there = threads.submit(say, second, b"there", to=0)
@@ -151,8 +152,7 @@ def test_message_of_another_length_is_refused(length: int, store: HashStore) -> 
     job = join(store, 0)
     with introduce(store, 1) as peer:
         peer.sendall(LENGTH.pack(length) + bytes(length))
-        expected = f"rank 1 sent a message of {length} bytes where 5 were expected: all ranks must sum the same tensors"
-        with pytest.raises(CommError, match=expected):
+        with pytest.raises(CommError, match=rf"rank 1 .*\b{length} bytes .*\b5 "):
             hear(job, 5, source=1)
 
 
@@ -178,7 +178,7 @@ def test_peer_that_leaves_is_noticed_at_once(last_words: bytes, store: HashStore
     peer = introduce(store, 1)
     peer.sendall(last_words)
     peer.close()
-    with pytest.raises(ConnectionResetError, match="rank 1 closed the connection"):
+    with pytest.raises(ConnectionResetError, match=naming("rank 1", "closed")):
         hear(job, 5, source=1)
 
 
@@ -192,32 +192,34 @@ def test_peer_that_leaves_while_it_is_sent_to_is_noticed(store: HashStore) -> No
 def test_peer_that_never_connects_is_given_up(store: HashStore) -> None:
     job = join(store, 0)
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="some rank has not come to it"):
+    with pytest.raises(TimeoutError, match=naming("rank")):
         hear(job, 5, source=1)
     assert time.monotonic() - start < 3
 
 
 def test_peer_that_sends_nothing_is_given_up(store: HashStore) -> None:
     job = join(store, 0)
-    with introduce(store, 1), pytest.raises(TimeoutError, match="some rank has not come to it"):
+    with introduce(store, 1), pytest.raises(TimeoutError, match=naming("rank")):
         hear(job, 5, source=1)
 
 
 def test_peer_out_of_reach_is_named_with_its_address(store: HashStore) -> None:
     join(store, 0).close()  # listens no more
     where = ":".join(map(str, address_of(store, 0)))
-    with pytest.raises(CommError, match=rf"rank 1 on here cannot connect to rank 0 on node0 at {where} \(.*refused\)"):
+    with pytest.raises(
+        CommError, match=naming("rank 1 on here", "rank 0 on node0", where, "refused", "comm.interface")
+    ):
         say(join(store, 1), b"x", to=0)
 
 
-def test_rank_has_no_link_to_itself(store: HashStore) -> None:
-    with pytest.raises(ValueError, match="rank 0 has no link to itself"):
+def test_links_lead_to_no_rank_itself(store: HashStore) -> None:
+    with pytest.raises(ValueError, match=naming("rank 0", "itself")):
         say(join(store, 0), b"x", to=0)
 
 
 def test_links_listen_on_the_named_interface_alone(store: HashStore) -> None:
     assert join(store, 0, interface="lo")._listener.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(CommError, match="no such network interface; it has"):
+    with pytest.raises(CommError, match=naming("'ib7'", "lo", "comm.interface")):
         join(store, 0, interface="ib7")
 
 
@@ -238,13 +240,13 @@ def test_links_move_all_transfers_while_anyone_waits(store: HashStore, threads: 
     assert list(threads.map(swap, range(2))) == [sent[1], sent[0]]
 
 
-def test_only_contiguous_tensors_have_bytes() -> None:
+def test_as_bytes_takes_only_contiguous_tensors() -> None:
     assert bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16))) == b"\1\0\2\0"
-    with pytest.raises(ValueError, match="only a contiguous tensor can be sent or received"):
+    with pytest.raises(ValueError, match=naming("contiguous")):
         as_bytes(torch.zeros(4)[::2])
 
 
-def test_rank_that_waits_for_a_caller_goes_on_sending(store: HashStore, threads: ThreadPoolExecutor) -> None:
+def test_links_go_on_sending_while_their_rank_waits_for_a_caller(store: HashStore, threads: ThreadPoolExecutor) -> None:
     """Rank 0 owes rank 1 most of 16 MB while it waits for rank 2, who comes only when rank 1 has it all."""
     jobs = [join(store, rank, world_size=3) for rank in range(3)]
     data = bytes(16_000_000)

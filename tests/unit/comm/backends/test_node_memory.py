@@ -6,6 +6,7 @@ from threading import Barrier, Thread
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.comm.backends import node_memory
 from bigbatch.comm.backends.node_memory import SMALLEST_SCRATCH_BYTES, NodeMemory
@@ -66,7 +67,7 @@ def allocate(ranks: Sequence[NodeMemory], num_elements: int, dtype: torch.dtype)
 
 @needs_memfd
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_each_rank_sees_what_the_others_of_its_node_write(dtype: torch.dtype) -> None:
+def test_memory_shows_each_rank_what_the_others_of_its_node_write(dtype: torch.dtype) -> None:
     ranks = memories(["a", "b", "a"])
     tensors = allocate(ranks, 10, dtype)
     assert [float(tensor_N.sum()) for tensor_N in tensors] == [0.0] * 3
@@ -82,7 +83,7 @@ def test_each_rank_sees_what_the_others_of_its_node_write(dtype: torch.dtype) ->
 
 
 @needs_memfd
-def test_node_group_shares_only_within_itself() -> None:
+def test_memory_is_shared_only_within_a_node_group() -> None:
     ranks = memories(["a"] * 4, group_size=2)
     tensors = allocate(ranks, 4, torch.float32)
     for rank, tensor_N in enumerate(tensors):
@@ -91,7 +92,7 @@ def test_node_group_shares_only_within_itself() -> None:
 
 
 @needs_memfd
-def test_tensor_has_one_name_on_all_ranks_and_others_have_none() -> None:
+def test_memory_names_a_tensor_alike_on_all_ranks_and_others_not_at_all() -> None:
     ranks = memories(["a", "a"])
     first, second = allocate(ranks, 10, torch.float32), allocate(ranks, 10, torch.float32)
     for tensors in (first, second):
@@ -110,7 +111,7 @@ def test_tensor_has_one_name_on_all_ranks_and_others_have_none() -> None:
 
 
 @needs_memfd
-def test_released_memory_does_not_lend_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_released_does_not_lend_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = memories(["a", "a"])
     first = allocate(ranks, 10, torch.float32)
     name = ranks[0].name_of(first[0])
@@ -120,13 +121,13 @@ def test_released_memory_does_not_lend_its_name(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_memfd
-def test_shared_memory_leaves_no_open_files() -> None:
+def test_memory_shared_leaves_no_open_files() -> None:
     before = len(os.listdir("/proc/self/fd"))
     allocate(memories(["a", "a"]), 1000, torch.float32)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_ranks_that_are_alone_on_their_hosts_share_nothing() -> None:
+def test_memory_of_ranks_alone_on_their_hosts_is_not_shared() -> None:
     ranks = memories(["a", "b"])
     own_N = ranks[0].allocate(3, torch.float32)  # without waiting for rank 1
     assert ranks[0].views(own_N) == (own_N,)
@@ -136,13 +137,13 @@ def test_ranks_that_are_alone_on_their_hosts_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("hosts", [["a"], ["a", "b"]])
-def test_a_tensor_of_another_device_lies_elsewhere_even_where_nothing_is_shared(hosts: list[str]) -> None:
+def test_memory_of_another_device_lies_elsewhere_even_where_nothing_is_shared(hosts: list[str]) -> None:
     memory = memories(hosts)[0]
     assert not memory.holds(torch.zeros(3, device="meta"))
     assert memory.views(torch.zeros(3, device="meta")) is None
 
 
-def test_scratch_grows_and_is_used_again() -> None:
+def test_memory_scratch_grows_and_is_used_again() -> None:
     memory = memories(["a"])[0]
     small_N = memory.scratch(10, torch.float32)
     again_N = memory.scratch(20, torch.float16)
@@ -167,13 +168,10 @@ def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monk
     line.texts.append("")  # rank 1, whose text is replaced
     memory = NodeMemory(make_topology(["here", "here"], rank=0), control)  # type: ignore[arg-type]
     before = len(os.listdir("/proc/self/fd"))
-    expected = (
-        rf"rank 0 cannot open the memory of rank 1 on the same host here \({reason}\): run all ranks of a host as one "
-        "user, in one container; or give each its own host name by BIGBATCH_HOST"
-    )
+    named = naming("rank 0", "rank 1", "here", f"({reason})", "BIGBATCH_HOST")
     with open(os.devnull, "r+b") as null:
         monkeypatch.setattr(os, "open", lambda path, flags, real=os.open: _stand_in(path, flags, real, null.fileno()))
-        with pytest.raises(CommError, match=expected):
+        with pytest.raises(CommError, match=named):
             memory.allocate(10, torch.float32)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -183,7 +181,7 @@ def _stand_in(path: object, flags: int, real: object, number: int) -> int:
     return os.dup(number) if str(path).endswith("/fd/0") else real(path, flags)  # type: ignore[operator]
 
 
-def test_ranks_share_memory_only_where_they_see_each_others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_space_is_shared_only_where_ranks_see_each_others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_space() == process_space() != f"process {os.getpid()}"
 
     def fail(_: str) -> str:

@@ -42,7 +42,9 @@ def names(plan: FusionPlan) -> list[str]:
         ([spec("a", 20), spec("b", 200), spec("c", 20)], 400, 100, ["a", "b", "c"]),
     ],
 )
-def test_plans(tensors: list[TensorSpec], threshold_bytes: int, buffer_bytes: int, expected: list[str]) -> None:
+def test_plan_fusion_puts_neighbours_together(
+    tensors: list[TensorSpec], threshold_bytes: int, buffer_bytes: int, expected: list[str]
+) -> None:
     assert names(plan_fusion(tensors, threshold_bytes=threshold_bytes, buffer_bytes=buffer_bytes)) == expected
 
 
@@ -60,13 +62,15 @@ def test_plans(tensors: list[TensorSpec], threshold_bytes: int, buffer_bytes: in
         ([spec("a", 40), spec("b", 40, "float16"), spec("c", 40), spec("d", 40, "float16")], 40, ["a", "c", "bd"]),
     ],
 )
-def test_a_smaller_first_buffer(tensors: list[TensorSpec], first_buffer_bytes: int, expected: list[str]) -> None:
+def test_plan_fusion_with_a_smaller_first_buffer(
+    tensors: list[TensorSpec], first_buffer_bytes: int, expected: list[str]
+) -> None:
     plan = plan_fusion(tensors, threshold_bytes=60, buffer_bytes=100, first_buffer_bytes=first_buffer_bytes)
     assert names(plan) == expected
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_rules_hold_for_any_tensors(seed: int) -> None:
+def test_plan_fusion_keeps_its_rules_for_any_tensors(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [4 * draw.choice((1, 7, 30, 200)) for _ in range(draw.randrange(40))]
     tensors = [spec(f"t{i}", size, draw.choice(("float32", "float16"))) for i, size in enumerate(sizes)]
@@ -93,7 +97,7 @@ def test_rules_hold_for_any_tensors(seed: int) -> None:
         assert opener.num_bytes <= max(first, sharing[0].num_bytes)
 
 
-def test_sizes_and_text() -> None:
+def test_fusion_plan_has_sizes_and_text() -> None:
     buffer = BufferPlan((spec("fc.weight", 2_000_000), spec("fc.bias", 4_000)))
     assert (buffer.num_bytes, buffer.num_elements) == (2_004_000, 501_000)
     assert str(buffer) == "fc.weight and 1 more, 2 MB float32"
@@ -103,7 +107,7 @@ def test_sizes_and_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["threshold_bytes", "buffer_bytes", "first_buffer_bytes"])
-def test_sizes_must_be_positive(name: str) -> None:
+def test_plan_fusion_refuses_sizes_that_are_not_positive(name: str) -> None:
     sizes = {"threshold_bytes": 1, "buffer_bytes": 1, "first_buffer_bytes": 1, name: 0}
-    with pytest.raises(ValueError, match=f"^{name}=0 must be a positive number of bytes"):
+    with pytest.raises(ValueError, match=rf"^{name}=0\b"):
         plan_fusion([], **sizes)

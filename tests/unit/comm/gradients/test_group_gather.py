@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.comm.backends.base import Capabilities, InFlight
 from bigbatch.comm.backends.host_staging import HostStaging
@@ -36,7 +37,7 @@ def one_rank(device: str = "cpu") -> Communicator:
     return replace(connect(env=ALONE, device=torch.device(device)), backend=Recorder())
 
 
-def test_a_group_of_one_gathers_its_own() -> None:
+def test_group_gather_of_one_rank_gathers_its_own() -> None:
     communicator, exposed = one_rank(), ExposedTime()
     gather = make_group_gather(communicator, group_size=1, exposed=exposed, what="moments")
     own_N = torch.arange(3.0)
@@ -46,12 +47,12 @@ def test_a_group_of_one_gathers_its_own() -> None:
     assert exposed.take_seconds() > 0
 
 
-def test_groups_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 ranks do not form groups of 2"):
+def test_group_gather_refuses_groups_that_do_not_divide_the_ranks() -> None:
+    with pytest.raises(ValueError, match=naming("1 ranks", "groups of 2")):
         make_group_gather(one_rank(), group_size=2, exposed=ExposedTime(), what="moments")
 
 
-def test_a_gather_shows_in_the_timeline() -> None:
+def test_group_gather_shows_in_the_timeline() -> None:
     communicator = one_rank()
     gather = make_group_gather(communicator, group_size=1, exposed=ExposedTime(), what="moments")
     communicator.timeline.is_active = True
@@ -60,7 +61,7 @@ def test_a_gather_shows_in_the_timeline() -> None:
     assert [(event["name"], event["args"]["bytes"]) for event in events if event["ph"] == "X"] == [(LABEL, 20)]
 
 
-def test_a_reducer_counts_into_the_time_of_others() -> None:
+def test_reducer_counts_into_the_exposed_time_of_others() -> None:
     exposed = ExposedTime()
     weight = torch.nn.Parameter(torch.zeros(3))
     reducer = GradientReducer([("weight", weight)], one_rank(), exposed=exposed)
@@ -68,7 +69,7 @@ def test_a_reducer_counts_into_the_time_of_others() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_tensors_pass_through_the_host_where_the_transport_is_one_of_host_tensors() -> None:
+def test_group_gather_of_gpu_tensors_goes_through_the_host_where_the_transport_does() -> None:
     communicator = one_rank("cuda:0")
     staged = replace(communicator, staging=HostStaging(communicator.device))
     gather = make_group_gather(staged, group_size=1, exposed=ExposedTime(), what="moments")

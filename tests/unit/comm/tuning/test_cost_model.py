@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from error_texts import naming
 
 from bigbatch.comm.tuning.cost_model import (
     MODELS,
@@ -27,7 +28,7 @@ def cluster(*group_sizes: int, g: float = 0.0) -> ClusterModel:
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 8, 1024])
-def test_flat_ring_is_the_textbook_formula(P: int) -> None:
+def test_ring_is_the_textbook_formula(P: int) -> None:
     a, b, g, M = 30e-6, 1 / 3e9, 1e-11, 25_000_000
     expected = 2 * (P - 1) * a + 2 * (P - 1) / P * M * b + (P - 1) / P * M * g
     assert ring_seconds(M, cluster(*(1,) * P, g=g)) == pytest.approx(expected, rel=1e-12)
@@ -51,7 +52,7 @@ def test_hierarchical_steps_of_the_paper() -> None:
 
 @pytest.mark.parametrize("group_sizes", CLUSTERS)
 @pytest.mark.parametrize("num_bytes", [1, 1000, 10**8])
-def test_sums_over_hops(group_sizes: tuple[int, ...], num_bytes: int) -> None:
+def test_cost_of_sums_over_hops(group_sizes: tuple[int, ...], num_bytes: int) -> None:
     """Each algorithm hop by hop; k columns of the sharded form share a node's link."""
     k, m, g = group_sizes[0], len(group_sizes), 3e-11
     inside = [INSIDE.seconds(num_bytes / k) for _ in range(k - 1)]
@@ -90,7 +91,7 @@ def test_limit_of_the_links() -> None:
     assert least_seconds(10_000_000, num_nodes=1, bytes_per_second=25e6) == 0
 
 
-def test_uneven_nodes() -> None:
+def test_cost_of_uneven_nodes() -> None:
     """The fullest node sets the pace; the sharded form has as many shards as the smallest one has ranks."""
     for seconds in (hierarchical_seconds, doubling_seconds):
         assert seconds(1e6, cluster(3, 2, 2, 1)) == seconds(1e6, cluster(3, 3, 3, 3))
@@ -103,7 +104,7 @@ def test_uneven_nodes() -> None:
 
 @pytest.mark.parametrize("group_sizes", [(), (2, 0)])
 def test_cluster_has_nodes_and_nodes_have_ranks(group_sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must name at least one node, each of at least one rank"):
+    with pytest.raises(ValueError, match=naming(f"group_sizes={group_sizes} ")):
         cluster(*group_sizes)
 
 
@@ -145,12 +146,9 @@ def test_fit_never_goes_negative(samples: list[tuple[int, float]], expected: tup
         assert 1 / link.bytes_per_second == pytest.approx((1e9 + 0.5e9) / (1e18 + 0.25e18), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("samples", "complaint"),
-    [([(8, 1.0), (8, 1.1)], "at least two sizes"), ([(8, 0.0), (16, 1.0)], "takes more than no time")],
-)
-def test_fit_refuses(samples: list[tuple[int, float]], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+@pytest.mark.parametrize(("samples", "word"), [([(8, 1.0), (8, 1.1)], "two sizes"), ([(8, 0.0), (16, 1.0)], "no time")])
+def test_fit_refuses(samples: list[tuple[int, float]], word: str) -> None:
+    with pytest.raises(ValueError, match=naming(word)):
         fit_link(samples)
 
 
@@ -161,5 +159,5 @@ def test_interpolation() -> None:
     assert interpolate({1000: 2.0, 2000: 1.0})(9000) == 1.0  # but does not fall
     one = interpolate({1000: 2.0})
     assert (one(10), one(3000)) == (2.0, 6.0)
-    with pytest.raises(ValueError, match="nothing was measured"):
+    with pytest.raises(ValueError, match=naming("measured")):
         interpolate({})

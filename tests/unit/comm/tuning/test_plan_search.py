@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from error_texts import naming
 
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.tuning.plan_search import (
@@ -32,7 +33,7 @@ def one_each(tensors: list[TensorSpec]) -> PlanSizes:
     return PlanSizes(max(t.num_bytes for t in tensors), min(t.num_bytes for t in tensors))
 
 
-def test_transfers_wait_for_gradients_and_for_each_other() -> None:
+def test_evaluate_plan_has_transfers_wait_for_gradients_and_each_other() -> None:
     tensors = specs(400, 400, 400)
     plan = one_each(tensors).plan(tensors)
     transfers = simulate(plan, backward(1.0, 2.0, 9.0), lambda n: n / 100)
@@ -40,7 +41,7 @@ def test_transfers_wait_for_gradients_and_for_each_other() -> None:
     assert [t.num_bytes for t in transfers] == [400, 400, 400]
 
 
-def test_everything_at_the_end_is_all_exposed() -> None:
+def test_evaluate_plan_exposes_all_that_comes_at_the_end() -> None:
     """One buffer that is ready when backward ends hides nothing: exposed = a + M * b."""
     tensors = specs(4000, 4000)
     plan = PlanSizes(10_000, 10_000).plan(tensors)
@@ -48,7 +49,7 @@ def test_everything_at_the_end_is_all_exposed() -> None:
 
 
 @pytest.mark.parametrize("bytes_per_second", [1000, 4000, 100_000])
-def test_equal_gradients_at_an_even_pace(bytes_per_second: int) -> None:
+def test_evaluate_plan_of_equal_gradients_at_an_even_pace(bytes_per_second: int) -> None:
     """n gradients, one every d seconds, t to send one: exposed t where t <= d, else n * t - (n - 1) * d."""
     n, size, d = 10, 1000, 0.25
     tensors = specs(*[size] * n)
@@ -59,7 +60,7 @@ def test_equal_gradients_at_an_even_pace(bytes_per_second: int) -> None:
     assert got == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_backward_hides_is_not_exposed() -> None:
+def test_evaluate_plan_exposes_nothing_that_backward_hides() -> None:
     tensors = specs(400, 400)
     plan = one_each(tensors).plan(tensors)
     assert exposed_seconds(plan, backward(1.0, 2.0, seconds=50.0), lambda n: 1.0) == 0.0
@@ -135,14 +136,14 @@ def test_search_takes_as_few_buffers_as_will_do() -> None:
     assert len(choice.plan.buffers) == 1
 
 
-def test_latency_asks_for_fusion_and_bandwidth_for_pieces() -> None:
+def test_search_fuses_for_latency_and_cuts_for_bandwidth() -> None:
     tensors = specs(*[4000] * 8)
     times = backward(*[0.1 * (i + 1) for i in range(8)])
     assert len(search_plan(tensors, times, lambda n: 10.0).plan.buffers) == 1
     assert search_plan(tensors, times, lambda n: n / 400_000).exposed_seconds == pytest.approx(4000 / 400_000)
 
 
-def test_more_buffers_must_be_worth_it() -> None:
+def test_search_takes_more_buffers_only_where_worth_it() -> None:
     """Halving the last buffer saves 0.5 ms: of a backward of 0.1 s that is worth a buffer, of one of 1 s it is not."""
     tensors = specs(4000, 4000)
     for seconds, count in ((0.1, 2), (1.0, 1)):
@@ -153,5 +154,5 @@ def test_more_buffers_must_be_worth_it() -> None:
 
 
 def test_search_with_nothing_to_plan_for() -> None:
-    with pytest.raises(ValueError, match="no gradient to plan for"):
+    with pytest.raises(ValueError, match=naming("no gradient")):
         search_plan([], Backward({}, 1.0), lambda n: 1.0)

@@ -4,12 +4,14 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -66,41 +68,37 @@ def test_tuned_file_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "changed", "message"),
+    ("groups", "changed", "fact", "there", "here"),
     [
-        (((0, 1),), {}, "world_size 4 there, 2 here"),
-        (((0, 1, 2), (3,)), {}, "group_sizes 2+2 there, 3+1 here"),
-        (((0, 2), (1, 3)), {}, "placement block there, scattered here"),
-        (GROUPS, {"backend": "gloo"}, "backend tcp there, gloo here"),
-        (GROUPS, {"wire_dtype": "float16"}, "wire_dtype None there, float16 here"),
-        (GROUPS, {"device": "NVIDIA H200"}, "device cpu there, NVIDIA H200 here"),
+        (((0, 1),), {}, "world_size", "4", "2"),
+        (((0, 1, 2), (3,)), {}, "group_sizes", "2+2", "3+1"),
+        (((0, 2), (1, 3)), {}, "placement", "block", "scattered"),
+        (GROUPS, {"backend": "gloo"}, "backend", "tcp", "gloo"),
+        (GROUPS, {"wire_dtype": "float16"}, "wire_dtype", "None", "float16"),
+        (GROUPS, {"device": "NVIDIA H200"}, "device", "cpu", "NVIDIA H200"),
     ],
 )
-def test_tuned_file_of_another_cluster_is_refused(groups: Any, changed: dict[str, Any], message: str) -> None:
+def test_tuned_file_of_another_cluster_is_refused(
+    groups: Any, changed: dict[str, Any], fact: str, there: str, here: str
+) -> None:
     other = make_cluster(groups, **{"backend": "tcp", "wire_dtype": None, "device": "cpu", **changed})
-    with pytest.raises(TunedError) as error:
+    named = naming("a.json", f" {fact} {there} there", f" {here} here", "bigbatch comm tune --config small")
+    with pytest.raises(TunedError, match=named):
         TUNED.require_cluster(other, path=Path("a.json"))
-    assert str(error.value) == (
-        f"a.json was tuned on another cluster: {message}; measure this one, with the ranks that will train: "
-        "bigbatch comm tune --config small"
-    )
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("tensors", "named"),
     [
-        (TENSORS[:1], "conv.weight is not among this model's gradients"),
-        ((*TENSORS, TensorSpec("bias", 1, 4, "float32")), "bias is not among that model's gradients"),
-        ((TENSORS[0], TensorSpec("conv.weight", 2001, 4, "float32")), "2000 float32 there, 2001 float32 here"),
-        ((TENSORS[0], TensorSpec("conv.weight", 2000, 2, "float16")), "2000 float32 there, 2000 float16 here"),
+        (TENSORS[:1], ("conv.weight", "this model's")),
+        ((*TENSORS, TensorSpec("bias", 1, 4, "float32")), (" bias ", "that model's")),
+        ((TENSORS[0], TensorSpec("conv.weight", 2001, 4, "float32")), ("conv.weight", "2000 float32", "2001 float32")),
+        ((TENSORS[0], TensorSpec("conv.weight", 2000, 2, "float16")), ("conv.weight", "2000 float32", "2000 float16")),
     ],
 )
-def test_tuned_file_of_another_model_is_refused(tensors: tuple[TensorSpec, ...], message: str) -> None:
-    with pytest.raises(TunedError) as error:
+def test_tuned_file_of_another_model_is_refused(tensors: tuple[TensorSpec, ...], named: tuple[str, ...]) -> None:
+    with pytest.raises(TunedError, match=naming("a.json", *named, "bigbatch comm tune --config small", " --config")):
         TUNED.require_model(tensors, path=Path("a.json"))
-    assert str(error.value).startswith("a.json was tuned for another model: ")
-    assert message in str(error.value)
-    assert str(error.value).endswith("tune for this one: bigbatch comm tune --config small, with its own --config")
     TUNED.require_cluster(CLUSTER, path=Path("a.json"))
 
 
@@ -123,50 +121,52 @@ def replace(key: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "named"),
     [
-        (replace("format", "bigbatch comm tune 2"), "is not of the form 'bigbatch comm tune 1'; make it anew"),
-        (remove("table"), r"is damaged \('table' is missing\); make it anew with bigbatch comm tune"),
-        (replace("table", [[5, "ring"]]), r"is damaged \(a hybrid table needs rows"),
-        (replace("fusion", {"buffer": 1}), "is damaged"),
-        (replace("cluster", {}), "is damaged"),
-        (replace("tensors", []), r"is damaged \(its tensors are not those of its fingerprint\)"),
+        (replace("format", "bigbatch comm tune 2"), ("form", "'bigbatch comm tune 1'")),
+        (remove("table"), ("damaged", "'table'")),
+        (replace("table", [[5, "ring"]]), ("damaged", "hybrid table", "up_to_bytes=null")),
+        (replace("fusion", {"buffer": 1}), ("damaged", "'buffer'")),
+        (replace("cluster", {}), ("damaged", "'group_sizes'")),
+        (replace("tensors", []), ("damaged", "tensors", "fingerprint")),
     ],
 )
 def test_tuned_file_that_is_damaged_is_refused(
-    damage: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+    damage: Callable[[dict[str, Any]], None], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = tmp_path / "a.json"
     write_tuned(TUNED, path)
     record = json.loads(path.read_text())
     damage(record)
     path.write_text(json.dumps(record))
-    with pytest.raises(TunedError, match=f"^{path} {message}"):
+    with pytest.raises(TunedError, match=naming(f"{path} ", *named, "bigbatch comm tune")):
         read_tuned(path)
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", '"text"', "[]"])
 def test_tuned_file_that_is_another_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(TunedError, match="make it anew with bigbatch comm tune"):
+    with pytest.raises(TunedError, match=naming(tmp_path / "a.json", "bigbatch comm tune")):
         read_tuned(tmp_path / "a.json")
 
 
 def test_tuned_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(TunedError, match=r"cannot read .*: No such file or directory; bigbatch comm tune makes such"):
+    with pytest.raises(
+        TunedError, match=naming("read", tmp_path / "absent.json", "No such file or directory", "bigbatch comm tune")
+    ):
         read_tuned(tmp_path / "absent.json")
     (tmp_path / "file").write_text("")
-    with pytest.raises(TunedError, match=r"cannot write into .*/file: File exists; choose another --output"):
+    with pytest.raises(TunedError, match=naming("write", tmp_path / "file", "File exists", "--output")):
         write_tuned(TUNED, tmp_path / "file/a.json")
     (tmp_path / "a.json").mkdir()
-    with pytest.raises(TunedError, match=r"cannot write .*/a.json: Is a directory; choose another --output"):
+    with pytest.raises(TunedError, match=naming("write", tmp_path / "a.json", "Is a directory", "--output")):
         write_tuned(TUNED, tmp_path / "a.json")
     assert {p.name for p in tmp_path.iterdir()} == {"file", "a.json"}  # nothing half-written
 
 
-def test_folder_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_folder_refuses_one_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(TunedError, match=f"cannot write into {tmp_path}: Permission denied; choose another --output"):
+    with pytest.raises(TunedError, match=naming("write", tmp_path, "Permission denied", "--output")):
         require_folder(tmp_path)
 
 
@@ -243,7 +243,7 @@ def test_algorithm_that_was_given_up_counts_by_its_own_last_slope() -> None:
     assert findings.stated.exposed_seconds == pytest.approx(0.001 + 4e6 * 3e-8, rel=1e-9)
 
 
-def test_larger_sum_is_as_cheap_per_byte_as_a_smaller_one() -> None:
+def test_times_of_a_larger_sum_are_as_cheap_per_byte_as_a_smaller_ones() -> None:
     """2 KiB in 2 s, 4 KiB within 15% of twice that; 8 KiB in less than four times that, 16 KiB in far more."""
     measured = {1024: 1.9, 2048: 2.0, 4096: 4.5, 8192: 7.0, 16384: 21.0}
     seconds_of = tuner.seconds_by({size: {"ring": exact(s)} for size, s in measured.items()}, lambda size: "ring")
@@ -345,13 +345,13 @@ def test_sizes_that_would_exceed_the_budget_are_left_out(
     assert set(times[1024]) == set(alone.algorithms)
 
 
-def test_wrong_sum_ends_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_times_ends_at_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_times(monkeypatch, lambda num_bytes: 1.0, num_wrong=3)
-    with pytest.raises(CommError, match="native summed 3 elements of 1024 bytes wrongly: run bigbatch comm bench"):
+    with pytest.raises(CommError, match=naming("native", "3 elements", "1024 bytes", "bigbatch comm bench")):
         measure_times(connect(env=ALONE, device=CPU), [1024], dtype=torch.float32, seconds=1, on_size=lambda *_: None)
 
 
-def test_real_times_of_one_rank() -> None:
+def test_measure_times_of_one_rank() -> None:
     alone = connect(env=ALONE, device=CPU)
     times = measure_times(alone, [1024, 4096], dtype=torch.bfloat16, seconds=2, on_size=lambda *_: None)
     # where winners differ, which of one rank noise decides, sizes between the two are measured, too
@@ -398,7 +398,7 @@ def test_ready_times_by_a_clock_that_backward_moves(monkeypatch: pytest.MonkeyPa
     assert all(not p._post_accumulate_grad_hooks for p in parameters.values())  # no hook stays behind
 
 
-def test_gradients_ready_at_once_go_last_parameter_first() -> None:
+def test_ready_times_at_once_go_last_parameter_first() -> None:
     layer = nn.Linear(3, 2)
     specs = in_ready_order(dict(layer.named_parameters()), Backward({"weight": 1.0, "bias": 1.0}, 1.0))
     assert specs == [TensorSpec("bias", 2, 4, "float32"), TensorSpec("weight", 6, 4, "float32")]
@@ -449,31 +449,33 @@ def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["comm", "bench", "--max-bytes", "1K", "--algorithms", "hybrid", "--table", str(path)]) == 0
     write_tuned(dataclasses.replace(tuned, cluster=CLUSTER), path)
     assert main(["comm", "bench", "--table", str(path)]) == 1
-    assert "was tuned on another cluster: backend tcp there, single here" in capsys.readouterr().err
+    assert re.search(naming(path, "backend tcp there", "single here"), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet152", "alexnet_bn"])
-def test_named_model_brings_the_options_that_it_has(name: str) -> None:
+def test_model_by_name_brings_the_options_that_it_has(name: str) -> None:
     arguments = tune_comm._parser().parse_args(["--model", name])
     assert load_config(tune_comm._config_argv(arguments, [])).model.name == name
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ([], "--config is missing"),
+        ([], ("--config is missing",)),
         (
             ["--config", "quickstart", "--model", "resnet50"],
-            "--model resnet50 and --config quickstart both name a model",
+            ("--model resnet50 ", "--config quickstart "),
         ),
-        (["--model", "resnet51"], "model.name=resnet51 must be one of"),
-        (["--config", "quickstart", "--budget-seconds", "0"], "--budget-seconds 0 is no length of time"),
-        (["--config", "quickstart", "--comm.bufer_bytes", "1"], "the nearest legal one is comm.buffer_bytes"),
-        ([*SMALL, "--budget-seconds", "1", "--output", "/proc/no/a.json"], "cannot write into /proc/no: "),
+        (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
+        (["--config", "quickstart", "--budget-seconds", "0"], ("--budget-seconds 0 ",)),
+        (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
+        ([*SMALL, "--budget-seconds", "1", "--output", "/proc/no/a.json"], ("/proc/no: ", "--output")),
     ],
 )
-def test_arguments_that_are_impossible(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_refuses_impossible_arguments(
+    options: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["comm", "tune", *options]) == 1
     err = capsys.readouterr().err
-    assert message in err
+    assert re.search(naming(*named), err)
     assert len(err.splitlines()) == 1
