@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -140,14 +139,9 @@ class StreamQueue:
 
         Asks the device only about operations of long ago: a query would disturb the capture of a graph.
         """
-        with suppress(IndexError):  # the thread that submits takes finished ones out, too
-            while True:
-                pending, event = self._enqueued[0]
-                if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
-                    return pending
-                # the other thread may have taken it out between the two looks
-                if self._enqueued[0][0] is pending:
-                    self._enqueued.popleft()
+        for pending, event in tuple(self._enqueued):  # the thread that submits takes the finished ones out
+            if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
+                return pending
         return None
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Control:
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
         self.library = "control"
-        self.store, self._holder, self.master = _open_store(
+        self.store, self.holder, self.master = _open_store(
             env, timeout_seconds, interface=interface, find_master=find_master
         )
         self._texts = 0
@@ -155,16 +155,17 @@ class Control:
         except (RuntimeError, TimeoutError) as error:
             raise self.explain(what, time.monotonic() - start, error) from error
 
-    def answer_roll_call(self) -> None:
-        """Say, after the loss of another rank, that this one lives, whatever it does at the moment.
+    def answer_roll_call(self, *, is_waiting: bool) -> None:
+        """Say, after another rank's failure, that this one lives; is_waiting: in an operation, for others itself.
 
-        After a time limit only who waits in an operation answers: who does something else is the one that is missed.
+        After the loss of a rank all answer. After a time limit only those who wait: who does something else is the
+        one that is missed.
         """
-        if not self._has_answered and self.store.check([_FAILED]):
+        if self._has_answered or not self.store.check([_FAILED]):
+            return
+        if is_waiting or self.store.get(_FAILED) == b"lost":
             self._has_answered = True
-            # "late" is answered only from within a wait, by heed_others
-            if self.store.get(_FAILED) == b"lost":
-                self.store.set(f"bigbatch/alive/{self.rank}", "1")
+            self.store.set(f"bigbatch/alive/{self.rank}", "1")
 
     def heed_others(self, label: str, seconds: float) -> None:
         """End a wait by another rank's failure, so that nobody takes this rank for lost."""
@@ -189,7 +190,7 @@ class Control:
         self._has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         who = self._roll_call("late" if is_late else "lost")
-        if self._holder == f"rank {self.rank}":
+        if self.holder == f"rank {self.rank}":
             time.sleep(LINGER_SECONDS)
         return PeerLostError(
             f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
@@ -218,7 +219,7 @@ class Control:
                 time.sleep(0.1)
             places = [f"{rank} on {self.host_of(rank)}" for rank in missing]
         except RuntimeError:
-            return f"no answer from {self._holder}, which holds the rendezvous"
+            return f"no answer from {self.holder}, which holds the rendezvous"
         return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"
 
 

@@ -4,13 +4,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control
 from bigbatch.errors import CommError
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 1.0
+"""Longest pause between two looks at an operation."""
+ANSWER_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 1.0
+"""Longest wait for the control's explanation: its own limits, and some time for its requests."""
+VERDICT_SECONDS = LOOK_SECONDS + ANSWER_SECONDS
+"""How long after the time limit the verdict may take: a library's own limit must come after it."""
 
 _FLAG = "bigbatch/stall/operation"
 
@@ -25,15 +36,21 @@ class Pending:
     ranks: tuple[int, ...] | None = None
     """Who takes part; None for all ranks."""
 
+    @property
+    def seconds(self) -> float:
+        """How long it has been under way."""
+        return time.monotonic() - self.since
+
 
 class StallInspector:
-    """Watches this rank's operations from a thread of its own, and says which ranks are late for one.
+    """Watches this rank's operations from threads of its own, and says which ranks are late for one.
 
     A rank that has waited warn_seconds in an operation raises a flag in the control's store; the others, which look
     at it a few times per warn_seconds, write down whether they wait in the same operation; who has not is late. Each
     waiting rank names the late ones, and a late one that still runs says that it is waited for. Costs one small
     request per look. ends_job: also end this process after the control's timeout, for transports that only enqueue
-    (NCCL), where no thread of ours waits that could give up.
+    (NCCL), where no thread of ours waits that could give up; a second thread counts then, which asks nobody, so that
+    a store that is gone or hangs delays the end by no more than the verdict takes.
     """
 
     def __init__(
@@ -46,33 +63,74 @@ class StallInspector:
         say: Callable[[str], None] = lambda text: print(f"bigbatch: {text}", file=sys.stderr, flush=True),
     ) -> None:
         self._control, self._oldest = control, oldest
-        self._warn_seconds, self._ends_job, self._say = warn_seconds, ends_job, say
+        self._warn_seconds, self._say = warn_seconds, say
         # a few per warn_seconds: the others' answers come at most a quarter of it late
-        self._look_seconds = min(1.0, warn_seconds / 4)
+        self._look_seconds = min(LOOK_SECONDS, warn_seconds / 4)
         self._noted: Pending | None = None
         self._noted_at = 0.0
         self._said: set[int] = set()
+        self._verdicts: dict[int, str] = {}
+        """What was said of the late ranks of an operation, for when the store can be asked no more."""
         self._closed = Event()
-        self._thread = Thread(target=self._watch, name="bigbatch-stall", daemon=True)
-        self._thread.start()
+        rounds = [self._ask, self.count] if ends_job else [self._ask]
+        self._threads = [
+            Thread(target=self._repeat, args=(each,), name="bigbatch-stall", daemon=True) for each in rounds
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
-        self._thread.join()
+        for thread in self._threads:
+            # one may be in a request that the store does not answer any more
+            thread.join(timeout=LOOK_SECONDS)
 
-    def _watch(self) -> None:
+    def _pending(self) -> Pending | None:
+        with suppress(RuntimeError):  # of a device that has failed: the main thread hears of it by itself
+            return self._oldest()
+        return None
+
+    def _repeat(self, look: Callable[[], None]) -> None:
         while not self._closed.wait(self._look_seconds):
-            try:
-                self.look()
-            except RuntimeError:
-                return  # the store is gone: the operation itself fails, and knows more
+            look()
+
+    def _ask(self) -> None:
+        try:
+            self.look()
+        except RuntimeError:  # the store is gone, and may be so at the end of a good run
+            pending = self._pending()
+            if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
+                self._said.add(pending.number)
+                self._say(self._waits(pending, f"no answer from {self._control.holder}, which holds the rendezvous"))
+
+    def count(self) -> None:
+        """Take one look at the clock alone, and end this process after the time limit."""
+        pending = self._pending()
+        if pending and pending.seconds > self._control.timeout_seconds:
+            self._say(self._last_words(pending))
+            os._exit(1)  # the main thread waits for the device, where nothing can reach it
+
+    def _last_words(self, pending: Pending) -> str:
+        seconds = pending.seconds
+        late = TimeoutError("some rank has not come to it")
+        error: CommError | None = _within(ANSWER_SECONDS, lambda: self._control.explain(pending.label, seconds, late))
+        text = (
+            str(error)
+            if error
+            else (
+                f"rank {self._control.rank}: {pending.label} failed after {seconds:.1f} s; no answer from "
+                f"{self._control.holder}, which holds the rendezvous"
+            )
+        )
+        seen = self._verdicts.get(pending.number)
+        return f"{text}; last seen: {seen}" if seen else text
 
     def look(self) -> None:
         """Take one look at this rank's operation and at the flags."""
-        self._control.answer_roll_call()
-        pending = self._oldest()
-        waited = time.monotonic() - pending.since if pending else 0.0
+        pending = self._pending()
+        waited = pending.seconds if pending else 0.0
+        self._control.answer_roll_call(is_waiting=pending is not None)
         flagged = _flagged(self._control.store)
         if pending and waited > self._warn_seconds and flagged != pending.number:
             self._control.store.set(f"bigbatch/stall/{pending.number}/label", pending.label)
@@ -86,9 +144,8 @@ class StallInspector:
             # two looks: by then every rank that waits in it has written so
             if pending.number not in self._said and time.monotonic() - self._noted_at > 2 * self._look_seconds:
                 self._said.add(pending.number)
-                self._say(self._name_the_late(pending, waited))
-            if self._ends_job and waited > self._control.timeout_seconds:
-                self._end(pending, waited)
+                self._verdicts[pending.number] = self._name_the_late(pending)
+                self._say(self._waits(pending, self._verdicts[pending.number]))
         elif (
             flagged not in self._said
             and (pending is None or pending.number < flagged)
@@ -121,21 +178,27 @@ class StallInspector:
         """Tell whether the flagged operation has that rank, as far as it is known."""
         return str(rank) in self._control.store.get(f"bigbatch/stall/{number}/of").decode().split()
 
-    def _name_the_late(self, pending: Pending, seconds: float) -> str:
+    def _name_the_late(self, pending: Pending) -> str:
         here = {int(rank) for rank in self._control.store.get(f"bigbatch/stall/{pending.number}/ranks").split()}
         late = [rank for rank in self._ranks_of(pending) if rank not in here]
         names = ", ".join(f"rank {rank} on {self._control.host_of(rank)}" for rank in late)
-        verdict = f"{names} {'has' if len(late) == 1 else 'have'} not come to it" if late else "all ranks are in it"
+        return f"{names} {'has' if len(late) == 1 else 'have'} not come to it" if late else "all ranks are in it"
+
+    def _waits(self, pending: Pending, verdict: str) -> str:
         return (
-            f"rank {self._control.rank} on {self._control.host} has waited {seconds:.1f} s in {pending.label}: "
+            f"rank {self._control.rank} on {self._control.host} has waited {pending.seconds:.1f} s in {pending.label}: "
             f"{verdict} (the job ends after {self._control.timeout_seconds:g} s)"
         )
-
-    def _end(self, pending: Pending, seconds: float) -> None:
-        error: CommError = self._control.explain(pending.label, seconds, TimeoutError("some rank has not come to it"))
-        self._say(str(error))
-        os._exit(1)  # the main thread waits for the device, where nothing can reach it
 
 
 def _flagged(store: Store) -> int | None:
     return int(store.get(_FLAG)) if store.check([_FLAG]) else None
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Ask on a thread of its own; None where no answer comes in so long, or none at all."""
+    answers: list[T] = []
+    thread = Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)
+    return answers[0] if answers else None

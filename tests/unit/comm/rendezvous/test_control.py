@@ -81,7 +81,7 @@ class GoneStore(HashStore):
 
 def test_rendezvous_that_is_gone_is_named() -> None:
     job = half_a_job()
-    job.store, job._holder = GoneStore(), "rank 7"
+    job.store, job.holder = GoneStore(), "rank 7"
     job.heed_others("buffer 0", 1.0)  # the operation itself will fail
     message = str(job.explain("buffer 0", 1.0, OSError("broken")))
     assert re.search(naming("buffer 0", "1.0 s", "rank 7", "rendezvous", "control: broken"), message)

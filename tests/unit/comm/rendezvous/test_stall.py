@@ -2,12 +2,19 @@
 
 import re
 import time
+from contextlib import nullcontext
+from queue import Queue
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
+import torch
+from error_texts import naming
 from torch._C._distributed_c10d import HashStore
 
+from bigbatch.comm.backends.in_flight import StreamQueue
 from bigbatch.comm.backends.mpi import meet_by_mpi
-from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous import control, stall
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.stall import Pending, StallInspector
@@ -20,11 +27,12 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
-        control.rank, control.world_size, control.host, control.store = rank, world_size, f"node{rank}", store
-        store.set(f"bigbatch/host/{rank}", control.host)
+        self.control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
+        job = self.control
+        job.rank, job.world_size, job.host, job.store = rank, world_size, f"node{rank}", store
+        store.set(f"bigbatch/host/{rank}", job.host)
         self.inspector = StallInspector(
-            control, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append
+            job, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append
         )
         self.inspector.close()
 
@@ -133,30 +141,142 @@ def test_two_groups_that_wait_at_once_name_the_late_of_both(monkeypatch: pytest.
     assert_matches(fourth.said[0], "rank 3 on node3 is late")
 
 
+def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes of the process, which does not end here."""
+    codes: list[int] = []
+    monkeypatch.setattr(stall.os, "_exit", codes.append)
+    for answer in ("ROLL_CALL_SECONDS", "LINGER_SECONDS"):
+        monkeypatch.setattr(control, answer, 0.2)
+    rank.inspector.count()
+    return codes
+
+
 def test_inspector_ends_the_job_where_nothing_else_can(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     rank = Rank(0, store, world_size=2, ends_job=True)
     store.set("bigbatch/host/1", "node1")
-    codes: list[int] = []
-    monkeypatch.setattr(stall.os, "_exit", codes.append)
     lost = PeerLostError("rank 0: buffer 1 failed after 9.0 s; no answer from rank 1 on node1")
-    monkeypatch.setattr(rank.inspector._control, "explain", lambda label, seconds, error: lost)
+    monkeypatch.setattr(rank.control, "explain", lambda label, seconds, error: lost)
     rank.waits(1, seconds=7)
     look(rank)
-    assert codes == []
+    assert end_of(rank, monkeypatch) == []
     rank.waits(1, seconds=9)
     look(rank)
-    assert codes == [1]
+    assert end_of(rank, monkeypatch) == [1]
     assert rank.said[-1] == str(lost)
 
 
-def test_inspector_thread_looks_by_itself_and_survives_a_store_that_is_gone() -> None:
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection closed")
+def test_verdict_does_not_name_a_rank_that_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came to the sum a second later than the first, so its own limit is still ahead."""
+    first, second, late = ranks(3)
+    first.waits(3, seconds=9)
+    second.waits(3, seconds=7.5)
+    late.waits(2, seconds=0.1)
+    first.control.store.set("bigbatch/failed", "late")  # the first has called the roll
+    late.pending = None  # busy elsewhere
+    look(second, late)
+    end_of(first, monkeypatch)
+    assert naming_lost(first.said[-1]) == ["2 on node2"]
 
-    control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
-    control.store = Gone()
-    inspector = StallInspector(control, lambda: None, warn_seconds=0.04)
-    inspector._thread.join(timeout=5)
-    assert not inspector._thread.is_alive()
+
+def naming_lost(text: str) -> list[str]:
+    """The ranks that a verdict names."""
+    found = re.search(r"no answer from rank (.*) \(control", text)
+    assert found, text
+    return found[1].split(", ")
+
+
+class GoneStore:
+    """A store whose holder has died, or hangs."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.hangs, self.released = hangs, Event()
+
+    def check(self, *_: object) -> bool:
+        if self.hangs:
+            self.released.wait(timeout=20)
+        raise RuntimeError("connection closed")
+
+    set = get = append = check
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, late = ranks(2)
+    first.waits(3, seconds=5)
+    late.waits(2, seconds=0.1)
+    look(first, late)
+    let_time_pass(monkeypatch)
+    look(first, late)
+    monkeypatch.undo()
+    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.5)
+    first.control.store = gone = GoneStore(hangs=hangs)  # type: ignore[assignment]
+    first.control.holder = "rank 7"
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [1]
+    gone.released.set()
+    assert re.search(naming("rank 0", "buffer 3", "rank 7", "rendezvous", "rank 1 on node1 has not"), first.said[-1])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In time, with rank and operation: nothing else would end it, as an NCCL kernel waits for ever."""
+    ended, said = Queue[int](), list[str]()
+    monkeypatch.setattr(stall.os, "_exit", ended.put)
+    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    job = Control(ALONE, timeout_seconds=0.2, find_master=meet_by_mpi)
+    job.store = gone = GoneStore(hangs=hangs)  # type: ignore[assignment]
+    pending = Pending(1, "buffer 1", time.monotonic())
+    inspector = StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
+    assert ended.get(timeout=5) == 1
+    gone.released.set()
+    inspector.close()
+    assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
+
+
+def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
+    said: list[str] = []
+    job = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
+    job.store = GoneStore()  # type: ignore[assignment]
+    inspector = StallInspector(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
+    time.sleep(0.1)
+    assert all(thread.is_alive() for thread in inspector._threads)  # an operation may still come
+    inspector.close()
+    assert not any(thread.is_alive() for thread in inspector._threads)
+    assert said == []
+
+
+class FakeEvent:
+    """One that a device never comes to."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False
+
+
+def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device, wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    queue = StreamQueue(torch.device("cuda", 0))
+    queue.submit(lambda: None, label="captured, not run")
+    assert queue.oldest() is None
+    capturing[0] = False
+    queue.submit(lambda: None, label="the sums of a replayed step")
+    (rank, _) = ranks(2)
+    rank.inspector._oldest = queue.oldest
+    rank.control.store = GoneStore()  # type: ignore[assignment]
+    real = time.monotonic
+    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 9)
+    assert end_of(rank, monkeypatch) == [1]
+    assert "the sums of a replayed step" in rank.said[-1]
