@@ -1,11 +1,13 @@
 """Ablations: what a file may say, which runs it makes, and the table of what they came to."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, LaunchOptionError
@@ -115,6 +117,7 @@ def refusal(name: str) -> str:
 def test_ablation_file_is_refused_with_a_key_that_it_may_not_state(
     changes: dict[str, Any], complaint: str, file: str
 ) -> None:
+    """The catalogue of this room's messages: elsewhere only what they name is asked."""
     message = refusal(write(Path(file), **changes))
     assert message.startswith(f"{file}: ")
     assert complaint in message
@@ -122,23 +125,21 @@ def test_ablation_file_is_refused_with_a_key_that_it_may_not_state(
 
 def test_ablation_step_that_cannot_be_trained_is_named(file: str) -> None:
     steps = {"fine": {}, "odd": {"batch.global_batch_size": 500}}
-    assert refusal(write(Path(file), steps=steps)).startswith("step odd: batch.global_batch_size=500 is not a multiple")
+    assert refusal(write(Path(file), steps=steps)).startswith("step odd: batch.global_batch_size=500")
 
 
 @pytest.mark.slow
 def test_ablation_and_step_names_that_are_none(file: str) -> None:
-    assert refusal("bag_of_trick") == (
-        "bag_of_trick: there is no such file or packaged ablation; the nearest packaged one is bag_of_tricks"
-    )
+    assert re.fullmatch(r"bag_of_trick: .*\bbag_of_tricks", refusal("bag_of_trick"))
     points = make_points(find_ablation(file), folder=Path("out"), epochs=None, seeds=2, overrides=[])
     assert [point.number for point in choose(points, "plain,short")] == [0, 2, 3, 5]
-    with pytest.raises(LaunchOptionError, match="--only: there is no step 'smoth'; the nearest is 'smooth'"):
+    with pytest.raises(LaunchOptionError, match=naming("--only", "'smoth'", "'smooth'")):
         choose(points, "smoth")
 
 
 def test_ablation_counts_start_at_one(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", file, "--seeds", "0"]) == 1
-    assert capsys.readouterr().err == "bigbatch: --seeds 0 must be a number from 1 on\n"
+    assert re.fullmatch(r"bigbatch: --seeds 0\b.*\n", capsys.readouterr().err)
 
 
 def test_ablation_dry_run_tells_the_steps_and_writes_nothing(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +170,7 @@ def test_ablation_seconds_are_of_training_until_the_evaluation() -> None:
     assert run_result(records, **stated, target=0.3).reached_seconds == 2.0
     assert run_result(records, **stated, target=0.8).reached_seconds is None
     assert run_result(records, **stated, target=None).reached_seconds is None
-    with pytest.raises(ValueError, match="no evaluation"):
+    with pytest.raises(ValueError, match="evaluation"):
         run_result(records[:2], **stated, target=None)
 
 

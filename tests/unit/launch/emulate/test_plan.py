@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import agent
@@ -43,21 +44,21 @@ def test_emulated_ranks_per_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes", "complaint"),
+    ("text", "nodes", "named"),
     [
-        ("2", None, "--nodes 4"),
-        ("0", 4, "give a number"),
-        ("3,0", 2, "give a number"),
-        ("", 4, "give a number"),
-        ("2;rm", 4, "give a number"),
-        ("2\n", 4, "give a number"),
-        ("3,2", 3, "names 2 nodes, --nodes 3"),
-        ("2", 0, "not between 1 and 100"),
-        ("2", 101, "not between 1 and 100"),
+        ("2", None, ("--nodes 4", "--ranks-per-node 3,2,2,1")),
+        ("0", 4, ("--ranks-per-node '0'",)),
+        ("3,0", 2, ("--ranks-per-node '3,0'",)),
+        ("", 4, ("--ranks-per-node ''",)),
+        ("2;rm", 4, ("--ranks-per-node '2;rm'",)),
+        ("2\n", 4, (r"--ranks-per-node '2\n'",)),
+        ("3,2", 3, ("--ranks-per-node 3,2", "--nodes 3")),
+        ("2", 0, ("--nodes 0", "100")),
+        ("2", 101, ("--nodes 101", "100")),
     ],
 )
-def test_emulated_nodes_that_cannot_be_are_refused(text: str, nodes: int | None, complaint: str) -> None:
-    with pytest.raises(LaunchOptionError, match=complaint):
+def test_emulated_nodes_that_cannot_be_are_refused(text: str, nodes: int | None, named: tuple[str, ...]) -> None:
+    with pytest.raises(LaunchOptionError, match=naming(*named)):
         parse_ranks(text, nodes=nodes)
 
 
@@ -196,7 +197,7 @@ def test_mpirun_starts_from_the_first_emulated_node() -> None:
 @pytest.mark.parametrize("path", ["/home/a b/python", "/home/a:b/python"])
 def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", path)
-    with pytest.raises(LaunchOptionError, match="has a blank or a colon: use --launcher torchrun or plain"):
+    with pytest.raises(LaunchOptionError, match=naming(repr(path), "--launcher torchrun", "plain")):
         mpirun_starts(JOB, UNEVEN, SITE)
 
 
@@ -211,7 +212,7 @@ def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> No
 
 
 def test_torchrun_places_no_ranks_cyclically() -> None:
-    with pytest.raises(LaunchOptionError, match="--launcher mpirun or plain"):
+    with pytest.raises(LaunchOptionError, match=naming("--place cyclic", "--launcher mpirun", "plain")):
         torchrun_starts(JOB, UNEVEN, CYCLIC)
 
 

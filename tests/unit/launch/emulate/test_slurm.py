@@ -1,10 +1,12 @@
 """Slurm in the box without a cluster: its configuration and commands line by line, and what is refused."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from error_texts import naming
 
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, slurm_start
@@ -123,11 +125,8 @@ def test_slurm_programs_that_are_missing_name_their_packages(
     monkeypatch.setattr("bigbatch.launch.emulate.cluster.SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "sinfo").touch(mode=0o755)
-    complaint = (
-        "^munged, slurmctld, slurmd not installed: "
-        "apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge$"
-    )
-    with pytest.raises(EmulationError, match=complaint):
+    packages = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge"
+    with pytest.raises(EmulationError, match=rf"^munged, slurmctld, slurmd [^,]*: apt-get install {packages}$"):
         emulate("up", "--nodes", "2", "--slurm")
 
 
@@ -136,39 +135,39 @@ def test_slurm_folder_that_it_would_not_understand_is_refused(
     folder: str, as_root: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_start, "PROGRAMS", ())
-    with pytest.raises(EmulationError, match="set XDG_RUNTIME_DIR to a folder of yours with a short name"):
+    with pytest.raises(EmulationError, match=naming(repr(folder), "XDG_RUNTIME_DIR")):
         slurm_start.require_slurm(Path(folder), environ=os.environ)
     slurm_start.require_slurm(Path("/run/user/1000/bigbatch-emulate/box-2"), environ=os.environ)
 
 
 def test_slurm_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(EmulationError, match="--slurm needs root"):
+    with pytest.raises(EmulationError, match=naming("--slurm", "root")):
         slurm_start.require_slurm(Path("/run/box"), environ=os.environ)
 
 
 def test_emulate_exec_needs_a_command_and_a_cluster() -> None:
-    with pytest.raises(LaunchOptionError, match="nothing to run: put a command behind --, such as -- sbatch"):
+    with pytest.raises(LaunchOptionError, match="-- sbatch"):
         emulate("exec")
-    with pytest.raises(EmulationError, match="no cluster box is up"):
+    with pytest.raises(EmulationError, match=naming("box", "bigbatch launch emulate up")):
         emulate("exec", "--", "squeue")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
 @pytest.mark.parametrize(
-    ("has_slurm", "words", "error", "complaint"),
+    ("has_slurm", "words", "error", "told"),
     [
-        (False, ("exec", "--", "squeue"), EmulationError, "box runs no Slurm: .* emulate up --slurm"),
-        (True, ("run", "--", "train"), LaunchOptionError, "Slurm starts the jobs of box: .* exec --name box -- sbatch"),
+        (False, ("exec", "--", "squeue"), EmulationError, "bigbatch launch emulate up --slurm"),
+        (True, ("run", "--", "train"), LaunchOptionError, "bigbatch launch emulate exec --name box -- sbatch"),
     ],
 )
 def test_slurm_starts_the_jobs_of_its_cluster_and_run_those_of_others(
-    has_slurm: bool, words: tuple[str, ...], error: type[Exception], complaint: str, monkeypatch: pytest.MonkeyPatch
+    has_slurm: bool, words: tuple[str, ...], error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ClusterPlan("box", (1, 1), None, slurm=has_slurm)
     found = EmulatedCluster(plan, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
     monkeypatch.setattr(cluster, "find", lambda name, root: found)
-    with pytest.raises(error, match=complaint):
+    with pytest.raises(error, match=naming("box", told)):
         emulate(*words)
 
 
@@ -177,25 +176,25 @@ def test_slurm_that_does_not_answer_is_told(tmp_path: Path, capsys: pytest.Captu
     found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
     root = state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
     print(slurm_start.describe_nodes(found, root=root, environ=os.environ))
-    assert capsys.readouterr().out == f"Slurm does not answer: see {root}/box/slurm/slurmctld.log\n"
+    assert re.fullmatch(rf"Slurm .* {root}/box/slurm/slurmctld\.log\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
-    ("states", "complaint"),
+    ("states", "named"),
     [
-        (None, "^slurmctld does not answer: .*/slurmctld.log: empty$"),
-        ({"n0": "idle", "n1": "down*"}, r"^n1: down\* after 0 s, not idle: .*/slurmd.n1.log: fatal: no clock$"),
-        ({"n0": "unknown*", "n1": "idle"}, r"^n0: unknown\* after 0 s, not idle: .*/slurmd.n0.log: empty$"),
-        ({"n0": "idle"}, "^n1: unknown after 0 s"),
+        (None, ("slurmctld ", "/slurmctld.log: empty")),
+        ({"n0": "idle", "n1": "down*"}, ("n1: down*", "0 s", "/slurmd.n1.log: fatal: no clock")),
+        ({"n0": "unknown*", "n1": "idle"}, ("n0: unknown*", "0 s", "/slurmd.n0.log: empty")),
+        ({"n0": "idle"}, ("n1: unknown ", "0 s", "/slurmd.n1.log")),
     ],
 )
 def test_slurm_node_that_is_not_idle_in_time_is_named_with_its_log(
-    states: dict[str, str] | None, complaint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    states: dict[str, str] | None, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(slurm_start, "START_SECONDS", 0)
     monkeypatch.setattr(slurm_start, "ask_states", lambda cluster, environ: states)
     (tmp_path / "slurmd.n1.log").write_text("fatal: no clock\n")
-    with pytest.raises(EmulationError, match=complaint):
+    with pytest.raises(EmulationError, match=naming(*named)):
         slurm_start._wait_for_nodes(EmulatedCluster(UNEVEN, 0, 0, ""), folder=tmp_path, environ={})
 
 

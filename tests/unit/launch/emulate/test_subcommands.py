@@ -1,6 +1,7 @@
 """The emulated cluster's state, command line and supervisor, without a cluster: with plain processes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from error_texts import naming
 
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, subcommands, supervise
@@ -45,13 +47,13 @@ def test_emulate_state_folder_that_others_can_reach_is_not_trusted(trap: str, tm
     else:
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         (tmp_path / "bigbatch-emulate").symlink_to("elsewhere")
-    with pytest.raises(EmulationError, match="not a folder of this user alone"):
+    with pytest.raises(EmulationError, match=naming(tmp_path / "bigbatch-emulate", "chmod 700")):
         state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 def test_emulate_state_names_a_file_in_the_place_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "bigbatch-emulate").touch()
-    with pytest.raises(EmulationError, match=f"{tmp_path}/bigbatch-emulate cannot be made a folder"):
+    with pytest.raises(EmulationError, match=naming(tmp_path / "bigbatch-emulate", "File exists")):
         state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
@@ -138,7 +140,7 @@ def test_emulate_run_takes_a_bigbatch_command_with_both_launchers(
 
 
 def test_emulate_run_refuses_nothing_to_run() -> None:
-    with pytest.raises(LaunchOptionError, match="nothing to run"):
+    with pytest.raises(LaunchOptionError, match="-- train"):
         emulate("run", "--nodes", "2", "--")
 
 
@@ -155,7 +157,7 @@ def test_emulate_says_how_to_get_a_cluster_where_there_is_none(words: tuple[str,
 
 def test_emulate_down_and_status_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert [emulate("down"), emulate("down", "--all"), emulate("status")] == [0, 0, 0]
-    assert capsys.readouterr().out == "box: there is none\n"
+    assert re.fullmatch("box: .*\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "..", "a/b", ""])
@@ -197,12 +199,12 @@ def test_emulate_says_in_one_line_that_a_cluster_vanished(
     vanished: EmulatedCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert emulate("status") == 0
-    assert capsys.readouterr().out.startswith("box: ended; to remove what is left")
-    with pytest.raises(EmulationError, match="box was taken down under the job"):
+    assert capsys.readouterr().out.startswith("box: ended")
+    with pytest.raises(EmulationError, match=naming("box", "job")):
         emulate("run", "--", "train")
-    with pytest.raises(EmulationError, match="box: a process could not enter its node; was it taken down"):
+    with pytest.raises(EmulationError, match=naming("box", "node", "bigbatch launch emulate status")):
         emulate("shape", "--link", "1gbit")
-    with pytest.raises(EmulationError, match=r"box: .*(keeper|setns).*; was it taken down"):
+    with pytest.raises(EmulationError, match=r"^box: .*(keeper|setns).*bigbatch launch emulate status"):
         cluster.join(vanished)
 
 
@@ -212,7 +214,7 @@ def test_keeper_that_vanishes_while_we_follow_it_is_seen(
     """And then its number meant a process of another container."""
     monkeypatch.setattr("bigbatch.launch.emulate.namespaces.enter_cluster", lambda keeper: None)
     cluster.join(vanished)
-    with pytest.raises(EmulationError, match="box was taken down meanwhile"):
+    with pytest.raises(EmulationError, match=naming("box", "bigbatch launch emulate status")):
         cluster.join(replace(vanished, start_ticks=0))
 
 
@@ -220,7 +222,10 @@ def test_emulate_says_in_one_line_that_a_folder_vanished_before_the_job(
     vanished: EmulatedCluster, tmp_path: Path
 ) -> None:
     with (
-        pytest.raises(EmulationError, match=r"box: .*No such file.*; was it taken down"),
+        pytest.raises(
+            EmulationError,
+            match=naming("box: ", "No such file", tmp_path / "elsewhere/box"),
+        ),
         cluster.only_job(vanished, root=tmp_path / "elsewhere"),
     ):
         pass
@@ -229,7 +234,7 @@ def test_emulate_says_in_one_line_that_a_folder_vanished_before_the_job(
 @pytest.mark.skipif(sys.platform != "linux", reason="clusters need Linux")
 def test_emulate_up_names_a_start_that_was_cut_short(tmp_path: Path) -> None:
     (state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) / "box").mkdir()
-    with pytest.raises(EmulationError, match="cut short: bigbatch launch emulate down --name box"):
+    with pytest.raises(EmulationError, match="bigbatch launch emulate down --name box"):
         emulate("up", "--nodes", "2")
 
 
@@ -237,13 +242,13 @@ def test_emulate_up_names_the_package_of_a_missing_tool(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(cluster, "SYSTEM_PATH", "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EmulationError, match="ip is not installed: apt-get install iproute2"):
+    with pytest.raises(EmulationError, match=r"^ip .*apt-get install iproute2$"):
         emulate("up", "--nodes", "2")
 
 
 def test_emulate_refuses_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(EmulationError, match="needs Linux, and this is darwin"):
+    with pytest.raises(EmulationError, match=naming("Linux", "darwin")):
         emulate("up", "--nodes", "2")
 
 
@@ -290,7 +295,7 @@ def test_run_together_puts_variables_on_top_of_the_environment() -> None:
 @linux
 def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:
     starts = [Start(0, ("sleep", "60")), Start(0, ("no-such-mpirun",))]
-    with pytest.raises(LaunchOptionError, match="no-such-mpirun is not installed"):
+    with pytest.raises(LaunchOptionError, match=naming("no-such-mpirun", "bigbatch[mpi]", "--launcher torchrun")):
         supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
 
 

@@ -1,6 +1,7 @@
 """Hosts and numbers of ranks that the options of a job state."""
 
 import pytest
+from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import make_job, parse_hosts
@@ -37,5 +38,5 @@ def test_launch_ranks_that_cannot_be_are_refused(ranks: int, hosts: tuple[tuple[
 
 
 def test_launch_of_nothing_is_refused() -> None:
-    with pytest.raises(LaunchOptionError, match="nothing to start"):
+    with pytest.raises(LaunchOptionError, match=naming("-- train --config quickstart")):
         make_job((), num_ranks=1, hosts=(), num_cores=2)

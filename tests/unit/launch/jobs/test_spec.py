@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.installed import count_gpus
@@ -74,9 +75,8 @@ def test_job_option_is_honoured_or_refused_by_name(launcher: str, field: str) ->
     try:
         changed = write(replace(base, **{field: SAMPLES[field]}))
     except LaunchOptionError as error:
-        told = f"{option(field)}: bigbatch launch {launcher} cannot do that; "
-        assert str(error).startswith(told), error  # noqa: PT017
-        assert len(str(error)) > len(told) + 10, "and says what to do instead"  # noqa: PT017
+        assert str(error).startswith(f"{option(field)}: bigbatch launch {launcher} "), error  # noqa: PT017
+        assert len(str(error).partition("; ")[2]) > 10, "and says what to do instead"  # noqa: PT017
         return
     assert changed != write(base)
 
@@ -113,17 +113,17 @@ def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "message"),
+    ("stated", "named"),
     [
-        ({"num_nodes": 3, "num_ranks": 8}, "--ranks 8 does not fill --nodes 3"),
-        ({"num_nodes": 2, "num_ranks": 8, "ranks_per_node": 2}, "--ranks 8 does not fill"),
-        ({"num_nodes": 0}, "--nodes 0"),
-        ({"ranks_per_node": -1}, "--ranks-per-node -1"),
-        ({"num_nodes": 2, "hosts": (("n0", 1),)}, "--hosts states nodes and ranks by itself"),
+        ({"num_nodes": 3, "num_ranks": 8}, ("--ranks 8", "--nodes 3", "--ranks-per-node")),
+        ({"num_nodes": 2, "num_ranks": 8, "ranks_per_node": 2}, ("--ranks 8", "--nodes 2")),
+        ({"num_nodes": 0}, ("--nodes 0",)),
+        ({"ranks_per_node": -1}, ("--ranks-per-node -1",)),
+        ({"num_nodes": 2, "hosts": (("n0", 1),)}, ("--hosts", "--nodes", "--ranks-per-node")),
     ],
 )
-def test_job_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], message: str) -> None:
-    with pytest.raises(LaunchOptionError, match=message):
+def test_job_numbers_that_contradict_each_other_are_refused(stated: dict[str, Any], named: tuple[str, ...]) -> None:
+    with pytest.raises(LaunchOptionError, match=naming(*named)):
         make_job(TRAIN, **{"num_ranks": None, "hosts": (), "num_cores": 2, **stated})
 
 
@@ -138,17 +138,15 @@ def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "hostfile").write_text(text)
     with pytest.raises(LaunchOptionError, match="--host"):
         read_hostfile(tmp_path / "hostfile")
-    with pytest.raises(LaunchOptionError, match="cannot be read: No such file"):
+    with pytest.raises(LaunchOptionError, match=naming("--hostfile", tmp_path / "none", "No such file")):
         read_hostfile(tmp_path / "none")
-    with pytest.raises(LaunchOptionError, match=r"'[^\n]*a\\nb' cannot be read"):
+    with pytest.raises(LaunchOptionError, match=naming("--hostfile", r"/a\nb'")):
         read_hostfile(tmp_path / "a\nb")
 
 
 def test_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["mpirun", "--ranks", "2", "--interface", "ib7"]
-    with pytest.raises(
-        LaunchOptionError, match=r"^--interface 'ib7': \S+ has no such network interface; it has .*\blo\b"
-    ):
+    with pytest.raises(LaunchOptionError, match=r"^--interface 'ib7': .*\blo\b"):
         main([*words, *("--", *TRAIN)])
     assert main([*words, "--dry-run", *("--", *TRAIN)]) == 0  # may be meant for another machine
     assert "ib7" in capfd.readouterr().out
@@ -156,7 +154,7 @@ def test_interface_that_mpirun_would_not_find_is_named(capfd: pytest.CaptureFixt
 
 def test_hosts_that_are_empty_are_not_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     """As where the shell's variable for it is empty."""
-    with pytest.raises(LaunchOptionError, match="--hosts '': '' is not of the form HOST:RANKS"):
+    with pytest.raises(LaunchOptionError, match=naming("--hosts ''", "HOST:RANKS")):
         main(["mpirun", "--hosts", "", "--dry-run", *("--", *TRAIN)])
     assert capsys.readouterr().out == ""
 
@@ -175,16 +173,16 @@ def test_variables_may_hold_equals_signs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        ((), "--nodes 2: torchrun is started on each node: add --master HOST:PORT"),
-        (("--master", "n0:1"), "and --node-rank, 0 to 1"),
-        (("--master", "n0:1", "--node-rank", "2"), "--node-rank 2 is not below --nodes 2"),
-        (("--master", "n0:1", "--node-rank", "-1"), "--node-rank -1 must be a number from 0 on"),
+        ((), ("--nodes 2", "--master HOST:PORT", "--node-rank")),
+        (("--master", "n0:1"), ("--nodes 2", "--node-rank", "0 to 1")),
+        (("--master", "n0:1", "--node-rank", "2"), ("--node-rank 2", "--nodes 2")),
+        (("--master", "n0:1", "--node-rank", "-1"), ("--node-rank -1",)),
     ],
 )
-def test_torchrun_on_several_nodes_needs_to_know_which_this_is(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(LaunchOptionError, match=message):
+def test_torchrun_on_several_nodes_needs_to_know_which_this_is(words: tuple[str, ...], named: tuple[str, ...]) -> None:
+    with pytest.raises(LaunchOptionError, match=naming(*named)):
         main(["torchrun", "--nodes", "2", *words, "--", *TRAIN])
 
 
@@ -228,7 +226,7 @@ def test_kubernetes_takes_names_of_dns_only(name: str) -> None:
 
 
 def test_kubernetes_needs_an_image() -> None:
-    with pytest.raises(LaunchOptionError, match="--image is missing"):
+    with pytest.raises(LaunchOptionError, match="--image"):
         k8s.manifest(JobSpec(TRAIN, 1))
 
 
@@ -310,7 +308,7 @@ def misfits(value: Any, fields: Any, *, where: str = "") -> list[str]:
     return missing + found + [x for n, f in parts.items() if f for x in misfits(value[n], f, where=f"{where}.{n}")]
 
 
-def test_the_operators_definition_takes_every_manifest(mpijob: dict[str, Any]) -> None:
+def test_kubernetes_definition_of_the_operator_takes_every_manifest(mpijob: dict[str, Any]) -> None:
     fields = yaml.safe_load((GOLDEN / "mpijob-fields.yaml").read_text())
     for manifest in (mpijob, *(yaml.safe_load(path.read_text()) for path in sorted(GOLDEN.glob("k8s-*.yaml")))):
         assert not misfits(manifest, fields)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.launchers.slurm_queue import find_jobs, parse_facts
@@ -103,14 +105,23 @@ def test_slurm_wait_ends_with_the_exit_code_of_the_job(cluster: Cluster) -> None
 
 def test_slurm_words_are_passed_on_in_one_line(cluster: Cluster) -> None:
     cluster.answers("sbatch", "", code=1, errors="sbatch: error: invalid partition\nsbatch: error: Batch job failed\n")
-    with pytest.raises(SchedulerError, match="refused the job: sbatch: error: invalid partition; sbatch: error: Batch"):
+    words = "sbatch: error: invalid partition; sbatch: error: Batch job failed"
+    with pytest.raises(SchedulerError, match=naming(words, "sinfo")):
         main(["slurm", "--partition", "nope", *TRAIN])
 
 
 @pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize("words", [["slurm", *TRAIN], ["status"], ["status", "7"], ["cancel", "7"]])
-def test_slurm_that_is_not_installed_is_told_with_where_to_go(words: list[str]) -> None:
-    with pytest.raises(SchedulerError, match="is not installed here: do this on a login node"):
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["slurm", *TRAIN], "sbatch"),
+        (["status"], "squeue"),
+        (["status", "7"], "scontrol"),
+        (["cancel", "7"], "scontrol"),
+    ],
+)
+def test_slurm_that_is_not_installed_is_told_with_where_to_go(words: list[str], program: str) -> None:
+    with pytest.raises(SchedulerError, match=naming(program, "login node", "--dry-run")):
         main(words)
 
 
@@ -158,7 +169,7 @@ def test_slurm_status_says_how_a_job_ended(
 def test_slurm_cancel_asks_a_running_job_to_save_and_stop(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cancel", "7_3"]) == 0
     assert cluster.calls("scancel") == ["--batch --signal=USR2 7_3"]
-    assert "was asked to save a checkpoint" in capsys.readouterr().out
+    assert re.search(naming("7_3", "checkpoint"), capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("state", "words"), [("RUNNING", ["--now"]), ("PENDING", []), ("SUSPENDED", [])])
@@ -172,21 +183,21 @@ def test_slurm_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
 
 def test_slurm_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
     cluster.has_job(line="echo 1")
-    with pytest.raises(SchedulerError, match="add --now"):
+    with pytest.raises(SchedulerError, match=naming("7_3", "--now")):
         main(["cancel", "12"])
     assert cluster.calls("scancel") == []
 
 
 def test_slurm_cancel_refuses_a_job_that_has_ended(cluster: Cluster) -> None:
     cluster.has_job("COMPLETED")
-    with pytest.raises(SchedulerError, match="has ended already: COMPLETED"):
+    with pytest.raises(SchedulerError, match=naming("7_3", "COMPLETED")):
         main(["cancel", "12"])
 
 
 @pytest.mark.parametrize("number", ["", "x", "-1", "7_", "1; rm", "7\n", "$(id)"])
 @pytest.mark.usefixtures("cluster")
 def test_slurm_job_number_that_is_none_is_refused(number: str) -> None:
-    with pytest.raises(LaunchOptionError, match="is no job of Slurm's"):
+    with pytest.raises(LaunchOptionError, match=naming(repr(number), "bigbatch launch slurm")):
         find_jobs(number)
 
 
@@ -194,7 +205,7 @@ def test_slurm_job_that_it_has_forgotten(cluster: Cluster) -> None:
     (cluster.folder / "scontrol").write_text(
         "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n"
     )
-    with pytest.raises(SchedulerError, match=r"job 9: .*Invalid job id specified; Slurm forgets a job minutes after"):
+    with pytest.raises(SchedulerError, match=naming("job 9", "Invalid job id specified", "log")):
         find_jobs("9")
 
 
@@ -238,10 +249,9 @@ def test_slurm_job_that_is_gone_does_not_hold_up_the_others(
 ) -> None:
     gone = '#!/bin/sh\n[ "$1$4" = show9 ] && { echo unknown >&2; exit 1; }\n'
     (cluster.folder / "scontrol").write_text(gone + SCONTROL.format(folder=cluster.folder))
-    with pytest.raises(
-        SchedulerError, match=r"^job 9: unknown; Slurm forgets a job minutes after its end, its log remains$"
-    ):
+    with pytest.raises(SchedulerError, match=r"^job 9: unknown\b") as caught:
         main([action, "9", "12", "9"])
+    assert str(caught.value).count("unknown") == 1
     assert "job 7_3" in capsys.readouterr().out
 
 
@@ -252,7 +262,7 @@ def test_slurm_facts_are_not_taken_from_a_folder_that_looks_like_one(cluster: Cl
 
 def test_slurm_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
     (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
-    with pytest.raises(SchedulerError, match="sbatch refused the job: no configuration"):
+    with pytest.raises(SchedulerError, match=naming("sbatch", "no configuration")):
         main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])
 
 
@@ -273,11 +283,11 @@ def test_kubernetes_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: p
     assert (cluster.folder / "kubectl.input").read_text() == printed
     assert capsys.readouterr().out == "kubectl logs -f job/bigbatch-launcher\n"
     cluster.answers("kubectl", "", code=1, errors="no matches for kind MPIJob\nensure CRDs are installed first\n")
-    with pytest.raises(SchedulerError, match="kubectl refused the job: no matches for kind MPIJob; ensure"):
+    with pytest.raises(SchedulerError, match=naming("kubectl", "no matches for kind MPIJob; ensure CRDs are")):
         main(["k8s", *words])
 
 
 @pytest.mark.usefixtures("bare")
 def test_kubernetes_without_kubectl_says_so() -> None:
-    with pytest.raises(SchedulerError, match="kubectl is not installed here"):
+    with pytest.raises(SchedulerError, match=naming("kubectl", "--dry-run")):
         main(["k8s", "--image", "bb", *TRAIN])

@@ -1,5 +1,6 @@
 """The sbatch script, run by the real bash with stand-ins for Slurm: quoting, signals, exit codes, requeueing."""
 
+import re
 import shlex
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from error_texts import naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_stubs import JOB, Stubs
@@ -177,7 +179,7 @@ def test_slurm_script_exit_code_is_that_of_the_ranks(stubs: Stubs, code: int) ->
 def test_slurm_script_stops_the_ranks_before_the_time_limit_and_requeues(stubs: Stubs) -> None:
     code, output = stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED="130")
     assert (code, stubs.requeued()) == (0, True)
-    assert "back into the queue, as its time limit is near" in output
+    assert "time limit" in output
 
 
 def test_slurm_script_requeues_ranks_that_were_not_yet_listening_too(stubs: Stubs) -> None:
@@ -195,7 +197,7 @@ def test_slurm_script_names_a_cluster_that_does_not_requeue(stubs: Stubs) -> Non
     stopped = {"STUB_WAITS": "1", "STUB_STOPPED": "130", "STUB_REQUEUE": "1"}
     code, output = stubs.run(SCRIPT, signal.SIGUSR1, **stopped)
     assert code == 130
-    assert "submit it again" in output
+    assert re.search(naming("submit", "checkpoint"), output)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_slurm_script_outside_a_job_says_what_to_do(script: str) -> None:
         env={"PATH": "/none"},
     )
     assert done.returncode == 2
-    assert "submit it by sbatch" in done.stderr
+    assert "sbatch" in done.stderr
 
 
 TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
@@ -279,7 +281,8 @@ def test_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
 def test_ready_mpirun_script_says_what_it_misses(tmp_path: Path) -> None:
     command = ["/bin/bash", str(ROOT / "launch/scripts/mpirun.sh"), *TRAIN]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "mpirun is not installed here: pip install 'bigbatch[mpi]'\n")
+    assert done.returncode == 1
+    assert re.fullmatch(r"mpirun .*pip install 'bigbatch\[mpi\]'\n", done.stderr)
 
 
 def test_slurm_script_logs_have_names_that_slurm_fills_in() -> None:
@@ -289,7 +292,7 @@ def test_slurm_script_logs_have_names_that_slurm_fills_in() -> None:
 
 
 def test_slurm_script_time_limit_must_leave_time_to_train() -> None:
-    with pytest.raises(LaunchOptionError, match="--time of 3 min leaves no time"):
+    with pytest.raises(LaunchOptionError, match=naming("--time", "3 min", "--stop-seconds")):
         sbatch_script(JobSpec(TRAIN, 1, minutes=3))
     assert "--time=00:03:00" in sbatch_script(JobSpec(TRAIN, 1, minutes=3, stop_seconds=60))
     script = sbatch_script(JobSpec(TRAIN, 1, minutes=1, stop_seconds=0))
@@ -299,7 +302,7 @@ def test_slurm_script_time_limit_must_leave_time_to_train() -> None:
 
 @pytest.mark.parametrize("job", [JobSpec(TRAIN, 1, array="0-3"), JobSpec((*TRAIN, "{index}"), 1)])
 def test_slurm_script_jobs_of_an_array_must_differ(job: JobSpec) -> None:
-    with pytest.raises(LaunchOptionError, match=r"--array and \{index\} belong together"):
+    with pytest.raises(LaunchOptionError, match=naming("--array", "{index}", "--run.directory")):
         sbatch_script(job)
 
 
@@ -312,16 +315,16 @@ def test_run_folder_is_that_of_the_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "array", "message"),
+    ("words", "array", "named"),
     [
-        (("--run.resume", "never"), None, "--run.resume never"),
-        (("--run.resume", "runs/a/checkpoints/step-00000001"), None, "--run.resume runs/a"),
-        (("--run.epoch", "1"), None, "unknown key run.epoch"),
-        (("--run.seed", "{index}"), "0-3", "would share it"),
+        (("--run.resume", "never"), None, ("--run.resume never", "auto", "--run.directory")),
+        (("--run.resume", "runs/a/checkpoints/step-00000001"), None, ("--run.resume runs/a/", "auto")),
+        (("--run.epoch", "1"), None, ("run.epoch;", "run.epochs")),
+        (("--run.seed", "{index}"), "0-3", ("--run.directory runs/quickstart", "{index}")),
     ],
 )
 def test_run_folder_of_a_job_that_would_fail_in_the_queue_is_refused_before(
-    words: tuple[str, ...], array: str | None, message: str
+    words: tuple[str, ...], array: str | None, named: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=naming(*named)):
         find_run_folder(JobSpec((*TRAIN, *words), 1, array=array))

@@ -264,7 +264,7 @@ def test_report_of_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
 def test_report_price_is_a_number(price: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(sweep), f"--price={price}"]) == 1
-    assert "must be what a GPU costs in an hour, such as 2.50" in capsys.readouterr().err
+    assert f"--price {price}" in capsys.readouterr().err
 
 
 # --- files ---
@@ -341,6 +341,7 @@ def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pyte
 def test_report_refuses_other_folders(
     make: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The catalogue of this room's messages: elsewhere only what they name is asked."""
     make(tmp_path / "x")
     assert main(["report", str(tmp_path / "x")]) == 1
     error = capsys.readouterr().err
@@ -412,7 +413,7 @@ def test_report_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["75.9", "0", "-1", "nan"])
 def test_report_target_is_a_share(target: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(sweep), f"--target={target}"]) == 1
-    assert "must be a share of right answers, such as 0.759" in capsys.readouterr().err
+    assert f"--target {target}" in capsys.readouterr().err
 
 
 # --- runs ---

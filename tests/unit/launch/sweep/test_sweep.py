@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import LaunchOptionError, SchedulerError
@@ -175,6 +176,7 @@ def test_sweep_times_and_numbers_are_what_they_look_like(file: Path) -> None:
 def test_sweep_file_that_is_wrong_is_refused_in_a_line(
     changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The catalogue of this room's messages: elsewhere only what they name is asked."""
     write(file, **changes)
     assert main(["sweep", str(file)]) == 1
     error = capsys.readouterr().err
@@ -185,19 +187,19 @@ def test_sweep_file_that_is_wrong_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "named"),
     [
-        ("", "it holds no keys"),
-        ("name: [", "is not readable YAML"),
-        ("name: a\nname: b\n", "name is stated twice"),
-        ("name: a\n", "config is missing; the file must state every key"),
+        ("", ("keys", "scaling.yaml")),
+        ("name: [", ("YAML", "line 1, column 8")),
+        ("name: a\nname: b\n", ("YAML", "name", "twice")),
+        ("name: a\n", ("config ", "every key")),
     ],
 )
-def test_sweep_file_that_is_none_is_refused(text: str, complaint: str, file: Path) -> None:
+def test_sweep_file_that_is_none_is_refused(text: str, named: tuple[str, ...], file: Path) -> None:
     file.write_text(text)
-    with pytest.raises(LaunchOptionError, match=complaint):
+    with pytest.raises(LaunchOptionError, match=naming(file, *named)):
         read_sweep(file)
-    with pytest.raises(LaunchOptionError, match="No such file or directory"):
+    with pytest.raises(LaunchOptionError, match=naming(file.with_name("none.yaml"), "No such file")):
         read_sweep(file.with_name("none.yaml"))
 
 
@@ -208,12 +210,10 @@ def test_sweep_points_that_are_impossible_are_all_told_before_anything_starts(
     write(file, grid={"ranks": [1, 5, 6], "model.width": [16, -1]})
     assert main(["sweep", str(file)]) == 1
     error = capsys.readouterr().err.splitlines()
-    assert error[0] == "bigbatch: 4 of 6 points cannot be trained:"
-    assert error[1].startswith("  point 1 (ranks=1, model.width=-1) and 1 more: model.width=-1 must be")
-    assert error[2] == (
-        "  point 2 (ranks=5, model.width=16) and 1 more: 5 ranks do not fill nodes of 2; take a multiple, or other "
-        "ranks_per_node"
-    )
+    assert error[0].startswith("bigbatch: 4 of 6 points")
+    assert re.match(r"  point 1 \(ranks=1, model\.width=-1\) and 1 more: model\.width=-1 ", error[1])
+    assert re.match(r"  point 2 \(ranks=5, model\.width=16\) and 1 more: 5 ranks .*\b2\b.* ranks_per_node", error[2])
+    assert len(error) == 3
     assert not (file.parent / "runs").exists()
 
 
@@ -232,57 +232,58 @@ def test_sweep_sizes_are_whole_numbers(key: str, value: object, file: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "named"),
     [
-        ({"options": SWEEP["options"] | {"run.directory": "x"}}, "run.directory"),
-        ({"options": SWEEP["options"] | {"run.epochs": 3}}, "run.epochs"),
-        ({"grid": SWEEP["grid"] | {"batch.global_batch_size": [96, 192]}}, "batch.global_batch_size"),
-        ({"where": "emulated", "launch": {"link": None}}, "link: None must be text, a number, true or a list"),
-        ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, "env: {'A': 'b'} must be text"),
-        ({"where": "mpirun", "launch": {"partition": "gpu"}}, "launch, of mpirun: unknown key partition"),
+        ({"options": SWEEP["options"] | {"run.directory": "x"}}, ("run.directory",)),
+        ({"options": SWEEP["options"] | {"run.epochs": 3}}, ("run.epochs",)),
+        ({"grid": SWEEP["grid"] | {"batch.global_batch_size": [96, 192]}}, ("batch.global_batch_size",)),
+        ({"where": "emulated", "launch": {"link": None}}, ("link: None",)),
+        ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, ("env: {'A': 'b'}",)),
+        ({"where": "mpirun", "launch": {"partition": "gpu"}}, ("mpirun", "key partition")),
         (
             {"grid": {"ranks": [1], "batch.microbatch_size": [8, 16]}},
-            "batch.microbatch_size: options and grid state it, and a point has one value: leave one out",
+            ("batch.microbatch_size: ", "options", "grid"),
         ),
-        ({"timeout_minutes": 10**9}, "timeout_minutes: 1000000000 must be above 0, and below a million"),
+        ({"timeout_minutes": 10**9}, ("timeout_minutes: 1000000000",)),
     ],
 )
 def test_sweep_file_that_would_be_ignored_or_misread_is_refused(
-    changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], named: tuple[str, ...], file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(file, **changes)
     assert main(["sweep", str(file), "--dry-run"]) == 1
-    assert complaint in capsys.readouterr().err
+    assert re.search(naming(*named), capsys.readouterr().err)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("where", "launch", "folder", "complaint"),
+    ("where", "launch", "folder", "named"),
     [
-        ("emulated", {"link": "1gbite"}, "f", "launch: --link '1gbite': give a rate from 1mbit to 100gbit"),
-        ("emulated", {"launcher": "ssh"}, "f", "launch: argument --launcher: invalid choice: 'ssh'"),
-        ("slurm", {"partition": True}, "f", "launch: argument --partition: expected one argument"),
-        ("emulated", {"launcher": "torchrun", "place": "cyclic"}, "f", "launch: --place cyclic: torchrun"),
-        ("slurm", {"gpus_per_node": "many"}, "f", "launch: argument --gpus-per-node: invalid int value: 'many'"),
-        ("slurm", {"time": "soon"}, "f", "launch: --time 'soon' must be minutes"),
-        (
-            "slurm",
-            {},
-            "my sweep",
-            "--folder 'my sweep': Slurm's scripts take letters, digits and . _ / + @ = : - alone",
-        ),
-        ("mpirun", {"hosts": "a:2,b:1"}, "f", "launch: --ranks 4 is not between 1 and the 3 slots of --hosts"),
-        ("local", {"interface": "eth0 eth1"}, "f", "launch: --interface 'eth0 eth1' must be"),
+        ("emulated", {"link": "1gbite"}, "f", ("launch: ", "--link '1gbite'", "1mbit", "100gbit")),
+        ("emulated", {"launcher": "ssh"}, "f", ("launch: ", "--launcher", "'ssh'")),
+        ("slurm", {"partition": True}, "f", ("launch: ", "--partition", "argument")),
+        ("emulated", {"launcher": "torchrun", "place": "cyclic"}, "f", ("launch: ", "--place cyclic", "torchrun")),
+        ("slurm", {"gpus_per_node": "many"}, "f", ("launch: ", "--gpus-per-node", "'many'")),
+        ("slurm", {"time": "soon"}, "f", ("launch: ", "--time 'soon'")),
+        ("slurm", {}, "my sweep", ("--folder 'my sweep'", "Slurm")),
+        ("mpirun", {"hosts": "a:2,b:1"}, "f", ("launch: ", "--ranks 4", "3", "--hosts")),
+        ("local", {"interface": "eth0 eth1"}, "f", ("launch: ", "--interface 'eth0 eth1'")),
     ],
 )
 def test_sweep_launch_options_are_checked_before_the_first_point_starts(
-    where: str, launch: dict[str, Any], folder: str, complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
+    where: str,
+    launch: dict[str, Any],
+    folder: str,
+    named: tuple[str, ...],
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(file, where=where, launch=launch, grid={"ranks": [4]})
     for more in (["--dry-run"], []):
         assert main(["sweep", str(file), "--folder", folder, *more]) == 1
         told = capsys.readouterr()
-        assert f"bigbatch: {complaint}" in told.err
+        assert told.err.startswith(f"bigbatch: {named[0]}")
+        assert re.search(naming(*named), told.err)
         assert told.err.count("\n") == 1
         assert told.out == ""
     assert os.listdir(file.parent) == ["sweep.yaml"]
@@ -300,7 +301,7 @@ def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
     write(file, where="emulated", grid={"ranks": [4]})
     assert main(["sweep", str(file), "--folder", "f", *more]) == 1
     told = capsys.readouterr()
-    assert "bigbatch-emulate is not a folder of this user alone" in told.err
+    assert re.search(naming(runtime / "bigbatch-emulate", "chmod 700"), told.err)
     assert (told.err.count("\n"), told.out) == (1, "")
     assert not (file.parent / "f").exists()
 
@@ -308,7 +309,7 @@ def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
 def test_sweep_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(file, options={})
     assert main(["sweep", str(file)]) == 1
-    assert "steps: 10 are of generated tensors: set data.loader: synthetic in options" in capsys.readouterr().err
+    assert re.search(naming("steps: 10", "data.loader: synthetic"), capsys.readouterr().err)
 
 
 @pytest.mark.long
@@ -523,8 +524,7 @@ def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> N
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130, done.stderr
-    told = "bigbatch: stopped, and nothing of it runs on; the same command goes on with what is missing\n"
-    assert done.stderr == told
+    assert re.fullmatch("bigbatch: stopped, .*\n", done.stderr)
     assert states(fake) == ["missing", "missing"]
 
 
@@ -536,14 +536,14 @@ def test_sweep_folder_of_others_is_refused(
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
     write(file, steps=11, grid={"ranks": [1]}, repeats=2)
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 1
-    assert "holds another sweep, with steps: 10 instead of 11: name another --folder" in capsys.readouterr().err
+    assert re.search(naming(fake.path, "steps: 10", " 11", "--folder"), capsys.readouterr().err)
     assert main(["sweep", str(file), "--folder", str(fake.path), "--dry-run"]) == 1, "its states are of other points"
-    assert "holds another sweep" in capsys.readouterr().err
+    assert re.search(naming(fake.path, "steps: 10", " 11"), capsys.readouterr().err)
     other = file.with_name("other")
     other.mkdir()
     (other / "thesis.tex").touch()
     assert main(["sweep", str(file), "--folder", str(other)]) == 1
-    assert "is not empty and holds no sweep" in capsys.readouterr().err
+    assert re.search(naming(other, "empty"), capsys.readouterr().err)
     assert sorted(os.listdir(other)) == [".lock", "thesis.tex"]
 
 
@@ -567,13 +567,12 @@ def test_sweep_points_of_another_experiment_are_refused_and_stay_as_they_are(
     for more in (["--dry-run"], []):
         assert main([*command, *more]) == 1
         error = capsys.readouterr().err
-        assert f"{fake.config(0)} has schedule.base_lr=" in error
-        assert "instead of 0.75: base.yaml or what overrides it is not as it was" in error
+        assert re.search(naming(fake.config(0), "schedule.base_lr=", "0.75", "base.yaml"), error)
         assert error.count("\n") == 1
     assert [fake.config(number).read_text() for number in (0, 1)] == before
     fake.config(0).write_text("[")
     assert main(command) == 1
-    assert f"{fake.config(0)} is not readable: remove {fake.point(0)}" in capsys.readouterr().err
+    assert re.search(naming(fake.config(0), f"remove {fake.point(0)}"), capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -586,8 +585,7 @@ def test_sweep_folder_that_cannot_be_locked_is_told(
     monkeypatch.setenv("FAKE_CODE", "0")
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
-    told = f"{fake.path} cannot be locked (Function not implemented): start no second sweep in it meanwhile\n"
-    assert capsys.readouterr().err == f"bigbatch: {told}"
+    assert re.fullmatch(rf"bigbatch: {fake.path} .*Function not implemented.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -777,10 +775,7 @@ def test_sweep_says_at_ctrl_c_what_goes_on_in_slurm(
 
     monkeypatch.setattr(queueing.time, "sleep", press)
     assert main(["sweep", str(file), "--folder", "f"]) == 130
-    assert capsys.readouterr().err == (
-        "bigbatch: stopped; 2 points are in Slurm's queue (scancel 7 would end them), where they go on; "
-        "the same command goes on with what is missing\n"
-    )
+    assert re.fullmatch(r"bigbatch: stopped; 2 points .*\bscancel 7\b.*\n", capsys.readouterr().err)
     assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"]
 
 
@@ -794,14 +789,14 @@ def test_sweep_array_that_slurm_refuses_fails_alone_and_in_its_words(
     command, folder = ["sweep", str(file), "--folder", "f"], SweepFolder(Path("f"))
     assert main([*command, "--no-wait"]) == 3
     assert states(folder) == ["submitted", "failed"]
-    reason = "sbatch refused the job: sbatch: error: Node count specification invalid; sinfo lists the partitions"
-    assert f"point 1 (ranks=4): failed: {reason}" in capsys.readouterr().out
+    reason = "sbatch: error: Node count specification invalid"
+    assert re.search(rf"point 1 \(ranks=4\): failed: .*{reason}", capsys.readouterr().out)
     (slurm / "queue").write_text("")
     folder.run(0).path.mkdir()
     folder.run(0).summary.write_text(json.dumps({"images_per_second": 10}))
     assert main(command) == 3
     assert states(folder) == ["done", "failed"]
-    assert read_state(folder, 1)["reason"].startswith(reason)
+    assert read_state(folder, 1)["reason"].count(reason) == 1
     monkeypatch.delenv("STUB_REFUSES")
     (slurm / "queue").write_text("7_1\n")
     assert main([*command, "--retry-failed", "--no-wait"]) == 0
@@ -815,7 +810,7 @@ def test_sweep_refuses_nothing_where_slurm_does_not_answer(
     (slurm / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Unable to contact controller' >&2; exit 1\n")
     (slurm / "squeue").write_text("#!/bin/sh\necho 'Unable to contact controller' >&2; exit 1\n")
     assert main(["sweep", str(file), "--folder", "f"]) == 1
-    assert "sbatch refused the job: sbatch: error: Unable to contact controller" in capsys.readouterr().err
+    assert "sbatch: error: Unable to contact controller" in capsys.readouterr().err
     assert states(SweepFolder(Path("f"))) == ["submitted", "submitted"], "the same command asks again"
 
 
@@ -869,15 +864,14 @@ def test_sweep_takes_a_slurm_queue_that_does_not_answer_for_no_end_of_jobs(
     assert now == [180 + 600]
     assert states(folder) == ["done", "submitted"]
     error = capsys.readouterr().err
-    told = "Slurm does not answer: slurm_load_jobs error: Unable to contact slurm controller; jobs go on, asking again"
-    assert error.count(told) == 2, "once an outage"
+    assert error.count("Unable to contact slurm controller; jobs go on") == 2, "once an outage"
     assert len(error.splitlines()) == 3
 
 
 def test_sweep_ends_a_program_of_slurm_that_hangs(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(slurm_queue, "ANSWER_SECONDS", 0.1)
-    with pytest.raises(SchedulerError, match=r"squeue did not answer in 0\.1 s; try again later"):
+    with pytest.raises(SchedulerError, match=naming("squeue", "0.1 s")):
         queueing.queued(["7"])
 
 
