@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,15 @@ from bigbatch.errors import CommError
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_defaults_of_ours: set[Any] = set()
+"""The default process group, where it was made here."""
+
 
 class TorchDistributedBackend:
     """Wraps a process group of NCCL or gloo; the default one, unless the script has made that already.
 
-    Collective: every rank constructs it. library is "nccl" or "gloo"; timeout_seconds bounds every wait.
+    Collective: every rank constructs it. library is "nccl" or "gloo"; timeout_seconds bounds every wait. Groups of the
+    same ranks are made once; close() destroys those that were made here, and no others.
     Raises: CommError where the library cannot connect the ranks.
     """
 
@@ -35,15 +40,16 @@ class TorchDistributedBackend:
         self.world_size = env.world_size
         self.capabilities = Capabilities(("cuda",) if library == "nccl" else ("cpu",))
         self._control = control
+        self._made: list[Any] = []
         self._gpus = [device.index] if library == "nccl" else None
         # NCCL's own watchdog comes after our verdict, which takes a roll call
         grace = ROLL_CALL_SECONDS + LINGER_SECONDS if library == "nccl" else 0.0
         self._timeout = timedelta(seconds=control.timeout_seconds + grace)
-        self._owns_default = not dist.is_initialized()
         prefer_interface(interface, is_one_host=env.is_one_host)
         everyone = tuple(range(env.world_size))
         try:
-            if self._owns_default:
+            owns_default = not dist.is_initialized()
+            if owns_default:
                 dist.init_process_group(
                     library,
                     store=control.store,
@@ -52,9 +58,10 @@ class TorchDistributedBackend:
                     timeout=self._timeout,
                     device_id=device if library == "nccl" else None,
                 )
-            shares_default = self._owns_default and library == "nccl"  # gloo's must not mix with a script's, or DDP's
-            handle = None if shares_default else dist.new_group(list(everyone), backend=library, timeout=self._timeout)
-            self.world = Group(everyone, handle)
+                _defaults_of_ours.add(dist.group.WORLD)
+            shares_default = owns_default and library == "nccl"  # gloo's must not mix with a script's, or DDP's
+            self.world = Group(everyone, None if shares_default else self._make(everyone))
+            self._groups = {everyone: self.world.handle}
             if library == "nccl":
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
@@ -69,17 +76,24 @@ class TorchDistributedBackend:
         )
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make one process group per family; torch.distributed wants every rank to make all of them."""
-        mine: Group | None = None
-        for ranks in families:
-            is_world = tuple(ranks) == self.world.ranks
-            handle = (
-                self.world.handle if is_world else dist.new_group(list(ranks), backend=self.name, timeout=self._timeout)
-            )
-            if self.rank in ranks:
-                mine = Group(tuple(ranks), handle)
-        assert mine is not None, "families must cover the world"
-        return mine
+        """Make the families' process groups, but for those that are there; torch wants every rank to make all."""
+        missing = [ranks for ranks in map(tuple, families) if ranks not in self._groups]
+        if missing and self.name == "nccl" and _bound_gpu() is not None:
+            self._groups |= dict.fromkeys(missing, self._split(missing))
+        else:
+            self._groups |= {ranks: self._make(ranks) for ranks in missing}
+        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
+        return Group(mine, self._groups[mine])
+
+    def _make(self, ranks: tuple[int, ...]) -> Any:
+        self._made.append(dist.new_group(list(ranks), backend=self.name, timeout=self._timeout))
+        return self._made[-1]
+
+    def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
+        """Make the groups of all families at once, as NCCL splits the whole world each time; return this rank's own."""
+        split = dist.split_group(self.world.handle, [list(ranks) for ranks in families], timeout=self._timeout)
+        self._made.append(split)
+        return split
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         """Sum by the library's own all-reduce."""
@@ -156,10 +170,18 @@ class TorchDistributedBackend:
         self._destroy()
 
     def _destroy(self) -> None:
-        if self._owns_default:
+        for handle in reversed(self._made):  # NCCL's parts before the whole
+            dist.destroy_process_group(handle)
+        default = dist.group.WORLD
+        # all others end with it: it stays while a script or another connection has one
+        if default in _defaults_of_ours and len(dist.distributed_c10d._world.pg_map) == 1:
+            _defaults_of_ours.discard(default)
             dist.destroy_process_group()
-        else:
-            dist.destroy_process_group(self.world.handle)
+
+
+def _bound_gpu() -> torch.device | None:
+    """Return the GPU to which the default group is bound: without one torch splits none."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def _remedy(error: BaseException) -> str:

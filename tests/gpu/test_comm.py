@@ -48,6 +48,22 @@ def expected_gradients(inputs_BC: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad for p in twin.parameters()]
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "sharded", "doubling"])
+def test_groups_of_nccl_are_split_from_the_world_once(algorithm: str, nccl: Communicator) -> None:
+    for _ in range(2):
+        again = nccl.with_algorithm(algorithm)
+        assert again.sum_(torch.ones(1000, device="cuda"), label="test").tolist() == [1.0] * 1000
+    backend = nccl.backend
+    assert isinstance(backend, TorchDistributedBackend)
+    backend._groups.clear()  # the world is the only family of one rank
+    for _ in range(2):
+        group = backend.new_group([[0]])
+        tensor_N = torch.ones(1000, device="cuda")
+        backend.all_reduce_(tensor_N, group)
+        assert tensor_N.tolist() == [1.0] * 1000
+    assert len(backend._made) == 1
+
+
 def test_nccl_sums_beside_backward(nccl: Communicator) -> None:
     model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
     reducer = GradientReducer(model.named_parameters(), nccl, **SMALL)

@@ -80,7 +80,7 @@ def check_backends(hosts: str, group_size: str, *backends: str) -> int:
             if communicator.rank == 0:
                 print(f"{backend}: {check.__name__} took {time.monotonic() - started:.1f} s")
         check_listeners(communicator)
-    for communicator in reversed(connected):  # the first one may own the process group
+    for communicator in connected:  # the first one may have made the default process group, on which others rest
         communicator.backend.close()
     for communicator in connected:  # the first one may finalize MPI; closing twice does no harm
         communicator.close()

@@ -5,6 +5,8 @@ played; that the real one does as it is told is tests/gpu's affair.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,10 +16,17 @@ from played_gpus import PlayedGpus
 from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends import torch_distributed
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.topology import make_topology
 
 GPU = torch.device("cuda", 2)
 
@@ -27,21 +36,32 @@ class PlayedLibrary:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, Any]] = []
+        self.bound: torch.device | None = None
+        """The GPU of the default group: with one, NCCL is connected from the start, and its groups can be split."""
         init, new_group = dist.init_process_group, dist.new_group
 
         def init_fake(library: str, *, device_id: torch.device | None, store: object, **options: Any) -> None:
             self.asked.append(("init", device_id))
             init("fake", store=FakeStore(), **options)
+            self.bound = device_id
 
         def new_fake(ranks: list[int], *, backend: str, **options: Any) -> Any:
             self.asked.append(("new", ranks))
             return new_group(ranks, backend="fake", **options)
+
+        def split_fake(parent: Any, families: list[list[int]], *, timeout: timedelta) -> Any:
+            assert len({rank for ranks in families for rank in ranks}) == sum(map(len, families)), "they overlap"
+            self.asked.append(("split", families))
+            mine = [ranks for ranks in families if dist.get_rank() in ranks]
+            return new_group(mine[0], backend="fake") if mine else dist.GroupMember.NON_GROUP_MEMBER
 
         def barrier(*, group: Any, device_ids: list[int] | None = None) -> None:
             self.asked.append(("barrier", device_ids))
 
         monkeypatch.setattr(dist, "init_process_group", init_fake)
         monkeypatch.setattr(dist, "new_group", new_fake)
+        monkeypatch.setattr(dist, "split_group", split_fake)
+        monkeypatch.setattr(torch_distributed, "_bound_gpu", lambda: self.bound, raising=False)
         monkeypatch.setattr(dist, "barrier", barrier)
 
     def of(self, what: str) -> list[Any]:
@@ -83,3 +103,102 @@ def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedLibr
 def test_barrier_of_gloo_names_no_gpu(library: PlayedLibrary) -> None:
     backend_of("gloo").close()
     assert library.of("barrier") == [None]
+
+
+# --- groups are made once ---
+
+
+@pytest.mark.parametrize("name", ["nccl", "gloo"])
+def test_groups_of_the_same_ranks_are_made_once(name: str, library: PlayedLibrary) -> None:
+    backend = backend_of(name)
+    alone = connect(env=ALONE, device=torch.device("cpu"))
+    communicator = replace(
+        alone, backend=backend, topology=make_topology(["a", "a", "b", "b"], rank=0), memory=None, wire=Wire(torch.half)
+    )
+    table = HybridTable((HybridRow(64, "doubling"), HybridRow(None, "sharded")))
+    before = len(library.of("new"))
+    for _ in range(3):
+        for algorithm in ALGORITHMS:
+            communicator.with_algorithm(algorithm, table=table)
+        weight = torch.nn.Parameter(torch.zeros(3))
+        GradientReducer([("weight", weight)], communicator.with_algorithm("sharded"))
+    if name == "nccl":
+        assert (len(library.of("new")), library.of("split")) == (before, [[[0, 1], [2, 3]]])
+    else:
+        assert (library.of("new")[before:], library.of("split")) == ([[0, 1], [2, 3]], [])
+
+
+def test_groups_of_other_ranks_are_made_beside(library: PlayedLibrary) -> None:
+    """All ranks make those that are missing, in the same order."""
+    backend = backend_of("gloo")
+    before = len(library.of("new"))
+    pairs = backend.new_group([[0, 1], [2, 3]])
+    halves = backend.new_group([[0, 1], [2], [3]])
+    assert library.of("new")[before:] == [[0, 1], [2, 3], [2], [3]]
+    assert (pairs.ranks, pairs) == ((0, 1), halves)
+    assert backend.new_group([[0, 1, 2, 3]]) == backend.world
+
+
+def test_all_node_groups_of_2048_ranks_are_one_split_of_the_world(library: PlayedLibrary) -> None:
+    """A split of NCCL's is made by all ranks of the world together; one for each of 256 nodes would be 256."""
+    backend = backend_of("nccl", rank=9, world_size=2048)
+    hosts = [f"n{rank // 8}" for rank in range(2048)]
+    topology = make_topology(hosts, rank=9)
+    assert backend.new_group(topology.groups).ranks == tuple(range(8, 16))
+    (families,) = library.of("split")
+    assert (len(families), families[1], library.of("new")) == (256, list(range(8, 16)), [])
+
+
+def test_rank_whose_group_is_there_takes_part_in_the_split_for_others(library: PlayedLibrary) -> None:
+    backend = backend_of("nccl")
+    assert backend.new_group([[0], [1, 2, 3]]).ranks == (0,)
+    assert backend.new_group([[0], [1], [2, 3]]).ranks == (0,)
+    assert library.of("split") == [[[0], [1, 2, 3]], [[1], [2, 3]]]
+
+
+def test_groups_in_a_script_that_is_bound_to_no_gpu_are_not_split(library: PlayedLibrary) -> None:
+    """torch refuses to: it cannot know that NCCL is connected yet."""
+    start_script()
+    backend = backend_of("nccl")
+    backend.new_group([[0, 1], [2, 3]])
+    assert (library.of("new"), library.of("split")) == ([[0, 1, 2, 3], [0, 1], [2, 3]], [])
+
+
+# --- and torn down by whom they belong to ---
+
+
+def groups() -> set[Any]:
+    """Of this process, the default one among them."""
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize("name", ["nccl", "gloo"])
+def test_close_in_a_script_with_groups_destroys_ours_alone(name: str, library: PlayedLibrary) -> None:
+    start_script()
+    dist.new_group([0, 1], backend="gloo")
+    before = groups()
+    backend = backend_of(name)
+    backend.new_group([[0, 1], [2, 3]])
+    assert len(groups()) == len(before) + 2
+    backend.close()
+    assert groups() == before
+
+
+@pytest.mark.parametrize("name", ["nccl", "gloo"])
+def test_close_leaves_the_groups_that_a_script_has_made_since(name: str, library: PlayedLibrary) -> None:
+    """And what they rest on."""
+    backend = backend_of(name)
+    theirs = dist.new_group([0, 1], backend="gloo")
+    backend.new_group([[0, 1], [2, 3]])
+    backend.close()
+    assert groups() == {dist.group.WORLD, theirs}
+    dist.destroy_process_group()
+
+
+def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(library: PlayedLibrary) -> None:
+    first, second = backend_of("nccl"), backend_of("gloo")
+    second.new_group([[0, 1], [2, 3]])
+    first.close()
+    assert second.world.handle in groups()
+    second.close()
+    assert not dist.is_initialized()
