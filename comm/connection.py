@@ -119,7 +119,9 @@ def connect(
     control.library = backend
     nodes = [place.node for place in meet(env, control)]
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
-    transport = _connect(env, control, backend, device=device, interface=interface)
+    transport, inspector = _connect_watched(
+        env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
+    )
     open_controls.add(control)
     met = _assemble(
         env,
@@ -129,7 +131,7 @@ def connect(
         device=device,
         wire=wire,
         table=table,
-        warn_seconds=warn_seconds,
+        inspector=inspector,
     )
     try:
         return met.with_algorithm(algorithm, table=table)
@@ -149,17 +151,12 @@ def _assemble(
     device: torch.device,
     wire: Wire,
     table: HybridTable | None,
-    warn_seconds: float,
+    inspector: StallInspector | None,
 ) -> Communicator:
     """Build what works for the backend on the device, around it; an algorithm is still to be chosen."""
     is_native = device.type in backend.capabilities.device_types
     is_of_host = not is_native or device.type == "cpu"
     memory = NodeMemory(topology, control) if is_of_host and backend.capabilities.has_messages else None
-    inspector = (
-        StallInspector(control, backend.oldest, warn_seconds=warn_seconds, ends_job=control.library == "nccl")
-        if env.world_size > 1
-        else None
-    )
     return Communicator(
         env=env,
         control=control,
@@ -213,11 +210,35 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0) -> Wire:
     return Wire(WIRE_DTYPES[wire_dtype], predivide)
 
 
+def _connect_watched(
+    env: ProcessEnv,
+    control: Control,
+    backend: str,
+    *,
+    device: torch.device,
+    interface: str | None,
+    warn_seconds: float,
+) -> tuple[Backend, StallInspector | None]:
+    """Connect the transport under the inspector's eyes.
+
+    NCCL connects without a limit: a rank that has met the others and freezes now would keep them for ever.
+    """
+    if env.world_size == 1:
+        return SingleBackend(), None
+    inspector = StallInspector(control, warn_seconds=warn_seconds, ends_job=backend == "nccl")
+    try:
+        with inspector.during(f"connection of {env.world_size} ranks by {backend}"):
+            transport = _connect(env, control, backend, device=device, interface=interface)
+    except BaseException:
+        inspector.close()
+        raise
+    inspector.follow(transport.oldest)
+    return transport, inspector
+
+
 def _connect(
     env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None
 ) -> Backend:
-    if env.world_size == 1:
-        return SingleBackend()
     if backend == "tcp":
         from bigbatch.comm.backends.tcp import TcpBackend
 

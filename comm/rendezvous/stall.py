@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TypeVar
@@ -56,7 +56,7 @@ class StallInspector:
     def __init__(
         self,
         control: Control,
-        oldest: Callable[[], Pending | None],
+        oldest: Callable[[], Pending | None] = lambda: None,
         *,
         warn_seconds: float,
         ends_job: bool = False,
@@ -78,6 +78,20 @@ class StallInspector:
         ]
         for thread in self._threads:
             thread.start()
+
+    @contextmanager
+    def during(self, label: str) -> Iterator[None]:
+        """Watch what the calling thread does inside, before there is a queue, as an operation of all ranks."""
+        pending = Pending(0, label, time.monotonic())
+        self.follow(lambda: pending)
+        try:
+            yield
+        finally:
+            self.follow(lambda: None)
+
+    def follow(self, oldest: Callable[[], Pending | None]) -> None:
+        """Watch the operations of a queue from now on, which counts them from 1."""
+        self._oldest = oldest
 
     def close(self) -> None:
         """Stop watching."""

@@ -1,6 +1,8 @@
 """What connect() refuses before any training, and that a refusal leaves nothing behind. No second rank takes part."""
 
 import json
+import re
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,14 +16,14 @@ from torch.distributed import HashStore
 from bigbatch.comm import communicator, connection
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends import links
+from bigbatch.comm.backends import links, torch_distributed
 from bigbatch.comm.backends.base import Capabilities
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous import control, stall
 from bigbatch.comm.rendezvous.control import Control, listen
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent
@@ -321,3 +323,49 @@ def test_process_group_abandoned_makes_room_for_another() -> None:
         met.store = HashStore()
         TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
         assert not torch.distributed.is_initialized()
+
+
+# --- a rank that freezes between the meeting and the library's own connection ---
+
+
+def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_come(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL's eager connection, played: it waits for all ranks in C++, and rank 1 has frozen after the meeting."""
+    codes: list[int] = []
+    given_up = threading.Event()
+
+    def end_process(code: int) -> None:
+        codes.append(code)
+        given_up.set()
+
+    def wait_for_ever(*_: object, **__: object) -> None:
+        given_up.wait(timeout=10)
+        raise RuntimeError("the process would be gone")
+
+    def meet_both(env: ProcessEnv, met: Control) -> list[RankPlace]:
+        met.store.set("bigbatch/host/1", "node1")
+        return [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
+
+    monkeypatch.setattr(connection, "meet", meet_both)
+    monkeypatch.setattr(stall.os, "_exit", end_process)
+    monkeypatch.setattr(torch.distributed, "init_process_group", wait_for_ever)
+    monkeypatch.setattr(torch_distributed, "prefer_interface", lambda interface, *, is_one_host: None)
+    with pytest.raises(CommError):
+        connect(backend="nccl", env=TWO, device=torch.device("cuda", 0), timeout_seconds=0.6, warn_seconds=0.2)
+    assert set(codes) == {1}
+    first, *_, last = capfd.readouterr().err.splitlines()
+    assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "rank 1 on node1 has not come"), first)
+    assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "no answer from rank 1 on node1"), last)
+
+
+def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise CommError("no")
+
+    places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
+    monkeypatch.setattr(connection, "meet", lambda env, met: places_of_two)
+    monkeypatch.setattr(connection, "_connect", refuse)
+    with pytest.raises(CommError):
+        connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-stall" and thread.is_alive()]

@@ -2,14 +2,13 @@
 
 import re
 import time
-from contextlib import nullcontext
 from queue import Queue
 from threading import Event
-from types import SimpleNamespace
 
 import pytest
 import torch
 from error_texts import naming
+from played_gpus import PlayedEvent, PlayedGpus
 from torch._C._distributed_c10d import HashStore
 
 from bigbatch.comm.backends.in_flight import StreamQueue
@@ -251,23 +250,11 @@ def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() ->
     assert said == []
 
 
-class FakeEvent:
-    """One that a device never comes to."""
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return False
-
-
 def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [True]
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device, wait_stream=lambda _: None))
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    PlayedGpus(1, monkeypatch=monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(PlayedEvent, "query", lambda event: False)  # the device never comes to it
     queue = StreamQueue(torch.device("cuda", 0))
     queue.submit(lambda: None, label="captured, not run")
     assert queue.oldest() is None
