@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 
 import torch
 
@@ -15,8 +15,6 @@ from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
 
 POLL_SECONDS = 1.0
-UNHURRIED_SECONDS = 2.0
-"""Operations on a GPU that were enqueued less than this ago are taken to be under way without asking the device."""
 
 Explain = Callable[[str, float, Exception], CommError]
 """(label, seconds waited, cause) -> the error to raise."""
@@ -109,17 +107,29 @@ class _ThreadWork:
 
 
 class StreamQueue:
-    """Enqueues operations on a CUDA stream of its own, so that they run beside backward's kernels."""
+    """Enqueues operations on a CUDA stream of its own, so that they run beside backward's kernels.
+
+    How far the GPU has come is a number that it writes into host memory, behind each operation. Whoever watches reads
+    that and calls nothing of CUDA: a query of an event, by any thread, breaks a capture that a script has begun in
+    torch's default mode, and may hang where the GPU does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            self._number_1 = torch.zeros(1, dtype=torch.int64, device=device)
+            self._done_1 = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._number = 0
-        self._enqueued: deque[tuple[Pending, torch.cuda.Event]] = deque()
+        self._enqueued: deque[Pending] = deque()
+        self._lock = Lock()
+        """Of _enqueued: the thread that submits and those that watch all take out what is done."""
         self.is_closed = False
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Enqueue behind what the calling thread's current stream has produced so far."""
         device = self._stream.device
+        self._number += 1
+        is_watched = not torch.cuda.is_current_stream_capturing()  # a replay is not: its number would be that of now
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # in a script whose current GPU is another, the stream alone would make a context there as it ends
@@ -127,22 +137,26 @@ class StreamQueue:
             operation()
             event = torch.cuda.Event()
             event.record()
-        self._number += 1
-        if not torch.cuda.is_current_stream_capturing():  # a replay is not watched
-            while self._enqueued and self._enqueued[0][1].query():
-                self._enqueued.popleft()
-            self._enqueued.append((Pending(self._number, label, time.monotonic(), ranks), event))
+            if is_watched:
+                # behind the event: what waits for the operation need not wait for this
+                self._number_1.fill_(self._number)
+                self._done_1.copy_(self._number_1, non_blocking=True)
+        if is_watched:
+            with self._lock:
+                self._take_out_done()
+                self._enqueued.append(Pending(self._number, label, time.monotonic(), ranks))
         return _StreamWork(event, device)
 
     def oldest(self) -> Pending | None:
-        """Return the first operation that the device has not finished.
+        """Return the first operation that the device has not finished."""
+        with self._lock:
+            self._take_out_done()
+            return self._enqueued[0] if self._enqueued else None
 
-        Asks the device only about operations of long ago: a query would disturb the capture of a graph.
-        """
-        for pending, event in tuple(self._enqueued):  # the thread that submits takes the finished ones out
-            if time.monotonic() - pending.since < UNHURRIED_SECONDS or not event.query():
-                return pending
-        return None
+    def _take_out_done(self) -> None:
+        done = int(self._done_1)
+        while self._enqueued and self._enqueued[0].number <= done:
+            self._enqueued.popleft()
 
     def close(self) -> None:
         """Wait for what is in flight."""

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TypeVar
@@ -100,11 +100,6 @@ class StallInspector:
             # one may be in a request that the store does not answer any more
             thread.join(timeout=LOOK_SECONDS)
 
-    def _pending(self) -> Pending | None:
-        with suppress(RuntimeError):  # of a device that has failed: the main thread hears of it by itself
-            return self._oldest()
-        return None
-
     def _repeat(self, look: Callable[[], None]) -> None:
         while not self._closed.wait(self._look_seconds):
             look()
@@ -113,14 +108,14 @@ class StallInspector:
         try:
             self.look()
         except RuntimeError:  # the store is gone, and may be so at the end of a good run
-            pending = self._pending()
+            pending = self._oldest()
             if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
                 self._said.add(pending.number)
                 self._say(self._waits(pending, f"no answer from {self._control.holder}, which holds the rendezvous"))
 
     def count(self) -> None:
         """Take one look at the clock alone, and end this process after the time limit."""
-        pending = self._pending()
+        pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
             self._say(self._last_words(pending))
             os._exit(1)  # the main thread waits for the device, where nothing can reach it
@@ -142,7 +137,7 @@ class StallInspector:
 
     def look(self) -> None:
         """Take one look at this rank's operation and at the flags."""
-        pending = self._pending()
+        pending = self._oldest()
         waited = pending.seconds if pending else 0.0
         self._control.answer_roll_call(is_waiting=pending is not None)
         flagged = _flagged(self._control.store)

@@ -6,6 +6,7 @@ The context managers are torch's own.
 """
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,7 @@ class PlayedGpus:
         }
         for name, value in played.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "zeros", _on_host(torch.zeros))
 
     def current_stream(self, device: torch.device | None = None) -> PlayedStream:
         """Return the stream on which this thread works on a GPU."""
@@ -117,3 +119,14 @@ class PlayedGpus:
         if stream.device.index != self._current():
             self._use(stream.device.index)
         self._thread.streams = {**getattr(self._thread, "streams", {}), stream.device.index: stream}
+
+
+def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make in host memory what is asked for on a GPU, or in memory that is locked for one."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        return make(*args, **{**kwargs, "pin_memory": False})
+
+    return made

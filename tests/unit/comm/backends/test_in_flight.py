@@ -2,11 +2,14 @@
 
 import threading
 import time
+from collections import deque
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
+from played_gpus import PlayedEvent, PlayedGpus
 
 from bigbatch.comm.backends import in_flight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
@@ -94,6 +97,63 @@ def test_queue_lets_a_wait_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert queue._thread.daemon  # so that a process with a hanging collective can end
     gate.set()
     queue.close()
+
+
+class Interrupted(deque[Any]):
+    """Lets another thread look for the oldest operation between the look at the first one and what follows from it."""
+
+    def __init__(self, queue: StreamQueue, operations: Any) -> None:
+        super().__init__(operations)
+        self._queue = queue
+
+    def __getitem__(self, index: Any) -> Any:
+        first = super().__getitem__(index)
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=self._queue.oldest)
+            other.start()
+            other.join(timeout=0.1)  # it may have to wait for this one
+        return first
+
+
+def test_two_threads_may_take_out_what_a_gpu_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else backward fails with an IndexError when the one that watches looks at the same time."""
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    queue = StreamQueue(torch.device("cuda", 0))
+    queue.submit(lambda: None, label="buffer 0")
+    queue._enqueued = Interrupted(queue, queue._enqueued)
+    queue.submit(lambda: None, label="buffer 1")
+    assert queue.oldest() is None
+
+
+def test_whoever_watches_a_gpu_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query by any thread breaks the capture of a graph that another one has begun as torch does by default."""
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    queue = StreamQueue(torch.device("cuda", 0))
+    queue.submit(lambda: None, label="buffer 0")
+
+    def refuse(event: PlayedEvent) -> bool:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(PlayedEvent, "query", refuse)
+    later = time.monotonic() + 60
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert queue.oldest() is None
+
+
+def test_the_oldest_operation_on_a_gpu_is_the_first_that_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    queue = StreamQueue(torch.device("cuda", 0))
+    assert queue.oldest() is None
+    with monkeypatch.context() as busy:
+        busy.setattr(PlayedEvent, "query", lambda event: False)
+        busy.setattr(torch.Tensor, "copy_", lambda tensor, *_, **__: tensor)  # the GPU has not come to it
+        queue.submit(lambda: None, label="buffer 0", ranks=(0, 2))
+        queue.submit(lambda: None, label="buffer 1")
+        pending = queue.oldest()
+        assert pending is not None
+        assert (pending.number, pending.label, pending.ranks) == (1, "buffer 0", (0, 2))
+    queue.submit(lambda: None, label="buffer 2")
+    assert queue.oldest() is None
 
 
 @pytest.mark.gpu
