@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
+from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
@@ -48,6 +49,8 @@ class Communicator:
     """Where the tensors to sum must be."""
     timeline: Timeline
     inspector: StallInspector | None = None
+    why: str = ""
+    """What chose the algorithm, where nobody named it."""
 
     @property
     def rank(self) -> int:
@@ -71,14 +74,23 @@ class Communicator:
         return names if self.backend.capabilities.has_messages else ("native",)
 
     def with_algorithm(
-        self, algorithm: str, *, wire: Wire | None = None, table: HybridTable | None = None
+        self,
+        algorithm: str,
+        *,
+        wire: Wire | None = None,
+        table: HybridTable | None = None,
+        table_from: str = "a table",
     ) -> "Communicator":
         """Make a communicator of the same ranks with another all-reduce, or another precision between them. Collective.
 
+        auto becomes the algorithm that it chooses, which the result names; table_from is its word for the table.
         Raises: ValueError for one that cannot run here.
         """
         wire = wire or self.wire
         table = table or self.table
+        why = ""
+        if algorithm == AUTO:
+            algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
         _require_wire(wire, self.backend)
         if algorithm in ALGORITHMS and algorithm not in (*self.algorithms, "hybrid"):
             raise ValueError(
@@ -100,7 +112,7 @@ class Communicator:
             wire=wire,
             table=table,
         )
-        return replace(self, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_)
+        return replace(self, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_, why=why)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Make a flat tensor of zeros that can be summed without copies. Collective."""

@@ -80,7 +80,7 @@ def _count_gpus() -> int:
 def connect(
     *,
     backend: str = "auto",
-    algorithm: str = "native",
+    algorithm: str = "auto",
     group_size: int | None = None,
     wire_dtype: str | None = None,
     predivide: float = 1.0,
@@ -95,7 +95,8 @@ def connect(
 
     backend "auto" is NCCL where every rank has a GPU and tcp otherwise; tcp and mpi sum the tensors of GPUs by way of
     pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
-    bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table; group_size cuts hosts into smaller node groups;
+    bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or auto: what the table says, without one NCCL's own,
+    and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
     After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after

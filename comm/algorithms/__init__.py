@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
+from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_, sharded_allreduce_
 from bigbatch.comm.algorithms.hybrid import HybridTable
@@ -54,7 +55,7 @@ def make_allreduce(
         return _make_hierarchical(name, backend=backend, topology=topology, memory=memory, wire=wire)
     if name == "hybrid":
         return _make_hybrid(table, backend=backend, topology=topology, memory=memory, wire=wire)
-    raise ValueError(f"all-reduce algorithm {name!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
+    raise ValueError(f"all-reduce algorithm {name!r} is unknown; choose one of {', '.join((AUTO, *ALGORITHMS))}")
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:

@@ -15,7 +15,7 @@ from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
 from bigbatch.trainer.run.folder import RunDir, read_records
 
-CONDITIONS = ("device", "torch", "commit", "backend", "precision", "date")
+CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 SAME = ("device", "torch", "commit")
 """Where points differ in these, it is no scaling that shows."""
 WARM_UP_REPORTS = 1

@@ -12,6 +12,7 @@ TRAIN = (
     *("train", "--config", "quickstart", "--data.loader", "torchvision", "--run.epochs", "2"),
     *("--batch.global_batch_size", "128", "--batch.microbatch_size", "32", "--batch.bn_span", "16"),
     *("--schedule.warmup_epochs", "1", "--schedule.base_lr", "1", "--comm.timeline_steps", "[1, 2]"),
+    *("--comm.algorithm", "hierarchical"),
 )
 
 

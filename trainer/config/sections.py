@@ -266,10 +266,11 @@ class CommConfig:
     """auto: NCCL where every rank has a GPU, else tcp."""
     interface: str | None = None
     """Network interface between the nodes, such as eth0; null for the one that leads to rank 0."""
-    algorithm: Literal["native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "hierarchical"
-    """native: the backend's own; hierarchical: reduce to a leader per node, ring of leaders, broadcast;
-    sharded: reduce-scatter in the node, all-reduce across, all-gather in the node; doubling: leaders sum by recursive
-    doubling; hybrid: by the size of the buffer, as table says."""
+    algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
+    """auto: as table says; without one native with NCCL, hierarchical elsewhere; native: the backend's own;
+    hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,
+    all-reduce across, all-gather in the node; doubling: leaders sum by recursive doubling; hybrid: by the size of the
+    buffer, as table says."""
     table: str | None = None
     """File that `bigbatch comm tune` made for this cluster and model; null for none."""
     group_size: Annotated[int | None, POSITIVE] = None

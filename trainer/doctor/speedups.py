@@ -182,7 +182,7 @@ def _buckets(config: Config, machine: Machine) -> Tried:
 def _algorithm(config: Config, machine: Machine) -> Tried:
     if machine.world_size == 1:
         yield Unmeasured("algorithm", "one rank sums nothing: give --ranks")
-    elif config.comm.algorithm != "native":
+    elif config.comm.algorithm != "native" and not (config.comm.algorithm == "auto" and machine.is_gpu):
         yield Candidate("algorithm", {"comm.algorithm": "native"}, ROUNDS)
 
 

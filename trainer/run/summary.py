@@ -25,10 +25,12 @@ def introduction(
 ) -> list[str]:
     """Return what to say before the first step. placement: where the process is bound and the pictures are staged."""
     batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
+    why = communicator.why if communicator.world_size > 1 and not config.optimizer.sharded else ""
     spread = f" over {plan.ranks_per_ghost} ranks" if plan.ranks_per_ghost > 1 else ""
     notice = precision_notice(precision, capability=compute_capability(communicator.device))
     return [
         f"{communicator}; device {device_name(communicator.device)}, {precision}",
+        *([f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {why}"] if why else []),
         f"{num_train} training and {num_val} validation pictures; loader {config.data.loader}",
         f"global batch {batch.global_batch_size} = {communicator.world_size} ranks x "
         f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span "
@@ -114,13 +116,24 @@ def make_summary(
         "skipped_pictures": len(skipped),
         "skipped": list(skipped.values()),
         "backend": communicator.backend.name,
-        "algorithm": "reduce-scatter" if config.optimizer.sharded else communicator.algorithm,
+        **_sums(config, communicator),
         "loader": config.data.loader,
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),
         "torch": torch.__version__,
         "commit": source_commit() or "unknown",
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+    }
+
+
+def _sums(config: Config, communicator: Communicator) -> dict[str, str]:
+    """Return what summed the gradients, and why."""
+    if config.optimizer.sharded:
+        return {"algorithm": "reduce-scatter", "algorithm_why": "optimizer.sharded"}
+    stated = f"comm.algorithm={config.comm.algorithm}"
+    return {
+        "algorithm": communicator.algorithm,
+        "algorithm_why": f"{stated}: {communicator.why}" if communicator.why else stated,
     }
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.comm.gradients.fusion import TensorSpec
@@ -117,8 +118,14 @@ def _measure(
         seconds=budget_seconds - elapsed_seconds(communicator, start),
         on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
     )
+    stated = config.comm.algorithm
     return choose(
-        links, times, backward, tensors, stated=build.stated_sizes(config), stated_algorithm=config.comm.algorithm
+        links,
+        times,
+        backward,
+        tensors,
+        stated=build.stated_sizes(config),
+        stated_algorithm=choose_algorithm(communicator.backend, table=None).algorithm if stated == AUTO else stated,
     )
 
 

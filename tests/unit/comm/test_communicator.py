@@ -145,7 +145,7 @@ def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, named: tuple[st
 def test_connect_refuses_unknown_choices() -> None:
     with pytest.raises(ValueError, match=naming("backend", "'nvlink'", "auto, nccl, gloo, mpi, tcp, horovod")):
         connect(backend="nvlink", env=ALONE)
-    with pytest.raises(ValueError, match=naming("algorithm", "'tree'", "native, ring")):
+    with pytest.raises(ValueError, match=naming("algorithm", "'tree'", "auto, native, ring")):
         connect(algorithm="tree", env=ALONE, device=CPU)
     with pytest.raises(ValueError, match=naming("algorithm", "'hybrid'", "bigbatch comm tune")):
         connect(algorithm="hybrid", env=ALONE, device=CPU)

@@ -6,11 +6,14 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from mlperf_logging.rcp_checker import rcp_checker
 
+from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.backends.base import Capabilities
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
@@ -289,6 +292,7 @@ OF_THE_RECIPE = {
     "data.image_size": FFCV,
     "data.train_sizes": FFCV,
     "data.eval_flip": FFCV,
+    "comm.algorithm": JIA,
 }
 
 
@@ -305,6 +309,15 @@ def rows() -> dict[str, list[str]]:
     """Cells of the table of docs/recipes.md by recipe."""
     lines = re.findall(r"^\| `imagenet/(\w+)` \|(.*)\|$", DOCS.read_text(), re.M)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_leave_the_sums_to_nccl_but_for_those_of_the_paper(name: str) -> None:
+    """One leader per node would carry everything over one network card, message by message from Python."""
+    backend: Any = SimpleNamespace(name="nccl", world_size=2048, capabilities=Capabilities(("cuda",)))
+    stated = recipe(name).comm.algorithm
+    taken = choose_algorithm(backend, table=None).algorithm if stated == "auto" else stated
+    assert taken == ("hierarchical" if name in JIA else "native")
 
 
 @pytest.mark.parametrize("name", ALL)

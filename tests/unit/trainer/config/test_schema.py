@@ -12,6 +12,7 @@ import torch
 
 import bigbatch.trainer
 from bigbatch.comm.algorithms import ALGORITHMS
+from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import sections as config_sections
@@ -482,7 +483,7 @@ def test_means_are_shares():
         ("optimizer", "precision", COMPUTE_DTYPES),
         ("schedule", "name", SCHEDULES),
         ("comm", "backend", BACKENDS),
-        ("comm", "algorithm", ALGORITHMS),
+        ("comm", "algorithm", (AUTO, *ALGORITHMS)),
     ],
 )
 def test_choices_are_those_that_the_code_knows(section, key, known):

@@ -205,6 +205,7 @@ def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.Monkey
         control=SimpleNamespace(host_of=lambda rank: f"n{rank // 2}"),
         backend=SimpleNamespace(name="nccl"),
         algorithm="ring",
+        why="",
     )
     found = summary.make_summary(
         Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),

@@ -1,0 +1,36 @@
+"""Which all-reduce a job takes where nobody names one."""
+
+from typing import NamedTuple
+
+from bigbatch.comm.algorithms.hybrid import HybridTable
+from bigbatch.comm.backends.base import Backend
+
+AUTO = "auto"
+
+
+class Choice(NamedTuple):
+    """An algorithm by name, and why it was chosen, for people."""
+
+    algorithm: str
+    why: str
+
+
+def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from: str = "a table") -> Choice:
+    """Choose by the table, which was measured on this cluster; without one by what was measured elsewhere. Pure.
+
+    A table that names one algorithm at any size means that one. table_from: where the table is from.
+    """
+    if table is not None:
+        return Choice("hybrid" if len(table.algorithms) > 1 else table.algorithms[0], f"{table_from}: {table}")
+    if backend.world_size == 1:
+        return Choice("native", "one rank sums nothing")
+    if not backend.capabilities.has_messages:
+        return Choice("native", f"{backend.name} sends no messages between two ranks")
+    if backend.name == "nccl":
+        # all GPUs and network cards of a node at once, in one kernel; our rings of messages use one card of a node
+        # (hierarchical) and are enqueued message by message from Python
+        return Choice("native", "NCCL's own uses every link of a node")
+    # benchmarks/results/comm-exchange-*.json, 2 to 8 nodes at 200 Mbit/s and 1 Gbit/s: from 1 MB on, where gradients'
+    # buffers are, the fastest or within 2% of it; below 100 KB doubling is up to 2.5 times faster, and where one
+    # gives way to the other (23 KB to 575 KB) depends on the links, so that is left to a table
+    return Choice("hierarchical", "the fastest, or within 2% of it, from 1 MB on wherever host tensors were measured")

@@ -1,0 +1,67 @@
+"""What auto becomes: by backend, by a table, and in a communicator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.backends.base import Capabilities
+from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+
+BY_SIZE = HybridTable((HybridRow(4096, "doubling"), HybridRow(None, "sharded")))
+ONE = HybridTable((HybridRow(None, "ring"),))
+
+
+class Named(SingleBackend):
+    """A transport of eight ranks that only its name and its messages tell apart."""
+
+    world_size = 8
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.capabilities = Capabilities(("cpu", "cuda"), has_messages=name != "horovod")
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("nccl", "native"),
+        ("horovod", "native"),
+        ("tcp", "hierarchical"),
+        ("gloo", "hierarchical"),
+        ("mpi", "hierarchical"),
+    ],
+)
+def test_without_a_table_the_backend_decides(backend: str, expected: str) -> None:
+    choice = choose_algorithm(Named(backend), table=None)
+    assert choice.algorithm == expected
+    assert choice.why
+
+
+@pytest.mark.parametrize("backend", ["nccl", "tcp"])
+def test_a_table_decides_before_the_backend(backend: str) -> None:
+    assert choose_algorithm(Named(backend), table=BY_SIZE, table_from="FILE") == (
+        "hybrid",
+        "FILE: doubling up to 4,096 bytes; sharded above",
+    )
+    assert choose_algorithm(Named(backend), table=ONE, table_from="FILE") == ("ring", "FILE: ring at any size")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "is_said"),
+    [
+        ({}, "native", True),  # one rank
+        ({"algorithm": "auto"}, "native", True),
+        ({"algorithm": "auto", "table": BY_SIZE}, "hybrid", True),
+        ({"algorithm": "ring", "table": BY_SIZE}, "ring", False),
+    ],
+)
+def test_a_communicator_names_what_was_chosen(options: dict[str, Any], expected: str, is_said: bool) -> None:
+    alone = connect(env=ALONE, device=torch.device("cpu"), **options)
+    assert alone.algorithm == expected
+    assert bool(alone.why) is is_said
