@@ -124,7 +124,7 @@ def train(path: Path, directory: Path) -> None:
 
 
 def train_command(path: Path) -> list[str]:
-    """Runs in the repository's root, from which benchmarks.largebatch.half_lars is found."""
+    """Make the command, for the repository's root, from which benchmarks.largebatch.half_lars is found."""
     return [*BIGBATCH, "train", "--config", str(path)]
 
 

@@ -45,7 +45,7 @@ class ScatterGather:
 
 
 def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
-    """Return the rank-th of equal parts, as a view. Raises: ValueError where the buffer has none."""
+    """Return the rank-th of equal parts, (N / world_size), as a view. Raises: ValueError where the buffer has none."""
     if buffer_N.numel() % world_size:
         raise ValueError(f"{buffer_N.numel()} elements have no {world_size} equal parts: fill them up to a multiple")
     return buffer_N.view(world_size, -1)[rank]

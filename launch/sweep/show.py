@@ -16,7 +16,7 @@ from bigbatch.launch.sweep.points import Point
 
 
 class Show:
-    """Show progress over points: a bar in a terminal, a line a point elsewhere."""
+    """Shows progress over points: a bar in a terminal, a line a point elsewhere."""
 
     def __init__(self, folder: SweepFolder, *, num_points: int, is_terminal: bool) -> None:
         self._folder = folder

@@ -18,7 +18,7 @@ STREAM = 4
 
 
 def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:
-    """Draw from Beta(alpha, alpha) by two uniform draws in [0, 1) each, exact for every alpha > 0, without rejection.
+    """Draw (G) from Beta(alpha, alpha) by two uniform draws in [0, 1) each, exact for alpha > 0, without rejection.
 
     A Student-t value T of 2 * alpha degrees of freedom by the polar method, mapped by
     1/2 + T / (2 * sqrt(2 * alpha + T^2)). Sources: Bailey 1994 (Math. Comp. 62), Devroye 1996 (WSC).

@@ -88,7 +88,7 @@ class RandAugment:
 
 
 def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Do one operation per picture; what each family of operations does is computed for its samples only."""
+    """Return uint8 pictures after one operation each; what each family does is computed for its samples only."""
     order_B = np.argsort(ops_B, kind="stable")
     rows_B = on_device(order_B, images_BCHW.device)
     images_BHWC = images_BCHW.permute(0, 2, 3, 1)  # index_select keeps the order of dimensions, not channels-last

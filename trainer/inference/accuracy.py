@@ -93,13 +93,13 @@ def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[B
 
 
 def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
-    """Compute logits in fp32; with flip, their mean over the picture and its mirror image."""
+    """Compute logits (B, K) in fp32; with flip, their mean over the picture and its mirror image."""
     logits_BK = model(images_BCHW).float()
     return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
 
 
 def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Return the sums over the valid samples of a batch: top-1 correct, top-5 correct, loss, samples (float64)."""
+    """Return sums over the valid samples of a batch, (4) float64: top-1 and top-5 correct, loss (nats), samples."""
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
     # at most one hit a row: the first column counts top-1, all of them top-5
     hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]

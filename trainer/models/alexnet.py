@@ -56,12 +56,12 @@ class AlexNetBN(nn.Module):
         return logits_BK
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """Compute all after the last convolution: the logits."""
+        """Compute all after the last convolution: the logits (B, K)."""
         logits_BK: Tensor = self.classifier(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
-        """Return none: it has none."""
+        """Return an empty list: it has none."""
         return []
 
     def regions(self) -> list[Region]:

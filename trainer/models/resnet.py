@@ -134,12 +134,12 @@ class ResNet(nn.Module):
         return logits_BK
 
     def stem(self, images_BCHW: Tensor) -> Tensor:
-        """Compute all before the first block: a sixteenth of the pixels, 64 channels."""
+        """Compute all before the first block: (B, 64, H / 4, W / 4), a sixteenth of the pixels."""
         features_BCHW: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images_BCHW))))
         return features_BCHW
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """Compute all after the last block: the logits."""
+        """Compute all after the last block: the logits (B, K)."""
         logits_BK: Tensor = self.fc(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 

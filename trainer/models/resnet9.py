@@ -73,7 +73,7 @@ class ResNet9(nn.Module):
         return logits_BK
 
     def head(self, features_BCHW: Tensor) -> Tensor:
-        """Compute all after the last block: the logits."""
+        """Compute all after the last block: the logits (B, K)."""
         # Page's MaxPool2d(4) for 32 x 32 input; amax would split the gradient between equal half values.
         features_BC = F.max_pool2d(features_BCHW, features_BCHW.shape[2:]).flatten(1)
         logits_BK: Tensor = self.linear(features_BC) * self.logit_scale

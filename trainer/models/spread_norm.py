@@ -26,7 +26,7 @@ class RankGroup:
 def moments(
     images_BCHW: Tensor, group: RankGroup, *, running_mean_C: Tensor, running_var_C: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute mean and 1 / standard deviation of the group's samples, by channel; update the running ones in place."""
+    """Compute mean and 1 / standard deviation (C each) of the group's samples; move the running ones. Collective."""
     if images_BCHW.is_cuda:
         mean_C, inverse_C = torch.batch_norm_stats(images_BCHW, eps)
         mean_RC, inverse_RC = group.gather(torch.cat([mean_C, inverse_C])).chunk(2, dim=1)
@@ -48,7 +48,7 @@ def moments(
 
 
 class SpreadNormalize(torch.autograd.Function):
-    """Normalise by moments of the whole group, and in backward let the gradient through them, too."""
+    """Normalises by moments of the whole group, and in backward lets the gradient through them, too."""
 
     @staticmethod
     def forward(

@@ -13,7 +13,7 @@ Norms = Callable[[list[Tensor]], Tensor]
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norm of each tensor, where all of it is here."""
+    """Return the L2 norm of each tensor, (N), where all of it is here."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
@@ -39,7 +39,7 @@ def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> l
 
 
 def overflow_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | None:
-    """Return the kernels' flag: exactly 1 means skip, while GradScaler's is a sum over devices. Without a dimension."""
+    """Return the kernels' flag, () fp32, or None: exactly 1 means skip, while GradScaler's is a sum over devices."""
     found_inf = getattr(optimizer, "found_inf", None)
     return None if found_inf is None else (found_inf > 0).to(device, torch.float32, non_blocking=True).view(())
 
@@ -94,7 +94,7 @@ def write_(
 
 
 def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Return tensor in weight's strides: the fused kernels walk raw memory and on CPU do not check."""
+    """Return tensor, or a copy, in weight's strides: the fused kernels walk raw memory and on CPU do not check."""
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)
 
 

@@ -38,7 +38,7 @@ def trust_ratios(
     eps: float,
     norms: Norms = norms_of,
 ) -> Tensor:
-    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), one per tensor; 1 where |w| or |g| is 0."""
+    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), (N) of N tensors; 1 if |w| or |g| is 0."""
     w_N, g_N = norms([*weights, *grads]).view(2, -1)
     ratios_N = trust_coefficient * w_N / (g_N + weight_decay * w_N + eps)
     return one_where_a_norm_is_zero(ratios_N, w_N, g_N)

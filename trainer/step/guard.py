@@ -10,7 +10,7 @@ CLIP_EPS = 1e-6
 
 
 def clip_divisor(norm: Tensor, *, largest: float) -> Tensor:
-    """Return what gradients of that norm are divided by so that it is at most largest; 1 where it is already."""
+    """Return what gradients of that norm () are divided by so that it is at most largest; 1 where it is already."""
     return ((norm + CLIP_EPS) / largest).clamp(min=1.0)
 
 

@@ -24,7 +24,7 @@ class Weights(Protocol):
         ...
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Return the L2 norm of each tensor that lies as the masters do; of the whole one, however it is divided."""
+        """Return the L2 norms (N) of tensors that lie as the masters do: of whole ones, however they are divided."""
         ...
 
     def half_grads(self) -> list[Tensor]:

@@ -132,7 +132,7 @@ class ShardedWeights:
                 work.wait()
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Add up the squares of the pieces over ranks in fp64. Collective."""
+        """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective."""
         # norms of pieces do not add up, their squares do; the norm of an empty piece is 0
         squares_N = torch.stack(torch._foreach_norm(tensors)).double().square_()
         with self._exposed.measure([squares_N]):
