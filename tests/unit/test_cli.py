@@ -25,7 +25,7 @@ def test_exit_codes(argv: list[str], code: int, capsys: pytest.CaptureFixture[st
     assert "bigbatch" in output.out + output.err
 
 
-def test_a_defect_shows_its_traceback_and_a_user_error_does_not(
+def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", "no/such/run"]) == 1
@@ -36,7 +36,7 @@ def test_a_defect_shows_its_traceback_and_a_user_error_does_not(
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
-def test_an_interruption_while_importing_is_no_defect(
+def test_main_takes_no_interruption_while_importing_for_a_defect(
     error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(module: str) -> None:

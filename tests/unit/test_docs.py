@@ -230,7 +230,7 @@ RECIPES = [text for page in PAGES for text in blocks(page, "yaml") if text.start
 SWEEPS = [text for page in PAGES for text in blocks(page, "yaml") if text not in RECIPES]
 
 
-def test_every_fence_has_a_known_language() -> None:
+def test_fences_have_a_known_language() -> None:
     for page in PAGES:
         opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
         assert set(opening) <= {"console", "sh", "python", "yaml"}, page
@@ -266,14 +266,14 @@ def names_of(line: str) -> set[str]:
     return {line} & {*RUN_BY} or {name for name in BENCHMARKS_RUN_BY if line.startswith(name)}
 
 
-def test_every_command_is_run_by_someone() -> None:
+def test_commands_are_each_run_by_someone() -> None:
     names = {line: names_of(line) for line in COMMANDS}
     assert {line for line in COMMANDS if not names[line]} == {*NOT_HERE, *DRY_RUN, *SMALLER, ACTIVATE}
     assert set().union(*names.values()) == {*RUN_BY, *BENCHMARKS_RUN_BY, *BIGBATCH_RUN_BY}
 
 
 @pytest.mark.parametrize("name", sorted({*RUN_BY.values(), *BENCHMARKS_RUN_BY.values(), *BIGBATCH_RUN_BY.values()}))
-def test_the_named_test_exists(name: str) -> None:
+def test_commands_name_tests_that_exist(name: str) -> None:
     path, test = name.split("::")
     text = (ROOT / path).read_text()
     if path.endswith(".py"):
@@ -282,7 +282,7 @@ def test_the_named_test_exists(name: str) -> None:
         assert re.search(rf"^tier {test} ", text, re.M)
 
 
-def test_the_environment_is_entered() -> None:
+def test_environment_is_entered() -> None:
     """By the line of the pages, in the environment of these tests."""
     line = ACTIVATE.replace(".venv", shlex.quote(sys.prefix))
     script = f"{line} && python -c 'import sys; print(sys.prefix)'"

@@ -43,7 +43,7 @@ def openmpi(rank: int, world_size: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(0, 0.0), (1, 0.3), (3, 0.9), (10, 0.0), (27, 2.1)])
-def test_failed_ranks_under_mpirun_leave_one_after_another(
+def test_front_door_lets_failed_ranks_under_mpirun_leave_one_after_another(
     rank: int, seconds: float, leave: Callable[..., tuple[int, list[float]]]
 ) -> None:
     code, slept = leave(4, **openmpi(rank, 32))
@@ -51,7 +51,7 @@ def test_failed_ranks_under_mpirun_leave_one_after_another(
     assert slept == [pytest.approx(seconds)]
 
 
-def test_nobody_waits_where_all_went_well_or_mpirun_is_not_there(
+def test_front_door_waits_for_nobody_where_all_went_well_or_mpirun_is_not_there(
     leave: Callable[..., tuple[int, list[float]]],
 ) -> None:
     assert leave(0, **openmpi(3, 8)) == (0, [])

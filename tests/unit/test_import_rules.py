@@ -213,7 +213,7 @@ def imported_with(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
     return asked_by
 
 
-def test_the_whole_house_is_read() -> None:
+def test_reader_reads_the_whole_house() -> None:
     assert {
         "bigbatch",
         "bigbatch.cli",
@@ -224,16 +224,16 @@ def test_the_whole_house_is_read() -> None:
     assert HOUSE["bigbatch.comm.rendezvous.environ"].reads_environment
 
 
-def test_every_room_has_a_floor() -> None:
+def test_rooms_each_have_a_floor() -> None:
     rooms = {name.rpartition(".")[0] for name in HOUSE} - {"", "bigbatch"}
     assert rooms <= FLOORS.keys()
 
 
-def test_no_wall_is_broken() -> None:
+def test_walls_are_not_broken() -> None:
     assert broken_walls(HOUSE) == []
 
 
-def test_the_house_has_no_cycle_of_imports() -> None:
+def test_house_has_no_cycle_of_imports() -> None:
     """But for the front door, whose public names are loaded on first use."""
     assert import_cycle({name: module for name, module in HOUSE.items() if name != "bigbatch"}) == []
 
@@ -251,7 +251,7 @@ def test_benchmarks_are_imported_by_nobody_in_the_house() -> None:
 @pytest.mark.parametrize(
     "late", ["def f():\n    from a.one import X", "if TYPE_CHECKING:\n    from a.one import X", "import a.one"]
 )
-def test_the_reader_sees_a_cycle(late: str) -> None:
+def test_reader_sees_a_cycle(late: str) -> None:
     modules = {"a": "", "a.one": "from a import two", "a.two": "from a.three import Y", "a.three": late}
     assert sorted(set(import_cycle({name: read_module(source) for name, source in modules.items()}))) == [
         *("a.one", "a.three", "a.two")
@@ -274,14 +274,14 @@ def test_launch_brings_in_no_torch(name: str) -> None:
         "comm.tuned",
     ],
 )
-def test_what_launch_may_use_brings_in_no_torch(name: str) -> None:
+def test_launch_may_use_only_what_brings_in_no_torch(name: str) -> None:
     assert "torch" not in imported_with(f"bigbatch.{name}", HOUSE)
 
 
 @pytest.mark.parametrize(
     "name", ["train", "inference.evaluate", "inference.predict", "inference.export", "doctor.probe"]
 )
-def test_what_is_slow_to_import_waits_until_it_is_used(name: str) -> None:
+def test_imports_that_are_slow_wait_until_they_are_used(name: str) -> None:
     """torchvision takes as long as torch does."""
     asked_by = imported_with(f"bigbatch.trainer.{name}", HOUSE)
     assert "torch" in asked_by
@@ -322,7 +322,7 @@ def test_what_is_slow_to_import_waits_until_it_is_used(name: str) -> None:
         ("trainer.memory.out_of_memory", "import bigbatch.trainer.inference.folding", "trainer.inference.folding"),
     ],
 )
-def test_the_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -> None:
+def test_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -> None:
     found = broken_walls({f"bigbatch.{name}": read_module(source)})
     assert len(found) == 1
     assert complaint in found[0]
@@ -341,7 +341,7 @@ def test_the_reader_sees_a_broken_wall(name: str, source: str, complaint: str) -
         ("comm.fusion", "import os\nx = os.cpu_count()"),
     ],
 )
-def test_the_reader_lets_the_design_pass(name: str, source: str) -> None:
+def test_reader_lets_the_design_pass(name: str, source: str) -> None:
     assert broken_walls({f"bigbatch.{name}": read_module(source)}) == []
 
 
@@ -370,7 +370,7 @@ def test_the_reader_lets_the_design_pass(name: str, source: str) -> None:
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", {}, False),
     ],
 )
-def test_the_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str], brings_torch: bool) -> None:
+def test_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str], brings_torch: bool) -> None:
     sources = {
         "bigbatch": "",
         "bigbatch.comm": "",
@@ -389,7 +389,7 @@ def test_the_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, s
         (["launch", "mpirun", "--dry-run", "--", "train"], {"torch", "numpy"}),
     ],
 )
-def test_the_command_answers_at_once_without_torch(arguments: list[str], slow: set[str]) -> None:
+def test_command_answers_at_once_without_torch(arguments: list[str], slow: set[str]) -> None:
     script = f"""
 import atexit, sys
 from bigbatch.cli import main

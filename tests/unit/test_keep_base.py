@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / ".ci/keep_base.py"
     ],
     ids=["bare base", "base with a torch of its own"],
 )
-def test_what_the_base_brings_stays(present: dict[str, str], expected: list[str]) -> None:
+def test_keep_base_keeps_what_the_base_brings(present: dict[str, str], expected: list[str]) -> None:
     pinned = [
         "# every version that was tried together\n",
         "nvidia-nccl-cu13==2.30.7\n",
@@ -33,7 +33,7 @@ def test_what_the_base_brings_stays(present: dict[str, str], expected: list[str]
     assert [line for line in runpy.run_path(str(SCRIPT))["constraints"](pinned, present) if line[0] != "#"] == expected
 
 
-def test_it_sees_the_packages_of_the_python_that_runs_it(tmp_path: Path) -> None:
+def test_keep_base_sees_the_packages_of_the_python_that_runs_it(tmp_path: Path) -> None:
     pinned = tmp_path / "constraints.txt"
     pinned.write_text("torch==0.0.1\npytest==0.0.1\nno-such-package==0.0.1\n")
     command = [sys.executable, str(SCRIPT), str(pinned)]

@@ -21,7 +21,7 @@ def build_site(root: Path, out: Path) -> tuple[int, list[str]]:
     return done.returncode, re.findall(r"^(\S+?)(?::\d+)?: WARNING: .*(\[.*\])$", done.stderr, re.M)
 
 
-def test_a_site_is_built_of_what_readme_names(tmp_path: Path) -> None:
+def test_site_is_built_of_what_readme_names(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "LICENSE").write_text("text")
     (tmp_path / "README.md").write_text("# House\n[licence](LICENSE), [room](docs/room.md#the-door)\n")
@@ -31,7 +31,7 @@ def test_a_site_is_built_of_what_readme_names(tmp_path: Path) -> None:
     assert "docs/room" in (tmp_path / "build/site/searchindex.js").read_text()
 
 
-def test_dead_ends_are_errors(tmp_path: Path) -> None:
+def test_site_takes_dead_ends_for_errors(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("# House\n[a](docs/room.md#no-door), [b](LICENSE), [c](docs/room.md)\n")
     (tmp_path / "docs/room.md").write_text("# Room\n[d](nowhere.md), ![e](picture.png)\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_texts import naming
 from fake_ablations import TINY
 from PIL import Image
 
@@ -45,7 +46,7 @@ def test_matrix_is_complete(form):
     assert {case.epochs for case in found if case.family != "precision"} == {form.epochs}
 
 
-def test_equal_trials_search_equally_wide_ranges():
+def test_trials_that_are_equal_search_equally_wide_ranges():
     widths = [math.log10(optimizer.lr_high / optimizer.lr_low) for optimizer in OPTIMIZERS.values()]
     assert widths == pytest.approx([2] * len(OPTIMIZERS))
 
@@ -74,7 +75,7 @@ def experiment(form, case, folder, **others):
 
 @pytest.mark.long
 @ALL_FORMS
-def test_every_experiment_is_legal_and_optimizers_differ_in_nothing_else(form, tmp_path):
+def test_experiments_are_legal_and_optimizers_differ_in_nothing_else(form, tmp_path):
     for case in cases(form):
         config = experiment(form, case, tmp_path)
         assert (config.run.seed, config.schedule.base_lr, config.run.epochs) == (3, 0.5, case.epochs)
@@ -151,8 +152,8 @@ def test_images_come_small_and_without_loss(source, tmp_path):
         assert small.getpixel((1, 1)) == large.getpixel((3, 3))  # of one colour
 
 
-def test_missing_folders_are_named(source, tmp_path):
+def test_write_images_names_missing_folders(source, tmp_path):
     shutil.rmtree(source / "val")
     images = FORMS["cifar10", "short"].images
-    with pytest.raises(DataError, match=r"source/val is not there: name the data set's folder by --data"):
+    with pytest.raises(DataError, match=naming(source / "val", "--data")):
         ablation_data.write_images(images, source, tmp_path / "out")

@@ -21,7 +21,7 @@ from bigbatch.trainer.step.loss_scale import LossScale, Scaling
 
 
 @pytest.mark.long
-def test_what_is_finished_is_not_repeated(tmp_path, monkeypatch):
+def test_run_all_repeats_nothing_finished(tmp_path, monkeypatch):
     fake = FakeBigbatch()
     monkeypatch.setattr(ablations, "run_child", fake)
     ablations.run_all(TINY, tmp_path)
@@ -69,7 +69,7 @@ def error_of(function):
 
 @pytest.mark.long
 @pytest.mark.parametrize("function", [diverged_in_fp32, diverged_in_fp16])
-def test_diverged_run_is_a_result(function, tmp_path, monkeypatch):
+def test_run_that_diverged_is_a_result(function, tmp_path, monkeypatch):
     message = error_of(function)
     fake = FakeBigbatch(train_ends=1, message=message)
     monkeypatch.setattr(ablations, "run_child", fake)
@@ -90,7 +90,7 @@ def config_error():
 
 
 @pytest.mark.parametrize(("code", "words"), [(130, "goes on from here"), (1, "failed: ")])
-def test_interrupted_or_failed_run_ends_all(code, words, tmp_path, monkeypatch, capsys):
+def test_run_interrupted_or_failed_ends_all(code, words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablations, "run_child", FakeBigbatch(train_ends=code, message=f"bigbatch: {config_error()}"))
     with pytest.raises(SystemExit) as ended:
         ablations.run_all(TINY, tmp_path)
@@ -133,7 +133,7 @@ def test_ctrl_c_waits_until_the_child_has_saved(tmp_path):
 
 
 @pytest.mark.long
-def test_without_images_it_is_skipped(tmp_path):
+def test_ablations_without_images_are_skipped(tmp_path):
     options = ("--dataset", "imagenette", "--form", "short", "--data", "none")
     done = run_benchmark("largebatch.ablations", *options, cwd=tmp_path)
     assert done.returncode == 0

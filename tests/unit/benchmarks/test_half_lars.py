@@ -44,14 +44,14 @@ def test_half_lars_loses_gradients_below_fp16_at_any_learning_rate() -> None:
     assert float((in_fp16 - before).norm() / before.norm()) < 1e-5
 
 
-def test_fp16_is_the_same_arithmetic_where_its_range_suffices() -> None:
+def test_half_lars_is_the_same_arithmetic_where_its_range_suffices() -> None:
     before, in_fp32 = step(LARS, lr=PEAK_LR, grad_rms=1e-4)
     _, in_fp16 = step(HalfLARS, lr=PEAK_LR, grad_rms=1e-4)
     assert float((in_fp16 - in_fp32).norm() / (in_fp32 - before).norm()) < 0.03
     assert torch.equal(in_fp16, in_fp16.half().float()), "nothing is kept that fp16 cannot hold"
 
 
-def test_closure_momentum_and_weights_that_do_not_adapt() -> None:
+def test_half_lars_with_closure_momentum_and_weights_that_do_not_adapt() -> None:
     weight = nn.Parameter(torch.full((2,), 1.0))
     optimizer = HalfLARS([weight], lr=0.125, momentum=0.5, weight_decay=0.0, adapt=False)
 

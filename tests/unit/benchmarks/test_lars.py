@@ -36,7 +36,7 @@ PEERS = {
 
 @pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_peers_agree_where_definitions_meet(peer, nesterov):
+def test_exactness_of_peers_agrees_where_definitions_meet(peer, nesterov):
     found, left_out = exactness.available_peers(None)
     if peer in left_out:
         pytest.skip(left_out[peer])
@@ -45,7 +45,7 @@ def test_peers_agree_where_definitions_meet(peer, nesterov):
     assert {name for name, value in values.items() if value > 1e-12} == PEERS[peer]
 
 
-def test_wrong_optimizer_deviates():
+def test_exactness_of_a_wrong_optimizer_deviates():
     case = exactness.CASES[0]
     settings = {"nesterov": False, "dtype": torch.float64, "steps": 20}
     assert exactness.deviation(exactness.our_maker("lr_inside"), case, form="lr_outside", **settings) > 1e-3

@@ -40,7 +40,7 @@ def test_data_that_is_not_there_is_refused_before_anything_is_measured(
 ) -> None:
     with pytest.raises(SystemExit):
         precision.parse(["--out", str(tmp_path / "o.json"), "--data", str(tmp_path)])
-    assert f"{tmp_path / 'train'} is not there" in capsys.readouterr().err
+    assert f"--data: {tmp_path / 'train'} " in capsys.readouterr().err
 
 
 def test_rows_by_hand() -> None:

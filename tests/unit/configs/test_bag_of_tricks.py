@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
@@ -60,7 +61,7 @@ def test_pooling_goes_through_what_rises(sign: int, is_same: bool) -> None:
     assert torch.allclose(first, last, atol=1e-6) is is_same
 
 
-def test_frozen_scales_are_no_parameters() -> None:
+def test_scales_that_are_frozen_are_no_parameters() -> None:
     model = resnet9(
         width=2, norm_scale=0.25, norm=lambda channels: GhostBatchNorm2d(channels, bn_span=2, ghosts_per_step=2)
     )
@@ -75,7 +76,7 @@ def test_frozen_scales_are_no_parameters() -> None:
     assert all(p.grad is not None and p.grad.any() for p in trained.values())
 
 
-def test_a_quarter_is_one_with_four_times_the_rest() -> None:
+def test_scale_of_a_quarter_is_one_with_four_times_the_rest() -> None:
     """Page's two forms of the frozen scale are the same function: alpha, biases and scale by 4, logits by a quarter."""
     norm = partial(nn.BatchNorm2d, eps=1e-30)
     quarter = resnet9(width=4, norm=norm, norm_scale=0.25, celu_alpha=0.075, logit_scale=0.25).double()
@@ -120,7 +121,7 @@ def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> No
     assert len(scales) == 8
 
 
-def test_without_a_factor_there_are_two_groups_as_ever() -> None:
+def test_groups_without_a_factor_are_two_as_ever() -> None:
     config = config_of()
     groups = make_optimizer(config.optimizer, _build_model(config, nn.BatchNorm2d), {}, lr=1.0).param_groups
     assert [len(group["params"]) for group in groups] == [9, 16]
@@ -138,7 +139,7 @@ def test_lars_does_not_adapt_raised_biases() -> None:
     ]
 
 
-def test_the_factor_of_a_resumed_run_is_that_of_its_config() -> None:
+def test_lr_factor_of_a_resumed_run_is_that_of_its_config() -> None:
     foreign = load_config(
         [
             *("--config", "cifar10", "--optimizer.name=torch.optim.Adagrad", "--optimizer.options={}"),
@@ -149,17 +150,17 @@ def test_the_factor_of_a_resumed_run_is_that_of_its_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "message"),
+    ("here", "named"),
     [
-        (("model.pool_first=false",), "model.pool_first is True there and False here"),
-        (("model.celu_alpha=0.3",), "model.celu_alpha is None there and 0.3 here"),
-        (("model.norm_scale=0.25",), "model.norm_scale is None there and 0.25 here"),
-        (("model.logit_scale=1",), "model.logit_scale is 0.125 there and 1.0 here"),
+        (("model.pool_first=false",), ("model.pool_first", " True there", " False here")),
+        (("model.celu_alpha=0.3",), ("model.celu_alpha", " None there", " 0.3 here")),
+        (("model.norm_scale=0.25",), ("model.norm_scale", " None there", " 0.25 here")),
+        (("model.logit_scale=1",), ("model.logit_scale", " 0.125 there", " 1.0 here")),
     ],
 )
 @pytest.mark.parametrize("is_old", [False, True])
-def test_weights_of_another_function_are_refused(
-    here: tuple[str, ...], message: str, is_old: bool, tmp_path: Path
+def test_load_weights_refuses_those_of_another_function(
+    here: tuple[str, ...], named: tuple[str, ...], is_old: bool, tmp_path: Path
 ) -> None:
     """Their names and shapes are the same. Configs from before the keys had one of these functions."""
     config = config_of()
@@ -171,5 +172,5 @@ def test_weights_of_another_function_are_refused(
     model = _build_model(config, nn.BatchNorm2d)
     load_weights_(model, path, config=config)
     assert torch.equal(model.state_dict()["linear.weight"], weights["linear.weight"])
-    with pytest.raises(CheckpointError, match=f"is of another model: {message}"):
+    with pytest.raises(CheckpointError, match=naming(path, *named)):
         load_weights_(model, path, config=config_of(*here))

@@ -111,7 +111,7 @@ def in_steps(name: str) -> tuple[Config, list[float]]:
     return config, [schedule(step) for step in range(plan.num_steps)]
 
 
-def test_every_imagenet_recipe_is_looked_at_here() -> None:
+def test_recipes_of_imagenet_are_all_looked_at_here() -> None:
     assert sorted(f"imagenet/{name}" for name in ALL) == [n for n in packaged_configs() if n.startswith("imagenet/")]
 
 
@@ -126,7 +126,7 @@ def test_mlperf_recipes_state_the_reference_convergence_points(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", RCP)
-def test_our_copy_of_the_records_is_that_of_mlperf(name: str) -> None:
+def test_records_of_our_copy_are_those_of_mlperf(name: str) -> None:
     batch, *stated, decay_steps = RCP[name]
     version = "1.0.0" if batch in (2048, 64480) else "4.0.0"
     records = json.loads((Path(rcp_checker.__file__).parent / f"training_{version}/rcps_resnet.json").read_text())
@@ -199,7 +199,7 @@ def ffcv_size(epoch: int, *, first: int, last: int) -> int:
 
 
 @pytest.mark.parametrize("name", FFCV)
-def test_fast_recipes_are_ffcvs(name: str) -> None:
+def test_recipes_that_are_fast_are_ffcvs(name: str) -> None:
     (config, rates), (epochs, first, last, top1) = in_steps(name), FFCV[name]
     sizes = [
         max((e, s) for e, s in config.data.train_sizes if e <= epoch)[1] for epoch in range(epochs)
@@ -222,7 +222,7 @@ def test_fast_recipes_are_ffcvs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ISSUE_272)
-def test_proposals_of_issue_272(name: str) -> None:
+def test_recipes_of_issue_272(name: str) -> None:
     config, (batch, base_lr, warmup, momentum, epochs) = recipe(name), ISSUE_272[name]
     assert (config.batch.global_batch_size, config.run.epochs) == (batch, epochs)
     assert (config.schedule.base_lr, config.schedule.warmup_epochs) == (base_lr, warmup)
@@ -230,7 +230,7 @@ def test_proposals_of_issue_272(name: str) -> None:
     assert (config.optimizer.momentum, config.optimizer.weight_decay) == (momentum, 1e-4)
 
 
-def test_their_labels_are_swapped() -> None:
+def test_recipes_of_issue_272_have_swapped_labels() -> None:
     """2669 steps in 68 epochs, and 1785 in 90, are epochs of these batches."""
     for steps, epochs, batch in ((2669, 68, 32768), (1785, 90, 65536)):
         assert steps / epochs == pytest.approx(IMAGENET_TRAIN / batch, rel=0.02)
@@ -247,7 +247,7 @@ def test_recipes_of_jia_et_al(name: str) -> None:
     assert f"published: {top1}% top-1 after {epochs} epochs" in words_of(name)
 
 
-def test_the_baseline_without_lars() -> None:
+def test_recipe_of_the_baseline_without_lars() -> None:
     """Nado et al. 2021: batch 32,768, 2,512 steps, 75.92%; google/init2winit: a virtual batch of 64."""
     config, rates = in_steps(NESTEROV)
     assert (config.optimizer.name, config.optimizer.nesterov) == ("sgd", True)
@@ -321,7 +321,7 @@ def test_recipes_leave_the_sums_to_nccl_but_for_those_of_the_paper(name: str) ->
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_documented_table_is_that_of_the_recipes(name: str) -> None:
+def test_recipes_table_in_the_pages_is_theirs(name: str) -> None:
     config = recipe(name)
     batch, epochs, published, _ = rows()[name]
     assert batch == f"{config.batch.global_batch_size:,}"
@@ -333,5 +333,5 @@ def test_the_documented_table_is_that_of_the_recipes(name: str) -> None:
         assert published == f"75.9% in {mean:g} ({fewest} to {most}) epochs"
 
 
-def test_the_documented_table_is_complete() -> None:
+def test_recipes_table_in_the_pages_is_complete() -> None:
     assert set(rows()) == set(ALL)

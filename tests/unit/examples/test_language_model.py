@@ -21,7 +21,7 @@ def test_words_are_numbered_by_how_often_they_occur(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_words", [2, 65, 66, 1000])
 @pytest.mark.parametrize("num_rows", [1, 4, 7])
-def test_every_word_but_the_first_is_a_target_once(num_words: int, num_rows: int) -> None:
+def test_words_but_the_first_are_targets_once(num_words: int, num_rows: int) -> None:
     blocks = language_model.make_blocks(torch.arange(num_words) + 5, num_rows=num_rows)
     inputs_RL, targets_RL = (torch.cat(part, dim=1) for part in zip(*blocks, strict=True))
     assert inputs_RL.shape[0] == num_rows
@@ -34,7 +34,7 @@ def test_every_word_but_the_first_is_a_target_once(num_words: int, num_rows: int
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
-def test_a_model_that_knows_nothing_is_as_perplexed_as_there_are_words(num_rows: int) -> None:
+def test_perplexity_of_a_model_that_knows_nothing_is_the_number_of_words(num_rows: int) -> None:
     model = language_model.WordModel(50)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
@@ -53,7 +53,7 @@ def test_the_state_goes_from_block_to_block() -> None:
     assert language_model.evaluate(model, blocks) == pytest.approx(math.exp(whole / 100), rel=1e-5)
 
 
-def test_unigram_perplexity_by_hand() -> None:
+def test_perplexity_of_unigrams_by_hand() -> None:
     training_N, held_out_N = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([1, 1, 2, 0])
     # (3 + 1, 2 + 1 and 0 + 1) / 8 for words 1, 2 and 0; the first held-out word is only context
     expected = (4 / 8 * 3 / 8 * 1 / 8) ** (-1 / 3)
@@ -71,4 +71,4 @@ def test_the_novel_is_whole_and_plain() -> None:
 def test_settings_out_of_range(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         language_model.main([setting])
-    assert "--epochs, --batch-size and --learning-rate must be positive numbers" in capsys.readouterr().err
+    assert "--epochs, --batch-size and --learning-rate" in capsys.readouterr().err
