@@ -9,7 +9,7 @@ AUTO = "auto"
 
 
 class Choice(NamedTuple):
-    """An algorithm by name, and why it was chosen, for people."""
+    """Names an algorithm, and says why it was chosen, for people."""
 
     algorithm: str
     why: str

@@ -38,7 +38,7 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """How long it has been under way."""
+        """Return for how long it has been under way."""
         return time.monotonic() - self.since
 
 
