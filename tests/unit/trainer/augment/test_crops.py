@@ -22,7 +22,7 @@ def splitmix(word):
     return word ^ (word >> 31)
 
 
-def test_draws_are_the_chained_hash_of_their_keys():
+def test_uniforms_are_the_chained_hash_of_their_keys():
     word = 0
     for key in (11, 2, 5, 1234567, 3):  # seed, stream, epoch, index, number of the draw
         word = splitmix((word + (key + 1) * 0x9E3779B97F4A7C15) % 2**64)
@@ -30,7 +30,7 @@ def test_draws_are_the_chained_hash_of_their_keys():
     assert drawn[1, 3] == (word >> 11) / 2**53
 
 
-def test_draws_are_uniform_and_uncorrelated():
+def test_uniforms_are_uniform_and_uncorrelated():
     drawn = uniforms(seed=1, epoch=2, indices_B=np.arange(20000), num_draws=8)
     assert drawn.shape == (20000, 8)
     assert drawn.min() >= 0
@@ -53,7 +53,7 @@ def test_draws_are_uniform_and_uncorrelated():
 
 
 @pytest.mark.parametrize("make", [random_resized_crop, lambda seed: padded_crop(seed=seed, size=32)])
-def test_a_box_does_not_depend_on_its_batch(make):
+def test_crops_a_box_does_not_depend_on_its_batch(make):
     crop, indices, shapes = make(seed=3), np.arange(60), np.random.default_rng(0).integers(20, 900, (60, 2))
     boxes, flips = crop(4, indices, shapes)
     assert boxes.dtype == np.int32
@@ -75,7 +75,7 @@ def distance(ours, theirs):
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (100, 1000), (2000, 90)])
-def test_random_boxes_are_distributed_as_torchvision_ones(height, width):
+def test_random_resized_crop_boxes_are_distributed_as_torchvision_ones(height, width):
     count = 3000
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
@@ -90,7 +90,7 @@ def test_random_boxes_are_distributed_as_torchvision_ones(height, width):
     assert abs(flips.mean() - 0.5) < 5 * 0.5 / math.sqrt(count)
 
 
-def test_random_boxes_lie_inside():
+def test_random_resized_crop_boxes_lie_inside():
     shapes = np.random.default_rng(1).integers(1, 400, (20000, 2))
     shapes[:1000] = 1
     boxes, _ = random_resized_crop(seed=9)(0, np.arange(20000), shapes)
@@ -99,7 +99,7 @@ def test_random_boxes_lie_inside():
     assert (boxes[:, :2] + boxes[:, 2:] <= shapes).all()
 
 
-def test_an_image_that_no_attempt_fits_gets_torchvisions_central_crop():
+def test_random_resized_crop_an_image_that_no_attempt_fits_gets_torchvisions_central_crop():
     shapes = [(10, 4000), (4000, 10), (77, 77)]
     for height, width in shapes:
         # a scale above 1 never fits, so both fall back
@@ -108,7 +108,7 @@ def test_an_image_that_no_attempt_fits_gets_torchvisions_central_crop():
         assert ours[0].tolist() == list(theirs)
 
 
-def test_flips_can_be_switched_off():
+def test_crops_flips_can_be_switched_off():
     assert not random_resized_crop(seed=0, flip=False)(0, np.arange(50), sizes(99, 99, 50))[1].any()
     assert not padded_crop(seed=0, size=32, flip=False)(0, np.arange(50), sizes(32, 32, 50))[1].any()
 

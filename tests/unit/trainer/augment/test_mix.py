@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.trainer.augment.crops import uniforms
 from bigbatch.trainer.augment.mix import Mix, cutmix_box, symmetric_beta
@@ -59,7 +60,7 @@ def expected(images, labels, indices, *, epoch, mixup_alpha=0.0, cutmix_alpha=0.
 
 
 @pytest.mark.parametrize("alphas", KINDS)
-def test_images_and_targets_are_those_of_the_papers(alphas):
+def test_mix_images_and_targets_are_those_of_the_papers(alphas):
     images, labels, indices = batch(8)
     before = images.clone()
     mixed, targets = make(**alphas)(images, labels, epoch=3, indices_B=indices)
@@ -75,7 +76,7 @@ def test_images_and_targets_are_those_of_the_papers(alphas):
     assert not torch.equal(mixed, images)
 
 
-def test_half_precision_images_keep_their_type_and_exact_targets():
+def test_mix_half_precision_images_keep_their_type_and_exact_targets():
     images, labels, indices = batch(2)
     mixed, targets = make(mixup_alpha=0.3)(images.bfloat16(), labels, epoch=3, indices_B=indices)
     expected_mixed, expected_targets = expected(images, labels, indices, epoch=3, mixup_alpha=0.3)
@@ -86,7 +87,7 @@ def test_half_precision_images_keep_their_type_and_exact_targets():
 
 
 @pytest.mark.parametrize("alphas", KINDS)
-def test_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
+def test_mix_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
     images, labels, indices = batch(8)
     mix = make(**alphas)
     whole = mix(images, labels, epoch=1, indices_B=indices)
@@ -108,7 +109,7 @@ def test_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
     assert not torch.equal(other[0], whole[0])
 
 
-def test_both_are_taken_equally_often():
+def test_mix_both_are_taken_equally_often():
     """A black ghost batch with one white picture stays black and white under CutMix alone."""
     count = 2000
     images = torch.zeros(count * 2, 1, 2, 2)
@@ -128,7 +129,7 @@ def beta_cdf(points, alpha, steps=200_000):
     return np.where(points <= 0.5, half, 1 - half)
 
 
-def test_the_cdf_of_these_tests_is_right_where_it_has_a_closed_form():
+def test_mix_the_cdf_of_these_tests_is_right_where_it_has_a_closed_form():
     points = np.linspace(0, 1, 1001)
     np.testing.assert_allclose(beta_cdf(points, 1.0), points, atol=1e-9)
     np.testing.assert_allclose(beta_cdf(points, 2.0), 3 * points**2 - 2 * points**3, atol=1e-6)
@@ -137,7 +138,7 @@ def test_the_cdf_of_these_tests_is_right_where_it_has_a_closed_form():
 
 # not below 0.2: there the values that round to 1 in float64 become a visible share (8% at 0.05)
 @pytest.mark.parametrize("alpha", [0.2, 0.4, 0.5, 1.0, 2.0, 8.0])
-def test_lam_has_the_beta_distribution(alpha):
+def test_mix_lam_has_the_beta_distribution(alpha):
     count = 40_000
     draws = uniforms(seed=1, epoch=0, indices_B=np.arange(count), num_draws=2)
     lams = np.sort(symmetric_beta(draws, alpha=alpha))
@@ -153,7 +154,7 @@ def test_lam_has_the_beta_distribution(alpha):
     assert distance < math.sqrt(-math.log(1e-6 / 2) / 2 / count)  # chance of a false alarm 1e-6
 
 
-def test_lam_at_the_ends_of_the_draws():
+def test_mix_lam_at_the_ends_of_the_draws():
     last = 1 - 2**-53
     draws = np.array([[0.0, 0.0], [last, 0.0], [last, 0.5], [last, 0.25], [0.0, last]])
     for alpha in (1e-300, 0.01, 1.0, 100.0):
@@ -162,7 +163,7 @@ def test_lam_at_the_ends_of_the_draws():
     assert symmetric_beta(draws, alpha=0.01)[:3] == pytest.approx([0.5, 1.0, 0.0])
 
 
-def test_a_box_is_cut_at_the_border():
+def test_cutmix_box_is_cut_at_the_border():
     # sqrt(1 - 0.75) = half of each side: 6 x 10 pixels of 12 x 20
     assert cutmix_box(lam=0.75, centre=(0.5, 0.5), height=12, width=20) == (5, 3, 15, 9)
     assert cutmix_box(lam=0.75, centre=(0.0, 0.99), height=12, width=20) == (0, 8, 5, 12)
@@ -177,24 +178,24 @@ def test_a_box_is_cut_at_the_border():
         ({"mixup_alpha": math.nan}, "mixup_alpha=nan"),
         ({"cutmix_alpha": -1.0}, "cutmix_alpha=-1.0"),
         ({"cutmix_alpha": math.inf}, "cutmix_alpha=inf"),
-        ({}, "both 0"),
+        ({}, "mixup_alpha and cutmix_alpha"),
         ({"mixup_alpha": 1.0, "bn_span": 1}, "bn_span=1"),
     ],
 )
-def test_senseless_settings_are_named(setting, name):
-    with pytest.raises(ValueError, match=name):
+def test_mix_senseless_settings_are_named(setting, name):
+    with pytest.raises(ValueError, match=naming(name)):
         Mix(**({"seed": 0, "num_classes": 2, "bn_span": 4} | setting))
 
 
-def test_a_broken_ghost_batch_is_refused():
+def test_mix_a_broken_ghost_batch_is_refused():
     images, labels, indices = batch(2)
-    with pytest.raises(ValueError, match="batch of 6 samples is not a multiple of bn_span 4"):
+    with pytest.raises(ValueError, match=naming("6 samples", "bn_span 4")):
         make(**BOTH)(images[:6], labels[:6], epoch=0, indices_B=indices[:6])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("alphas", KINDS)
-def test_a_gpu_does_the_same_without_a_host_sync(alphas):
+def test_mix_a_gpu_does_the_same_without_a_host_sync(alphas):
     images, labels, indices = batch(8)
     mix, on_gpu = make(**alphas), (images.cuda(), labels.cuda())
     torch.cuda.set_sync_debug_mode("error")

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from error_texts import naming
 from PIL import Image
 from sample_images import REAL_DATA, smooth_image
 from torchvision.transforms.v2 import ColorJitter, RandAugment
@@ -65,7 +66,7 @@ def torchvision_magnitude(name, magnitude, sign):
 
 
 @pytest.mark.parametrize("strength", [0.1, 0.4, 1.5])
-def test_jitter_is_torchvisions_with_the_same_factors_and_order(strength):
+def test_color_jitter_is_torchvisions_with_the_same_factors_and_order(strength):
     images = batch()
     draws = np.random.default_rng(1).random((len(images), 6))
     result = color_jitter.ColorJitter(strength)(images, draws_BD=draws)
@@ -80,7 +81,7 @@ def test_jitter_is_torchvisions_with_the_same_factors_and_order(strength):
         assert torch.equal(ours, image)
 
 
-def test_jitter_takes_all_six_orders_equally():
+def test_color_jitter_takes_all_six_orders_equally():
     draws = uniforms(seed=0, epoch=0, indices_B=np.arange(6000), num_draws=6, stream=1)
     _, counts = np.unique(np.argsort(draws[:, 3:], axis=1), axis=0, return_counts=True)
     assert len(counts) == 6
@@ -90,7 +91,7 @@ def test_jitter_takes_all_six_orders_equally():
 # --- RandAugment
 
 
-def test_ops_are_torchvisions_in_its_order():
+def test_rand_augment_ops_are_torchvisions_in_its_order():
     assert [op.name.replace("_", "") for op in Op] == [name.upper() for name in TORCHVISION_OPS]
 
 
@@ -106,7 +107,7 @@ def compare_op(images, op, magnitude, sign):
 
 
 @pytest.mark.parametrize("op", list(Op))
-def test_each_op_is_torchvisions(op):
+def test_apply_ops_each_is_torchvisions(op):
     images = batch()
     # of a grid's sampling positions some tie between two pixels, and there torchvision's float32
     # matrix product rounds differently; all others and all colours are equal to the bit
@@ -117,12 +118,12 @@ def test_each_op_is_torchvisions(op):
 
 
 @pytest.mark.parametrize("op", [Op.POSTERIZE, Op.SOLARIZE, Op.COLOR, Op.SHARPNESS])
-def test_every_magnitude_is_torchvisions(op):
+def test_apply_ops_every_magnitude_is_torchvisions(op):
     assert max(compare_op(batch(5), op, magnitude, -1.0) for magnitude in range(31)) == 0
 
 
 @pytest.mark.parametrize("op", [Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y, Op.ROTATE])
-def test_a_geometric_op_moves_the_image_and_leaves_black(op):
+def test_apply_ops_a_geometric_one_moves_the_image_and_leaves_black(op):
     white = torch.full((1, 3, HEIGHT, WIDTH), 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     moved = apply_ops(white, ops_B=np.array([op]), signs_B=np.ones(1), magnitude=30)[0, 0]
     assert set(moved.unique().tolist()) == {0, 255}
@@ -137,7 +138,7 @@ def test_a_geometric_op_moves_the_image_and_leaves_black(op):
         assert black == pytest.approx(expected[op], abs=0.01)
 
 
-def test_ops_follow_each_other_as_drawn():
+def test_apply_ops_follow_each_other_as_drawn():
     images = batch()
     draws = np.random.default_rng(4).random((len(images), 4))
     colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
@@ -152,7 +153,7 @@ def test_ops_follow_each_other_as_drawn():
         assert torch.equal(ours, image)
 
 
-def test_ops_and_signs_are_uniform_and_independent(monkeypatch):
+def test_rand_augment_ops_and_signs_are_uniform_and_independent(monkeypatch):
     rounds = []
 
     def record(images_BCHW, *, ops_B, signs_B, magnitude):
@@ -172,12 +173,12 @@ def test_ops_and_signs_are_uniform_and_independent(monkeypatch):
     assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
 
 
-def test_no_ops_are_the_identity():
+def test_apply_ops_none_are_the_identity():
     images = batch()
     assert torch.equal(rand_augment.RandAugment(0, 9)(images, draws_BD=np.empty((len(images), 0))), images)
 
 
-def test_real_images_as_torchvision():
+def test_augment_real_images_as_torchvision():
     paths = sorted(REAL_DATA.glob("val/*/*.JPEG"))[:4]
     if not paths:
         pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
@@ -209,7 +210,7 @@ def test_cutout_is_the_square_of_the_paper(size):
 # --- all together
 
 
-def test_an_image_does_not_depend_on_its_batch():
+def test_augment_an_image_does_not_depend_on_its_batch():
     images, indices = batch(40), np.arange(1000, 1040)
     augment = Augment(5, EVERYTHING)
     whole = augment(images, epoch=2, indices_B=indices)
@@ -219,7 +220,7 @@ def test_an_image_does_not_depend_on_its_batch():
         assert torch.equal(part, whole[torch.from_numpy(order)])
 
 
-def test_draws_are_those_of_seed_epoch_and_stream():
+def test_augment_draws_are_those_of_seed_epoch_and_stream():
     images, indices = batch(), np.arange(50, 62)
     before = images.clone()
     expected = images
@@ -235,7 +236,7 @@ def test_draws_are_those_of_seed_epoch_and_stream():
     assert not torch.equal(Augment(6, EVERYTHING)(images, epoch=2, indices_B=indices), expected)
 
 
-def test_nothing_asked_for_does_nothing():
+def test_augment_nothing_asked_for_does_nothing():
     images = batch()
     assert Augment(0)(images, epoch=0, indices_B=np.arange(len(images))) is images
 
@@ -287,13 +288,13 @@ def test_augmentations_name_the_senseless_setting(make, setting):
 @pytest.mark.parametrize(
     "images", [torch.zeros(2, 3, 8, 8), torch.zeros(2, 1, 8, 8).byte(), torch.zeros(3, 3, 8, 8).byte()]
 )
-def test_other_than_bytes_of_three_channels_is_refused(images):
-    with pytest.raises(ValueError, match=r"must be uint8 \(2, 3, H, W\)"):
+def test_augment_other_than_bytes_of_three_channels_is_refused(images):
+    with pytest.raises(ValueError, match=naming(images.dtype, tuple(images.shape), "uint8 (2, 3, H, W)")):
         Augment(0)(images, epoch=0, indices_B=np.arange(2))
 
 
 @pytest.mark.gpu
-def test_a_gpu_does_the_same_without_a_host_sync():
+def test_augment_a_gpu_does_the_same_without_a_host_sync():
     images, indices = batch(40), np.arange(40)
     augment = Augment(5, EVERYTHING)
     on_gpu = images.cuda()

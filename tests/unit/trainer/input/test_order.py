@@ -1,9 +1,12 @@
 """The global order: a permutation per epoch, the same for all world sizes and after any resume."""
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from error_texts import naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,12 +111,12 @@ def test_order_resume_is_the_tail(start_step):
     assert train_indices(rank=1, world_size=3, start_step=start_step) == whole[start_step * 4 :]
 
 
-def test_order_train_requests_refuse_sizes_that_do_not_divide():
-    with pytest.raises(ValueError, match="24 is not a multiple of world_size 5"):
+def test_train_requests_refuse_sizes_that_do_not_divide():
+    with pytest.raises(ValueError, match=naming("global_batch_size 24", "world_size 5", "microbatch_size 2")):
         train_indices(world_size=5)
-    with pytest.raises(ValueError, match="world_size 3 is not a multiple of ranks_per_ghost 2"):
+    with pytest.raises(ValueError, match=naming("world_size 3", "ranks_per_ghost 2")):
         train_indices(world_size=3, ranks_per_ghost=2)
-    with pytest.raises(ValueError, match="num_samples 10 is less"):
+    with pytest.raises(ValueError, match=naming("num_samples 10", "global_batch_size 12")):
         train_requests(
             seed=0,
             num_samples=10,
@@ -148,7 +151,7 @@ def touch(root: Path, *names: str) -> Path:
     return root
 
 
-def test_order_index_is_sorted_and_complete(tmp_path):
+def test_read_index_is_sorted_and_complete(tmp_path):
     touch(tmp_path, "train/b/2.JPEG", "train/b/1.png", "train/a/x.jpg", "train/a/notes.txt", "train/.c/y.jpg")
     index = read_index(tmp_path, "train")
     assert index.classes == ("a", "b")
@@ -158,25 +161,25 @@ def test_order_index_is_sorted_and_complete(tmp_path):
     assert Path(index.full_path(2)) == tmp_path / "train/b/2.JPEG"
 
 
-def test_order_index_names_what_is_wrong(tmp_path):
+def test_read_index_names_what_is_wrong(tmp_path):
     touch(tmp_path, "train/a/x.jpg", "train/b/x.txt", "empty/readme", *(f"val/{c}/x.jpg" for c in "acdef"))
-    with pytest.raises(DataError, match=r"absent: no such folder; expected absent/<class>"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/absent:", "absent/<class>/<picture>")):
         read_index(tmp_path, "absent")
-    with pytest.raises(DataError, match=r"empty: holds no class folders"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/empty:", "empty/<class>/<picture>")):
         read_index(tmp_path, "empty")
-    with pytest.raises(DataError, match=r"train/b: holds no .jpg"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/train/b:", ".jpg, .jpeg, .png")):
         read_index(tmp_path, "train")
-    with pytest.raises(DataError, match=r"val: lacks 1 .*: b; has in excess 4 .*: c, d, e, \.\.\.; give it"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/val:", "lacks 1", ": b;", "excess 4", ": c, d, e, ...")):
         read_index(tmp_path, "val", classes=["a", "b"])
     assert read_index(tmp_path, "val", classes=list("fedca")).classes == tuple("acdef")
 
 
-def test_order_index_names_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+def test_read_index_names_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
     touch(tmp_path, "train/a/x.jpg")
 
     def refuse(path):
-        raise PermissionError(13, "Permission denied")
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(DataError, match=r"train: cannot be listed \(Permission denied\)"):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/train:", os.strerror(errno.EACCES))):
         read_index(tmp_path, "train")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from error_texts import naming
 from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
 from sample_images import encoded, smooth_image, write
 
@@ -107,9 +108,7 @@ def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
     assert all(torch.equal(one, other) for one, other in zip(batches, expected, strict=True))
     assert storage.num_reads == [1, 3, 2, 1, 1, 1, 1, 2]
     (line,) = capsys.readouterr().err.splitlines()  # one outage, though three pictures were met by it
-    assert re.fullmatch(
-        rf"far/away/[12].jpg: cannot be read \({os.strerror(errno.ESTALE)}\); trying again for 5 s", line
-    )
+    assert re.fullmatch(rf"far/away/[12].jpg: .*{os.strerror(errno.ESTALE)}.* 5 s", line)
 
 
 def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
@@ -130,7 +129,7 @@ def test_reading_a_read_that_never_succeeds_ends_after_the_patience(make, capsys
         list(make(storage, patience_seconds=0.5).load([ask(0, 1, 2, 3)]))
     seconds = time.monotonic() - start
     assert 0.5 <= seconds < 0.5 + SLACK_SECONDS
-    found = re.fullmatch(r"far/away/3.jpg: is gone \(tried for (.*) s: data.patience_seconds\)", str(caught.value))
+    found = re.fullmatch(r"far/away/3.jpg: is gone \(.* (\S+) s: data.patience_seconds\)", str(caught.value))
     assert 0.5 <= float(found[1]) <= seconds
     assert storage.num_reads[3] == 4  # at 0, 0.1, 0.3 and 0.5 s
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -250,7 +249,7 @@ def test_reading_the_time_of_all_that_a_batch_waits_for_counts():
     changed = {"patience_seconds": 0.4, "prefetch_batches": 4}
     loader = make_image_loader("dali", Storage(8, seconds=0.3), **(SETTINGS | changed))
     start = time.monotonic()
-    with pytest.raises(StorageError, match="storage too slow"):
+    with pytest.raises(StorageError, match=naming("far/away/", "data.patience_seconds=0.4", "batch.microbatch_size")):
         list(loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)] * 3))
     assert time.monotonic() - start < 2 * (0.4 + 1)
     loader.close()
@@ -305,11 +304,11 @@ def test_reading_the_resident_loader_is_patient_too(capsys):
     ResidentLoader(index=storage, **common, patience_seconds=5.0)
     assert storage.num_reads[3] == 3
     storage.silent = {6}
-    with pytest.raises(StorageError, match=r"far/away/6.jpg: reading it has not returned for"):
+    with pytest.raises(StorageError, match=naming("far/away/6.jpg: ", "data.patience_seconds=0.2")):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
     storage.release.set()
     storage.failures, storage.silent = {2: FOREVER}, set()
-    with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(tried for 0.\d s"):
+    with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(.* 0.\d s: data.patience_seconds"):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
 
 
@@ -317,7 +316,7 @@ def test_reading_a_file_that_does_not_open_is_named(make, tmp_path):
     files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
     index = read_index(write(tmp_path, files), "train")
     silent = as_pipe(tmp_path / "train/a/2.jpg")
-    with pytest.raises(StorageError, match=f"^{re.escape(str(silent))}: reading it has not returned"):
+    with pytest.raises(StorageError, match=naming(f"{silent}: ", "data.patience_seconds=0.1")):
         list(make(index, patience_seconds=0.1).load([ask(0, 1, 2, 3)]))
     answer(silent)
 
@@ -328,7 +327,7 @@ def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closi
     index = open_split(tmp_path / "packed", "train")
     silent = as_pipe(tmp_path / "packed/train/shard-000001.tar")
     loader = make(index, patience_seconds=0.1)
-    with pytest.raises(StorageError, match=f"^{re.escape(str(silent))}: picture 00000001: reading it has not"):
+    with pytest.raises(StorageError, match=naming(f"{silent}: picture 00000001: ", "data.patience_seconds=0.1")):
         list(loader.load([ask(0, 1, 2, 3)]))
     loader.close()
     assert len(index.read(0)) > 0
@@ -361,11 +360,11 @@ def test_reading_too_many_open_files_name_the_limit_and_are_tried_again(make, tm
     num_refused = FOREVER
     with pytest.raises(
         StorageError,
-        match=r"a/\d.jpg: too many open files; raise the limit, such as by `ulimit -n 65536` \(tried for 0.2 s",
+        match=naming("train/a/", "`ulimit -n 65536`", " 0.2 s", "data.patience_seconds"),
     ) as caught:
         list(make(index, patience_seconds=0.2).load([ask(0, 1, 2, 3)]))
     assert "\n" not in str(caught.value)
-    assert "Too many open files" in capsys.readouterr().err
+    assert os.strerror(errno.EMFILE) in capsys.readouterr().err
     attempts.clear()
     num_refused = 3
     assert len(list(make(index).load([ask(0, 1, 2, 3)]))) == 1

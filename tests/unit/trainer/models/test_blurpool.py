@@ -31,7 +31,7 @@ def blurred_by_hand(images_BCHW: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("side", [8, 9])
 @pytest.mark.parametrize("kernel_size", [1, 3])
-def test_convolution_of_the_blurred_image(kernel_size: int, side: int) -> None:
+def test_blurpool_convolution_of_the_blurred_image(kernel_size: int, side: int) -> None:
     blur = BlurConv2d(4, 6, kernel_size, stride=2, padding=kernel_size // 2, bias=False)
     plain = nn.Conv2d(4, 6, kernel_size, stride=2, padding=kernel_size // 2, bias=False).double()
     plain.load_state_dict({"weight": blur.weight.double()})
@@ -43,14 +43,14 @@ def test_convolution_of_the_blurred_image(kernel_size: int, side: int) -> None:
     assert not torch.allclose(got.double(), plain(images_BCHW.double()), rtol=1e-2, atol=1e-2)
 
 
-def test_constant_stays_so_inside_of_the_image() -> None:
+def test_blurpool_constant_stays_so_inside_of_the_image() -> None:
     blur = BlurConv2d(3, 3, 1, stride=2, padding=0, bias=False)
     torch.nn.init.eye_(blur.weight.data.view(3, 3))
     torch.testing.assert_close(blur(torch.ones(1, 3, 9, 9))[..., 1:-1, 1:-1], torch.ones(1, 3, 3, 3))
 
 
 @pytest.mark.parametrize("name", RESNETS)
-def test_blurred_are_the_strided_convolutions_but_the_first_and_names_are_torchvisions(name: str) -> None:
+def test_blurpool_blurred_are_the_strided_convolutions_but_the_first_and_names_are_torchvisions(name: str) -> None:
     with torch.device("meta"):
         model, peer = MODELS[name](blurpool=True), getattr(torchvision.models, name)()
     strided = [n for n, module in peer.named_modules() if isinstance(module, nn.Conv2d) and module.stride == (2, 2)]
@@ -63,7 +63,7 @@ def test_blurred_are_the_strided_convolutions_but_the_first_and_names_are_torchv
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 @pytest.mark.parametrize("side", [33, 64])
-def test_shapes_are_those_without_blur(name: str, side: int) -> None:
+def test_blurpool_shapes_are_those_without_blur(name: str, side: int) -> None:
     shapes: list[list[torch.Size]] = [[], []]
     for blurpool in (False, True):
         model = MODELS[name](num_classes=5, blurpool=blurpool)
@@ -75,7 +75,7 @@ def test_shapes_are_those_without_blur(name: str, side: int) -> None:
     assert len(shapes[0]) == 5
 
 
-def test_blur_draws_nothing() -> None:
+def test_blurpool_blur_draws_nothing() -> None:
     models = []
     for blurpool in (False, True):
         torch.manual_seed(1)
@@ -84,7 +84,7 @@ def test_blur_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("bf16", 2**-8), ("fp16", 2**-11)])
-def test_half_precision_in_channels_last(precision: str, rounding: float) -> None:
+def test_blurpool_half_precision_in_channels_last(precision: str, rounding: float) -> None:
     blur = BlurConv2d(16, 16, 3, stride=2, padding=1, bias=False).to(memory_format=torch.channels_last)
     whole = BlurConv2d(16, 16, 3, stride=2, padding=1, bias=False).double()
     half = Precision(blur, name=precision, device=torch.device("cpu")).compute_dtype

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from error_texts import naming
 from torch import nn
 
 from bigbatch.errors import ConfigError
@@ -211,7 +212,7 @@ def test_build_model_passes_options() -> None:
     ("name", "nearest"), [("resnet-50", "resnet50"), ("alexnet", "alexnet_bn"), ("resnet1O1", "resnet101")]
 )
 def test_build_model_names_the_nearest_model(name: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"model '{name}' is unknown; the nearest is '{nearest}'"):
+    with pytest.raises(ConfigError, match=naming(f"'{name}'", f"'{nearest}'")):
         build_model(name, num_classes=10, norm=nn.BatchNorm2d)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
@@ -113,7 +114,9 @@ def assert_equal(results: list[Result], expected: Result, *, rtol: float, atol: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_parts_are_those_of_plain_batch_norm_of_the_whole(num_ranks: int, dtype: torch.dtype, device: str) -> None:
+def test_spread_norm_parts_are_those_of_plain_batch_norm_of_the_whole(
+    num_ranks: int, dtype: torch.dtype, device: str
+) -> None:
     inputs, grads = (tensor.to(device) for tensor in make_batch(num_ranks, dtype))
     wide = dtype if dtype == torch.float64 else torch.float32
     results = spread(inputs, grads, num_ranks=num_ranks, dtype=wide)
@@ -123,7 +126,7 @@ def test_parts_are_those_of_plain_batch_norm_of_the_whole(num_ranks: int, dtype:
     assert results[0].outputs.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_rank_alone_would_be_wrong() -> None:
+def test_spread_norm_rank_alone_would_be_wrong() -> None:
     """What the comparison above says of statistics that stop at the rank."""
     inputs, grads = make_batch(2, torch.float32)
     norm = GhostBatchNorm2d(C, bn_span=PART, ghosts_per_step=1)
@@ -131,7 +134,7 @@ def test_rank_alone_would_be_wrong() -> None:
     assert (outputs.double() - whole(inputs, grads).outputs[:PART]).abs().max() > 0.1
 
 
-def test_large_mean_does_not_cancel_the_variance() -> None:
+def test_spread_norm_large_mean_does_not_cancel_the_variance() -> None:
     """Sums of squares would lose it: 1000^2 beside 1 leaves 1 digit of fp32."""
     inputs, grads = make_batch(2, torch.float32, offset=1000.0)
     results = spread(inputs, grads, num_ranks=2, dtype=torch.float32)
@@ -142,7 +145,7 @@ def test_large_mean_does_not_cancel_the_variance() -> None:
     assert_equal(results, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_ghost_batches_of_several_steps_weigh_as_on_one_rank() -> None:
+def test_spread_norm_ghost_batches_of_several_steps_weigh_as_on_one_rank() -> None:
     """Two ghost batches a step, each over two ranks: the running statistics of a rank that holds them whole."""
     batches = [make_batch(2, torch.float64, offset=float(k))[0] for k in range(4)]
     alone = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=2).double()
@@ -167,13 +170,13 @@ def refuse(own_N: Tensor) -> Tensor:
 UNHEARD = RankGroup(2, refuse)
 
 
-def test_evaluation_asks_no_other_rank() -> None:
+def test_spread_norm_evaluation_asks_no_other_rank() -> None:
     norm = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=1, group=UNHEARD).eval()
     images = make_batch(1, torch.float32)[0]
     torch.testing.assert_close(norm(images), nn.BatchNorm2d(C).eval()(images), rtol=0, atol=0)
 
 
-def test_part_of_another_size_is_refused() -> None:
+def test_spread_norm_part_of_another_size_is_refused() -> None:
     norm = GhostBatchNorm2d(C, bn_span=2 * PART, ghosts_per_step=1, group=UNHEARD)
-    with pytest.raises(ValueError, match="batch of 5 samples is not a multiple of bn_span 8 / 2 ranks"):
+    with pytest.raises(ValueError, match=naming("5 samples", "bn_span 8", "2 ranks")):
         norm(torch.zeros(PART + 1, C, H, W))

@@ -47,7 +47,7 @@ def patches_of(images_BCHW: Tensor) -> np.ndarray[Any, Any]:
     return np.array(rows)
 
 
-def test_patches_that_were_whitened_have_no_covariance() -> None:
+def test_whitening_patches_that_were_whitened_have_no_covariance() -> None:
     images_BCHW = smooth_images()
     filters = whitening_filters(patch_sums(images_BCHW), std=STD, eps=EPS)
     normalized = images_BCHW.double() / 255 / torch.tensor(STD, dtype=torch.float64).view(3, 1, 1)
@@ -61,7 +61,7 @@ def test_patches_that_were_whitened_have_no_covariance() -> None:
     )
 
 
-def test_sums_are_exact_in_any_order() -> None:
+def test_whitening_sums_are_exact_in_any_order() -> None:
     images_BCHW = smooth_images()
     sums = patch_sums(images_BCHW)
     patches = np.concatenate([patches_of(images_BCHW).astype(np.int64), np.ones((12 * 14 * 14, 1), np.int64)], axis=1)
@@ -70,17 +70,17 @@ def test_sums_are_exact_in_any_order() -> None:
     assert torch.equal(sum(parts, torch.zeros_like(sums)), sums)
 
 
-def test_signs_do_not_depend_on_the_library() -> None:
+def test_whitening_signs_do_not_depend_on_the_library() -> None:
     filters = whitening_filters(patch_sums(smooth_images()), std=STD, eps=EPS).view(PATCH, -1)
     assert (filters.max(1).values > -filters.min(1).values).all()
 
 
-def test_images_of_one_colour_give_numbers() -> None:
+def test_whitening_images_of_one_colour_give_numbers() -> None:
     sums = patch_sums(torch.full((2, 3, 8, 8), 77, dtype=torch.uint8))
     assert whitening_filters(sums, std=STD, eps=EPS).isfinite().all()
 
 
-def test_weights_are_saved_and_nothing_updates_or_rounds_them() -> None:
+def test_whitening_weights_are_saved_and_nothing_updates_or_rounds_them() -> None:
     model = resnet9(width=2, is_whitened=True, norm_scale=0.25)
     names = [name for name, _ in model.named_parameters()]
     assert "prep.0.weight" not in names
@@ -127,7 +127,7 @@ def fitted(config: Config) -> Tensor:
 
 
 @pytest.mark.long
-def test_whole_images_of_the_training_set_are_whitened(root: Path) -> None:
+def test_whitening_whole_images_of_the_training_set_are_whitened(root: Path) -> None:
     """All 11, neither cropped nor flipped; a microbatch that has to be filled up changes no bit."""
     config = config_of(root)
     want = whitening_filters(patch_sums(smooth_images(11, side=32)), std=config.data.std, eps=EPS).float()
@@ -137,7 +137,7 @@ def test_whole_images_of_the_training_set_are_whitened(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whitening_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five of eleven, evenly spaced, each on one rank."""
     monkeypatch.setattr(build_whitening, "NUM_IMAGES", 5)
     config = config_of(root, **{"batch.microbatch_size": 2, "batch.bn_span": 2})
@@ -151,7 +151,7 @@ def test_ranks_share_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_given_weights_bring_their_own(root: Path) -> None:
+def test_whitening_given_weights_bring_their_own(root: Path) -> None:
     unfitted = PatchWhitening().weight
     assert torch.equal(fitted(config_of(root, **{"model.weights": "some.pt"})), unfitted)
     assert torch.equal(fitted(config_of(root, **{"model.whitening_eps": "null"})), unfitted)

@@ -105,7 +105,7 @@ class Parts:
         )
 
 
-def test_rates_are_those_of_known_costs() -> None:
+def test_probe_rates_are_those_of_known_costs() -> None:
     parts = Parts(read=0.002, decode=0.006, copy=0.001, augment=0.004)
     probe = parts.probe(seconds=1.0)
     expected = {"loader": 4 / 0.008, "read": 4 / 0.002, "decode": 4 / 0.006, "copy": 4 / 0.001, "augment": 4 / 0.004}
@@ -116,12 +116,12 @@ def test_rates_are_those_of_known_costs() -> None:
 
 
 @pytest.mark.parametrize("slowest", ["read", "decode", "copy", "augment"])
-def test_the_slowest_stage_is_the_one_that_costs_most(slowest: str) -> None:
+def test_probe_the_slowest_stage_is_the_one_that_costs_most(slowest: str) -> None:
     costs = {"read": 0.001, "decode": 0.001, "copy": 0.001, "augment": 0.001, slowest: 0.002}
     assert slowest_stage(asdict(Parts(**costs).probe(seconds=0.5).rates)) == slowest
 
 
-def test_batches_that_take_longer_than_the_time_are_counted_once() -> None:
+def test_probe_batches_that_take_longer_than_the_time_are_counted_once() -> None:
     read, decode, copy, augment = 100.0, 70.0, 50.0, 30.0
     parts = Parts(read=read, decode=decode, copy=copy, augment=augment)
     assert asdict(parts.probe(seconds=1.0).rates) == pytest.approx(
@@ -132,7 +132,7 @@ def test_batches_that_take_longer_than_the_time_are_counted_once() -> None:
     assert parts.clock.now == two_each + 2 * read + copy
 
 
-def test_reading_is_measured_on_images_not_read_before() -> None:
+def test_probe_reading_is_measured_on_images_not_read_before() -> None:
     parts = Parts(read=0.01, decode=0.01, copy=0.01, augment=0.01)
     parts.probe(seconds=1.0)
     again = [epoch for number, epoch in enumerate(parts.asked) if epoch in parts.asked[:number]]
@@ -141,7 +141,7 @@ def test_reading_is_measured_on_images_not_read_before() -> None:
     assert len(set(parts.asked)) > 25
 
 
-def test_requests_begin_anew_where_they_are_few() -> None:
+def test_probe_requests_begin_anew_where_they_are_few() -> None:
     parts = Parts(read=0.0001, decode=0.0001, copy=0.01, augment=0.01)
     parts.probe(seconds=1.0)
     assert parts.num_loads > 2
@@ -163,12 +163,12 @@ def costing(clock: Clock, costs: list[float]) -> Iterator[Batch]:
         ([2, 2, *[3] * 5], 0, 5 * 3 / (2 + 4 * 3)),  # the first never counts
     ],
 )
-def test_what_is_counted(costs: list[float], num_fill: int, expected: float) -> None:
+def test_probe_what_is_counted(costs: list[float], num_fill: int, expected: float) -> None:
     clock = Clock()
     assert rate(costing(clock, costs), seconds=16.0, num_fill=num_fill, clock=clock) == pytest.approx(expected)
 
 
-def test_a_loader_that_reads_nothing_has_neither_read_nor_decode_nor_copy() -> None:
+def test_probe_a_loader_that_reads_nothing_has_neither_read_nor_decode_nor_copy() -> None:
     loader = SyntheticLoader(num_classes=2, image_size=lambda epoch: SIZE, microbatch_size=4, device=CPU)
     prepare = PrepareBatch(normalize=lambda images_BCHW: images_BCHW / 255, device=CPU)
     requests = Parts(read=0, decode=0, copy=0, augment=0).requests
@@ -212,7 +212,7 @@ def quickstart(root: Path) -> Config:
 @pytest.mark.parametrize(
     ("stage", "advice"), [("read", "pack the pictures into shards"), ("decode", "raise data.num_threads (1 now")]
 )
-def test_a_slow_source_and_a_heavy_decoder_are_found(
+def test_probe_a_slow_source_and_a_heavy_decoder_are_found(
     stage: str, advice: str, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, name = (type(index), "read") if stage == "read" else (pillow, "decoded_box")
@@ -235,7 +235,7 @@ def test_a_slow_source_and_a_heavy_decoder_are_found(
     assert advice in hints(waited, MeasuredInput((rates,), settings), was_probed=True)[0]
 
 
-def test_a_probed_loader_is_as_before(index: Any) -> None:
+def test_probe_a_probed_loader_is_as_before(index: Any) -> None:
     loader, before = image_loader(index), set(threading.enumerate())
     fresh = [batch.images_BCHW.clone() for batch in loader.load(epoch())]
     under_way = loader.load(epoch())
@@ -247,7 +247,7 @@ def test_a_probed_loader_is_as_before(index: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"hello", None])  # seen by its header, or only by the decoder
-def test_bad_images_are_left_to_training(damage: bytes | None, index: Any) -> None:
+def test_probe_bad_images_are_left_to_training(damage: bytes | None, index: Any) -> None:
     path = Path(index.full_path(5))
     path.write_bytes(damage or corrupt(path.read_bytes()))
     assert probed(image_loader(index)) is None
@@ -324,7 +324,7 @@ def of_kind(rundir: RunDir, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("loader", ["torchvision", "dali"])
-def test_a_run_does_not_notice_the_probe(loader: str, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_a_run_does_not_notice_the_probe(loader: str, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if loader == "dali":
         pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     without = run(shapes, probe_seconds=0, loader=loader)
@@ -355,7 +355,7 @@ def check_summary(rundir: RunDir, *, loader_rate: float | None, slowest: str | N
 
 
 @pytest.mark.long
-def test_a_resumed_run_is_probed_and_a_finished_one_is_not(shapes: Path) -> None:
+def test_probe_a_resumed_run_is_probed_and_a_finished_one_is_not(shapes: Path) -> None:
     run(shapes, probe_seconds=0.1)
     run(shapes, probe_seconds=0.1)
     rundir = run(shapes, probe_seconds=0.1, run__epochs=2)
@@ -364,7 +364,7 @@ def test_a_resumed_run_is_probed_and_a_finished_one_is_not(shapes: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("max_skipped", ["null", 0, 2])
-def test_bad_images_end_a_run_as_without_a_probe(max_skipped: object, shapes: Path) -> None:
+def test_probe_bad_images_end_a_run_as_without_a_probe(max_skipped: object, shapes: Path) -> None:
     victims = sorted((shapes / "train").rglob("*.JPEG"))[17:60:40]
     for victim in victims:
         victim.write_bytes(victim.read_bytes()[:600])
@@ -385,7 +385,7 @@ def test_bad_images_end_a_run_as_without_a_probe(max_skipped: object, shapes: Pa
 
 
 @pytest.mark.long
-def test_a_run_that_waits_says_and_logs_why(
+def test_probe_a_run_that_waits_says_and_logs_why(
     shapes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast = pillow.decoded_box
