@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from error_texts import naming
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
@@ -78,7 +79,7 @@ def step(model: nn.Module, images: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_config_knows_how_many_blocks_a_model_has(name: str) -> None:
+def test_residual_blocks_are_those_that_the_config_knows(name: str) -> None:
     with torch.device("meta"):
         model: Any = build_model(name, num_classes=2, norm=nn.BatchNorm2d)
     assert len(model.residual_blocks()) == RESIDUAL_BLOCKS[name]
@@ -103,7 +104,7 @@ def test_statistics_of_a_step_are_the_mean_over_its_ghost_batches() -> None:
     assert torch.equal(norm.running_var, statistics_N[2:4])
 
 
-def test_only_training_through_the_model_itself_changes_statistics() -> None:
+def test_statistics_change_by_training_through_the_model_itself_alone() -> None:
     model, statistics_N = make("resnet9")
     (images_BCHW, *_), before_N = make_images("resnet9", torch.float32), statistics_N.clone()
     model.forward(images_BCHW)
@@ -119,7 +120,7 @@ def test_only_training_through_the_model_itself_changes_statistics() -> None:
     # stem, head, and the blocks of different shapes
     [("resnet18", 9), pytest.param("resnet50", 10, marks=pytest.mark.long), ("resnet9", 7), ("alexnet_bn", 2)],
 )
-def test_a_region_is_one_graph_for_all_microbatches(name: str, num_graphs: int) -> None:
+def test_compiled_region_is_one_graph_for_all_microbatches(name: str, num_graphs: int) -> None:
     """fullgraph=True lets no graph break pass."""
     model, statistics_N = make(name)
     twin, twins_N = make(name)
@@ -149,19 +150,19 @@ def compare(name: str, *, backend: str) -> None:
 
 
 @pytest.mark.long
-def test_a_compiled_step_is_the_eager_one() -> None:
+def test_compiled_step_is_the_eager_one() -> None:
     compare("resnet9", backend="aot_eager")
 
 
 @pytest.mark.long
-def test_a_step_compiled_by_inductor_is_the_eager_one() -> None:
+def test_compiled_step_of_inductor_is_the_eager_one() -> None:
     if failure := cxx_failure():
         pytest.skip(failure)
     compare("resnet9", backend="inductor")
 
 
 @pytest.mark.long
-def test_the_compiler_fuses_norm_add_and_relu() -> None:
+def test_compiler_fuses_norm_add_and_relu() -> None:
     """All ghost batches in one kernel a norm, in channels-last memory, without a copy beside it."""
     if failure := cxx_failure():
         pytest.skip(failure)
@@ -237,7 +238,7 @@ class OneBlock(nn.Module):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_ranks_that_share_ghost_batches_recompute_together(later: bool) -> None:
+def test_recomputed_blocks_of_ranks_that_share_ghost_batches_go_together(later: bool) -> None:
     """All gather twice more in backward, in the same order. later: something follows the block's last norm."""
 
     def work(group: RankGroup, rank: int, *, num_blocks: int) -> list[Tensor]:
@@ -293,17 +294,17 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_a_compile_that_fails_ends_the_run_in_one_line() -> None:
+def test_compile_that_fails_ends_the_run_in_one_line() -> None:
     with pytest.raises(ComputeError) as caught:
         make_parts(quickstart("compile=default"))
     text = str(caught.value)
-    assert text.startswith("compute.compile=default: backend='broken' raised: RuntimeError: no compiler was found; set")
-    assert text.endswith("; set compute.compile=null, or compute.compile_fallback=true to go on without")
+    named = ("compute.compile=default: ", "RuntimeError: no compiler was found;", "compute.compile=null")
+    assert re.search(naming(*named, "compute.compile_fallback=true"), text)
     assert "\n" not in text
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_a_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     parts = make_parts(quickstart("compile=default", "compile_fallback=true", "recomputed_blocks=2"))
     (note,) = parts.notes
     assert note == "not compiled: backend='broken' raised: RuntimeError: no compiler was found"
@@ -313,7 +314,7 @@ def test_a_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_no_rank_compiles_where_one_cannot() -> None:
+def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
     config, model = quickstart("compile=default", "compile_fallback=true"), make_parts(quickstart()).model
     facts = SimpleNamespace(
         rank=2, world_size=3, device=torch.device("cpu"), gather_text=lambda own: ["", "no C++", own]
@@ -325,7 +326,7 @@ def test_no_rank_compiles_where_one_cannot() -> None:
 
 
 @pytest.mark.long
-def test_compiling_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, statistics, gradients and random numbers are those of a run that is not compiled; one graph more for
     each region in evaluation."""
     counter = CompileCounter()
@@ -349,7 +350,7 @@ def test_compiling_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_weights_and_images_have_the_memory_format_of_the_config(is_last: bool) -> None:
+def test_memory_format_of_weights_and_images_is_that_of_the_config(is_last: bool) -> None:
     parts = make_parts(quickstart(f"channels_last={is_last}"))
     weight = parts.model.layer1[0][0].weight
     images_BCHW = parts.normalize(torch.zeros(4, 16, 16, 3, dtype=torch.uint8).permute(0, 3, 1, 2))

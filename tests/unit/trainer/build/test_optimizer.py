@@ -2,12 +2,14 @@
 
 import io
 import math
+import re
 import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 from optimizer_steps import DEVICES, assert_same_bits, clones, scaled_step, set_random_grads
 from schedulefree import SGDScheduleFree
 from torch import nn
@@ -63,13 +65,13 @@ def states(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [{k: v.clone() for k, v in state.items()} for state in optimizer.state_dict()["state"].values()]
 
 
-def test_every_name_of_the_config_is_made() -> None:
+def test_make_optimizer_makes_every_name_of_the_config() -> None:
     types = {name: type(make(name)[0]) for name in OPTIMIZERS}
     assert types == {"lars": LARS, "lamb": LAMB, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_arrive(name: str) -> None:
+def test_make_optimizer_hands_settings_on(name: str) -> None:
     optimizer, _ = make(name)
     decaying, other = optimizer.param_groups
     assert (decaying["weight_decay"], other["weight_decay"]) == (0.01, 0.0)
@@ -81,7 +83,7 @@ def test_settings_arrive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_bias_and_norm_decay_too_where_they_are_not_excluded(name: str) -> None:
+def test_make_optimizer_decays_bias_and_norm_too_where_they_are_not_excluded(name: str) -> None:
     optimizer, weights = make(name, exclude_bias_and_norm=False)
     decaying, other = optimizer.param_groups
     assert [len(group["params"]) for group in (decaying, other)] == [6, 0]
@@ -122,7 +124,7 @@ def test_adamw_is_torchs_plain_one(device: str) -> None:
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_overflow_leaves_no_trace(name: str, first: int, unscale_first: bool, device: str) -> None:
+def test_optimizer_keeps_no_trace_of_an_overflow(name: str, first: int, unscale_first: bool, device: str) -> None:
     """first=0: an overflow in the very first step, when an optimizer has no state yet."""
     ends = []
     for poisons in ([], [math.inf, math.nan]):
@@ -157,7 +159,7 @@ def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, p
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
-def test_a_skipped_step_leaves_no_trace(bad: float, name: str) -> None:
+def test_optimizer_keeps_no_trace_of_a_skipped_step(bad: float, name: str) -> None:
     optimizer, weights = make(name)
     walk(optimizer, weights, steps=range(1))
     before = clones(weights), states(optimizer)
@@ -173,7 +175,7 @@ def test_a_skipped_step_leaves_no_trace(bad: float, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_state_dict_resumes_bit_for_bit(name: str) -> None:
+def test_optimizer_state_dict_resumes_bit_for_bit(name: str) -> None:
     whole, weights = make(name)
     expected = walk(whole, weights, steps=range(8))
     first, weights = make(name)
@@ -192,7 +194,7 @@ def test_state_dict_resumes_bit_for_bit(name: str) -> None:
     assert_same_bits(states(second), states(whole))
 
 
-def test_what_is_stated_wins_over_a_checkpoint_and_what_is_counted_does_not() -> None:
+def test_load_optimizer_state_leaves_what_is_stated_and_brings_what_is_counted() -> None:
     name = "schedulefree.SGDScheduleFree"
     first, weights = make(name)
     walk(first, weights, steps=range(4))
@@ -203,7 +205,7 @@ def test_what_is_stated_wins_over_a_checkpoint_and_what_is_counted_does_not() ->
     assert stated_settings(settings_of("lars")) is None
 
 
-def test_evaluation_takes_the_average_and_training_goes_on_where_it_was() -> None:
+def test_eval_mode_takes_the_average_and_training_goes_on_where_it_was() -> None:
     """Schedule-Free's own train() after eval() rounds; beside it stands the package's own optimizer, used plainly."""
     optimizer, weights = make("schedulefree.SGDScheduleFree", exclude_bias_and_norm=False)
     plain_model = model_on("cpu")
@@ -222,7 +224,7 @@ def test_evaluation_takes_the_average_and_training_goes_on_where_it_was() -> Non
     walk(optimizer, weights, steps=range(5, 6))
 
 
-def test_evaluation_of_other_optimizers_changes_nothing() -> None:
+def test_eval_mode_of_other_optimizers_changes_nothing() -> None:
     optimizer, weights = make("lars")
     before = clones(weights)
     with eval_mode(optimizer, on_change=lambda: pytest.fail("nothing has changed")) as kept:
@@ -230,7 +232,7 @@ def test_evaluation_of_other_optimizers_changes_nothing() -> None:
     assert_same_bits(clones(weights), before)
 
 
-def test_the_log_says_what_costs_a_sync_and_how_shares_travel() -> None:
+def test_optimizer_notes_say_what_costs_a_sync_and_how_shares_travel() -> None:
     lamb = settings_of("lamb")
     assert optimizer_notes(lamb) == []
     notes = optimizer_notes(settings_of("torch.optim.Adagrad"))
@@ -239,37 +241,35 @@ def test_the_log_says_what_costs_a_sync_and_how_shares_travel() -> None:
     assert note.startswith("sharded update: gradients travel by reduce-scatter, weights by all-gather")
 
 
-def test_closure_of_a_foreign_optimizer_runs() -> None:
+def test_foreign_optimizer_runs_its_closure() -> None:
     optimizer, weights = make("torch.optim.Adagrad", options=None)
     set_random_grads(weights, seed=0)
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "named"),
     [
-        (
-            "no_such_package.Shampoo",
-            "No module named 'no_such_package': install its package, as by pip install no_such_package",
-        ),
-        ("schedulefree.Shampoo", "schedulefree has no Shampoo; its optimizers are "),
-        ("math.Shampoo", "math has no Shampoo; its optimizers are none"),
-        ("torch.nn.Linear", "torch.nn.Linear is no torch.optim.Optimizer"),
-        ("math.pi", "math.pi is no torch.optim.Optimizer"),
+        ("no_such_package.Shampoo", ("'no_such_package'", "pip install no_such_package")),
+        ("schedulefree.Shampoo", (" schedulefree ", " Shampoo;", " SGDScheduleFree")),
+        ("math.Shampoo", (" math ", " Shampoo;", " none")),
+        ("torch.nn.Linear", ("torch.optim.Optimizer",)),
+        ("math.pi", ("torch.optim.Optimizer",)),
     ],
 )
-def test_a_name_that_leads_nowhere(name: str, words: str) -> None:
+def test_make_optimizer_refuses_a_name_that_leads_nowhere(name: str, named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         make(name)
-    assert str(caught.value).startswith(f"optimizer.name={name}: {words}")
+    assert str(caught.value).startswith(f"optimizer.name={name}: ")
+    assert re.search(naming(*named), str(caught.value))
     assert "\n" not in str(caught.value)
 
 
-def test_a_package_that_lacks_one_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_optimizer_tells_of_a_package_that_lacks_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     half_there = ModuleType("half_there")
     half_there.__path__ = []
     monkeypatch.setitem(sys.modules, "half_there", half_there)
-    with pytest.raises(ConfigError, match=r"No module named 'half_there\.optim': install its package, as by pip .*"):
+    with pytest.raises(ConfigError, match=naming("'half_there.optim'", "pip install half_there")):
         make("half_there.optim.Muon")
     whole = ModuleType("whole")
     whole.Muon = torch.optim.SGD  # type: ignore[attr-defined]
@@ -278,20 +278,21 @@ def test_a_package_that_lacks_one_of_its_own_is_told(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "reason"),
     [
-        ({"momentun": 0.8}, "got an unexpected keyword argument 'momentun'"),
-        ({"momentum": 1.5}, "Momentum must be between 0 and 1 exclusive: 1.5"),
+        ({"momentun": 0.8}, "'momentun'"),
+        ({"momentum": 1.5}, ": 1.5"),
     ],
 )
-def test_options_that_the_class_does_not_take(options: dict[str, Any], words: str) -> None:
+def test_make_optimizer_refuses_options_that_the_class_does_not_take(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make("schedulefree.SGDScheduleFree", options=options)
-    assert str(caught.value).startswith(f"optimizer.options={options} do not suit schedulefree.SGDScheduleFree: ")
-    assert words in str(caught.value)
+    ours, _, theirs = str(caught.value).partition(" schedulefree.SGDScheduleFree: ")
+    assert ours.startswith(f"optimizer.options={options} ")
+    assert reason in theirs
 
 
-def test_momentum_begins_from_zero_after_a_checkpoint_without_one() -> None:
+def test_load_optimizer_state_without_momentum_begins_it_from_zero() -> None:
     without, weights = make("sgd", momentum=0.0)
     walk(without, weights, steps=range(1))
     optimizer, weights = make("sgd")
@@ -300,21 +301,17 @@ def test_momentum_begins_from_zero_after_a_checkpoint_without_one() -> None:
     assert all(momentum is not None and not bool(momentum.any()) for momentum in momenta)
 
 
-def test_weight_decay_that_an_optimizer_does_not_read_is_refused() -> None:
+def test_make_optimizer_refuses_weight_decay_that_is_not_read() -> None:
     with pytest.raises(ConfigError) as caught:
         make("torch.optim.Rprop")
-    assert str(caught.value) == (
-        "optimizer.weight_decay=0.01 is not read by torch.optim.Rprop, which has none: set it to 0"
-    )
+    assert re.search(naming("optimizer.weight_decay=0.01 ", "torch.optim.Rprop", " 0"), str(caught.value))
     assert isinstance(make("torch.optim.Rprop", weight_decay=0.0)[0], torch.optim.Rprop)
 
 
-def test_optimizer_that_averages_itself_gets_no_average() -> None:
+def test_make_optimizer_refuses_an_average_of_what_averages_itself() -> None:
     average = {"ema_decay": 0.9, "ema_every_steps": 1}
     with pytest.raises(ConfigError) as caught:
         make("schedulefree.SGDScheduleFree", **average)
-    assert str(caught.value) == (
-        "optimizer.ema_decay=0.9 does not go with optimizer.name=schedulefree.SGDScheduleFree, which averages the "
-        "weights itself: set it and optimizer.ema_every_steps to null"
-    )
+    named = ("optimizer.ema_decay=0.9 ", "optimizer.name=schedulefree.SGDScheduleFree", "optimizer.ema_every_steps")
+    assert re.search(naming(*named, "null"), str(caught.value))
     make("torch.optim.Adagrad", **average)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from error_texts import naming
 from PIL import Image
 
 from bigbatch.comm.communicator import Communicator
@@ -44,7 +45,7 @@ def write_images(root: Path) -> None:
                 Image.new("RGB", (32, 32)).save(folder / f"{number}.png")
 
 
-def test_evaluation_opens_no_training_image(tmp_path: Path) -> None:
+def test_make_eval_split_opens_no_training_image(tmp_path: Path) -> None:
     write_images(tmp_path)
     (tmp_path / "train" / "a" / "0.png").write_text("no picture")
     config, communicator = cifar10(tmp_path), one_rank()
@@ -55,23 +56,23 @@ def test_evaluation_opens_no_training_image(tmp_path: Path) -> None:
         build_input.make_splits(config, communicator)
 
 
-def test_evaluation_lists_no_training_image_and_needs_none(tmp_path: Path) -> None:
+def test_make_eval_split_lists_no_training_image_and_needs_none(tmp_path: Path) -> None:
     write_images(tmp_path)
     for image in (tmp_path / "train").glob("*/*.png"):
         image.unlink()  # the classes stay
     config, communicator = cifar10(tmp_path), one_rank()
     assert build_input.make_eval_split(config, communicator).num_samples == 6
     (tmp_path / "train" / "c").mkdir()
-    with pytest.raises(DataError, match=r"val: lacks 1 class\(es\): c; give it the same classes as the training split"):
+    with pytest.raises(DataError, match=naming(tmp_path / "val", ": c;")):
         build_input.make_eval_split(config, communicator)
     shutil.rmtree(tmp_path / "train")
     assert build_input.make_eval_split(config, communicator).num_samples == 6
     shutil.rmtree(tmp_path / "val" / "b")
-    with pytest.raises(ConfigError, match=r"data\.num_classes=2, but .* holds 1 classes"):
+    with pytest.raises(ConfigError, match=naming("data.num_classes=2", tmp_path, "1 class")):
         build_input.make_eval_split(config, communicator)
 
 
-def test_packed_data_is_evaluated_by_what_it_states(tmp_path: Path) -> None:
+def test_make_eval_split_takes_packed_data_by_what_it_states(tmp_path: Path) -> None:
     write_images(tmp_path / "set")
     pack(tmp_path / "set", tmp_path / "packed", recipe=PackRecipe())
     config = cifar10(tmp_path / "packed")
@@ -90,7 +91,7 @@ def agreed_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_agree_on_classes_labels_and_sizes_not_on_counts_alone(
+def test_read_indices_agrees_on_classes_labels_and_sizes_not_on_counts_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_images(tmp_path / "set")
@@ -111,24 +112,26 @@ def test_ranks_agree_on_classes_labels_and_sizes_not_on_counts_alone(
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "first_step", "words"),
+    ("num_samples", "first_step", "named"),
     [
-        (3, 0, "batch.global_batch_size=4 exceeds the 3 training pictures"),
-        (9, 49, "run.epochs=24 end at step 48, but the checkpoint is of step 49: give at least 25, or"),
+        (3, 0, ("batch.global_batch_size=4 ", " 3 ")),
+        (9, 49, ("run.epochs=24 ", "step 48", "step 49", " 25", "run.directory")),
     ],
 )
-def test_run_without_a_step_is_refused(num_samples: int, first_step: int, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_make_plan_refuses_a_run_without_a_step(
+    num_samples: int, first_step: int, named: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
         build.make_plan(cifar10(tmp_path), one_rank(), num_samples=num_samples, first_step=first_step)
 
 
-def test_run_that_is_at_its_end_is_none_too_many(tmp_path: Path) -> None:
+def test_make_plan_takes_a_run_that_is_at_its_end(tmp_path: Path) -> None:
     plan = build.make_plan(cifar10(tmp_path), one_rank(), num_samples=9, first_step=48)
     assert (plan.first_step, plan.num_steps) == (48, 48)
 
 
 @pytest.mark.parametrize(("decay", "num_decaying"), [("4.5", 36), ("null", 176)])
-def test_a_decay_may_end_before_the_run(decay: str, num_decaying: int, tmp_path: Path) -> None:
+def test_make_schedule_may_end_its_decay_before_the_run(decay: str, num_decaying: int, tmp_path: Path) -> None:
     """24 epochs of 8 steps, of which 2 warm up; then a straight line down, and end_lr from there on."""
     config = cifar10(tmp_path)
     line = {"name": "polynomial", "base_lr": 0.5, "warmup_epochs": 2.0, "end_lr": 0.1, "power": 1.0}
@@ -149,25 +152,23 @@ def test_a_decay_may_end_before_the_run(decay: str, num_decaying: int, tmp_path:
         (["optimizer.ema_decay=0.9", "optimizer.ema_every_steps=192"], None),
         (
             ["optimizer.ema_decay=0.9", "optimizer.ema_every_steps=193"],
-            "optimizer.ema_every_steps=193 exceeds the 192 steps of the run, and would have no effect: set it to at "
-            "most 192",
+            ("optimizer.ema_every_steps=193 ", " 192"),
         ),
         (["run.divergence_steps=1000"], None),  # a recipe's, in a run of an epoch to try it
     ],
 )
-def test_what_would_begin_after_the_run_is_refused(words: list[str], refused: str | None) -> None:
+def test_make_plan_refuses_what_would_begin_after_the_run(words: list[str], refused: tuple[str, ...] | None) -> None:
     """24 epochs of 8 steps."""
     config = quickstart("run.epochs=24", "batch.global_batch_size=256", *words)
     if refused is None:
         build.make_plan(config, one_rank(), num_samples=2048, first_step=0)
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=naming(*refused)):
         build.make_plan(config, one_rank(), num_samples=2048, first_step=0)
-    assert str(caught.value) == refused
 
 
 @pytest.mark.parametrize(("clip_norm", "moved"), [("0.5", 0.5), ("null", 5.0)])
-def test_gradients_are_clipped_to_what_the_config_states(clip_norm: str, moved: float) -> None:
+def test_make_parts_clips_gradients_to_what_the_config_states(clip_norm: str, moved: float) -> None:
     """A gradient of (3, 4), and a step of plain SGD with a learning rate of 1."""
     model = torch.nn.Linear(2, 1, bias=False)
     precision = build.make_precision(quickstart(f"optimizer.clip_norm={clip_norm}"), model, device=torch.device("cpu"))
@@ -238,16 +239,16 @@ def test_momentum_survives_an_overflow_in_the_first_step(monkeypatch: pytest.Mon
     assert all(not bool(momentum.any()) for momentum in momenta)
 
 
-def test_gpu_without_bf16_is_refused_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "choose_device", lambda env, *, backend: torch.device("cuda", 0))
     monkeypatch.setattr(build, "connect", lambda **settings: pytest.fail("ranks met"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ConfigError, match=r"optimizer.precision=bf16 needs .* and Tesla T4 has 7.5: set it to fp32 or"):
+    with pytest.raises(ConfigError, match=naming("optimizer.precision=bf16 ", "Tesla T4", "7.5", " fp32")):
         build.join_job(quickstart("optimizer.precision=bf16"), ALONE)
 
 
-def test_work_without_a_global_batch_has_no_ranks_to_replay_or_to_share_with() -> None:
+def test_without_choices_leaves_no_ranks_to_replay_or_to_share_with() -> None:
     """Any number of ranks evaluates a run whose ranks shared ghost batches, or stood for others."""
     config = quickstart("batch.microbatch_size=64", "batch.bn_span=128", "batch.virtual_ranks=4")
     for world_size in (1, 3):
@@ -293,5 +294,5 @@ def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch
         (8, 2, ["replays the updates of 8 ranks: 2 here, each does the work of 4"]),
     ],
 )
-def test_a_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
+def test_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
     assert replayed(virtual_ranks, world_size=world_size) == lines

@@ -1,7 +1,6 @@
 """Staging before a run: all ranks go on together, or none does, and nobody waits for a copy in vain."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from error_texts import naming
 from PIL import Image
 
 from bigbatch.comm.connection import connect
@@ -40,12 +40,12 @@ def ranks_that(gather_text: Callable[[str], list[str]], *, rank: int = 0, local_
     return SimpleNamespace(gather_text=gather_text, rank=rank, env=env)
 
 
-def test_nothing_is_staged_unasked(tmp_path: Path) -> None:
+def test_stage_data_does_nothing_unasked(tmp_path: Path) -> None:
     unstaged = config(root=tmp_path)
     assert stage_data(unstaged, ranks_that(lambda text: pytest.fail("a collective"))) == (unstaged, None)
 
 
-def test_copy_takes_the_place_of_the_root(tmp_path: Path) -> None:
+def test_stage_data_puts_the_copy_in_the_place_of_the_root(tmp_path: Path) -> None:
     target = tmp_path / "local"
     staged, line = stage_data(config(root=packed(tmp_path), stage=target), connect(env=ALONE, backend="gloo"))
     assert staged.data.root == str(target)
@@ -54,16 +54,16 @@ def test_copy_takes_the_place_of_the_root(tmp_path: Path) -> None:
         assert (target / path.relative_to(tmp_path / "packed")).read_bytes() == path.read_bytes()
 
 
-def test_line_is_of_the_rank_that_copied(tmp_path: Path) -> None:
+def test_stage_data_tells_the_line_of_the_rank_that_copied(tmp_path: Path) -> None:
     other = json.dumps({"seconds": 99.0, "summary": "5 GB copied"})
     asked = config(root=packed(tmp_path), stage=tmp_path / "local")
     _, line = stage_data(asked, ranks_that(lambda text: [text, other]))
     assert line == f"data staged in {tmp_path / 'local'}: 5 GB copied"
 
 
-def test_failure_is_that_of_all_ranks(tmp_path: Path) -> None:
+def test_stage_data_fails_on_all_ranks(tmp_path: Path) -> None:
     images = packed(tmp_path).with_name("set")
-    with pytest.raises(DataError, match="set/train: is not packed"):
+    with pytest.raises(DataError, match=naming("set/train: ", "bigbatch data pack")):
         stage_data(config(root=images, stage=tmp_path / "local"), connect(env=ALONE, backend="gloo"))
     other = json.dumps({"failure": "no room on host b"})
     asked = config(root=tmp_path / "packed", stage=tmp_path / "local")
@@ -71,7 +71,7 @@ def test_failure_is_that_of_all_ranks(tmp_path: Path) -> None:
         stage_data(asked, ranks_that(lambda text: [text, other]))
 
 
-def test_defect_is_not_taken_for_bad_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_data_takes_no_defect_for_bad_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
@@ -81,7 +81,7 @@ def test_defect_is_not_taken_for_bad_data(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_lost_rank_ends_the_wait_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_data_ends_its_wait_with_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 7: within the time in which it is found lost, not within that of the copy."""
     may_end, has_ended = threading.Event(), threading.Event()
 
@@ -108,7 +108,7 @@ def answering(*others: dict[str, object]) -> Any:
 DONE = {"seconds": 0.0, "summary": ""}
 
 
-def test_other_ranks_of_a_node_copy_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_data_copies_nothing_on_other_ranks_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "stage", lambda *_, **__: pytest.fail("a second copy"))
     copied = {"seconds": 9.0, "summary": "5 GB copied"}
     under_way = {"share": 0.5, "progress": "half"}
@@ -120,7 +120,7 @@ def test_other_ranks_of_a_node_copy_nothing(tmp_path: Path, monkeypatch: pytest.
         stage_data(asked, ranks_that(answering(under_way, {"failure": "no room"}), rank=1, local_rank=1))
 
 
-def test_failure_of_one_node_ends_the_wait_for_the_copy_of_another(
+def test_stage_data_ends_its_wait_with_the_failure_of_another_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
@@ -133,7 +133,7 @@ def test_failure_of_one_node_ends_the_wait_for_the_copy_of_another(
     may_end.set()
 
 
-def test_node_furthest_behind_is_told_of(
+def test_stage_data_tells_of_the_node_furthest_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_end = threading.Event()
@@ -168,7 +168,7 @@ def test_node_furthest_behind_is_told_of(
 
 
 @pytest.mark.long
-def test_copy_that_gets_no_byte_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_data_ends_a_copy_that_gets_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives as long as files grow, whoever writes them, or whole ones are found right."""
     may_end, target = threading.Event(), tmp_path / "local"
     growing = target / "train" / ".shard-000000.tar.unfinished"
@@ -189,14 +189,13 @@ def test_copy_that_gets_no_byte_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "stage", copy)
     asked = config(root=tmp_path, stage=target)
     object.__setattr__(asked.comm, "timeout_seconds", 0.8)  # shorter than a config may ask for
-    message = f"{target}: no byte came from {tmp_path} for comm.timeout_seconds=0.8 on here; see what holds it up"
-    with pytest.raises(DataError, match=re.escape(message)):
+    with pytest.raises(DataError, match=naming(f"{target}: ", f" {tmp_path} ", "comm.timeout_seconds=0.8", "on here")):
         stage_data(asked, connect(env=ALONE, backend="gloo"))
     assert 0.7 < time.monotonic() - at[0] < 5
     may_end.set()
 
 
-def test_bytes_are_those_of_the_splits(tmp_path: Path) -> None:
+def test_bytes_in_counts_those_of_the_splits(tmp_path: Path) -> None:
     for name, size in (("train/a.tar", 5), ("val/.b.tar.unfinished", 7), (".stage.lock", 11)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))

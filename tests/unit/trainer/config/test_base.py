@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from error_texts import naming
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
@@ -27,7 +28,7 @@ def refusal(*argv: str) -> str:
     return str(caught.value)
 
 
-def test_the_nearest_statement_holds(tmp_path):
+def test_base_yields_to_the_nearest_statement(tmp_path):
     first = write(tmp_path / "a/first.yaml", "run:\n  epochs: 20\n  seed: 1\n  log_every_steps: 7\n")
     second = write(tmp_path / "a/second.yaml", "base: first.yaml\nrun:\n  epochs: 21\n  seed: 2\n")
     recipe = write(tmp_path / "b/recipe.yaml", "base: ../a/second.yaml\nrun:\n  epochs: 22\n")
@@ -44,7 +45,7 @@ def test_the_nearest_statement_holds(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["quickstart", "bases/mlperf"])
-def test_a_packaged_yaml_may_be_extended(base, tmp_path):
+def test_base_may_be_packaged(base, tmp_path):
     config = load_config(["--config", write(tmp_path / "mine.yaml", f"base: {base}\nrun:\n  directory: x/{{name}}\n")])
     packaged = load_config(["--config", base])
     assert config.optimizer == packaged.optimizer
@@ -52,33 +53,35 @@ def test_a_packaged_yaml_may_be_extended(base, tmp_path):
     assert config.run.directory == "x/mine"
 
 
-def test_bases_make_no_experiment_alone():
+def test_base_is_no_experiment_alone():
     assert not [name for name in packaged_configs() if name.startswith("bases/")]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_bases_in_a_circle_are_refused(length, tmp_path):
+def test_base_in_a_circle_is_refused(length, tmp_path):
     paths = [tmp_path / f"{number}.yaml" for number in range(length)]
     for path, following in zip(paths, [*paths[1:], paths[0]], strict=True):
         write(path, f"base: {following.name}\n")
     message = refusal("--config", str(paths[0]))
-    assert message.startswith(f"{paths[-1]}: base leads back to ")
+    assert message.startswith(f"{paths[-1]}: base ")
     assert "0.yaml" in message
 
 
 @pytest.mark.parametrize("base", ["quikstart", "[1]", "{}", "5"])
-def test_a_base_that_there_is_not(base, tmp_path):
+def test_base_that_there_is_not(base, tmp_path):
     recipe = write(tmp_path / "recipe.yaml", f"base: {base}\n")
     assert refusal("--config", recipe).startswith(f"{recipe}: base '")
 
 
-def test_what_a_base_states_is_checked_too(tmp_path):
+def test_base_is_checked_too(tmp_path):
     base = write(tmp_path / "base.yaml", "run:\n  epohcs: 3\n")
     recipe = write(tmp_path / "recipe.yaml", "base: base.yaml\n")
-    assert refusal("--config", recipe) == f"{base}: unknown key run.epohcs; the nearest legal one is run.epochs"
+    message = refusal("--config", recipe)
+    assert message.startswith(f"{base}: ")
+    assert re.search(naming(" run.epohcs;", " run.epochs"), message)
 
 
-def test_a_run_folder_is_a_config(tmp_path):
+def test_load_config_takes_a_run_folder(tmp_path):
     write(tmp_path / config_file.RUN_CONFIG, "run:\n  epochs: 3\nschedule:\n  warmup_epochs: 1\n")
     assert load_config(["--config", str(tmp_path)]).run.epochs == 3
 
@@ -96,33 +99,33 @@ def test_a_run_folder_is_a_config(tmp_path):
         ({"optimizer.momentum": None}, {"optimizer.momentum": None}),
     ],
 )
-def test_a_default_holds_where_its_key_has_a_meaning(stated, expected):
+def test_with_defaults_gives_them_where_their_key_has_a_meaning(stated, expected):
     """What is stated stays, right or wrong: the checks refuse it."""
     values = with_defaults(stated)
     assert {key: values[key] for key in expected} == expected
     assert tuple(values) == tuple(KEYS)
 
 
-def test_stated_without_a_meaning_is_refused_wherever_it_is_stated(tmp_path):
+def test_load_config_refuses_a_key_without_a_meaning_wherever_it_is_stated(tmp_path):
     recipe = write(tmp_path / "recipe.yaml", "optimizer:\n  trust_coefficient: 0.001\n")
     message = refusal("--config", recipe, "--optimizer.name", "sgd")
-    assert message.startswith("optimizer.trust_coefficient=0.001 has no meaning with optimizer.name=sgd")
+    assert re.search(naming("optimizer.trust_coefficient=0.001 ", "optimizer.name=sgd"), message)
     assert load_config(["--config", recipe]).optimizer.trust_coefficient == 0.001
 
 
-def test_a_key_that_a_choice_needs_and_that_has_no_default_is_asked_for(tmp_path):
+def test_load_config_asks_for_a_key_that_a_choice_needs_and_that_has_no_default(tmp_path):
     message = refusal("--config", write(tmp_path / "recipe.yaml", "data:\n  loader: synthetic\n"))
-    assert message.startswith("data.num_synthetic_samples is null, but data.loader=synthetic needs it")
+    assert re.search(naming("data.num_synthetic_samples ", "data.loader=synthetic"), message)
 
 
-def test_a_number_that_looks_like_text_stays_text(tmp_path):
+def test_dump_config_keeps_text_that_looks_like_a_number(tmp_path):
     config = load_config(["--config", "quickstart", "--run.directory", "1e-4"])
     path = write(tmp_path / "recipe.yaml", config_file.dump_config(config))
     assert load_config(["--config", path]) == config
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(PACKAGED)))
-def test_a_recipe_states_what_makes_it_that_recipe(path):
+def test_recipe_states_what_makes_it_that_recipe(path):
     """Each value differs from what would hold without it, or has a comment: its source, or why."""
     text = path.read_text()
     content = yaml.safe_load(text)
@@ -138,7 +141,7 @@ def test_a_recipe_states_what_makes_it_that_recipe(path):
             assert commented or stated[f"{section}.{name}"] != held[f"{section}.{name}"], f"{section}.{name}"
 
 
-def test_every_packaged_value_has_an_origin_that_exists():
+def test_resolve_names_origins_that_exist():
     for name in packaged_configs():
         resolved = resolve(["--config", name])
         for key, origin in resolved.origins.items():

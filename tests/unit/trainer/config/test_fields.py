@@ -14,7 +14,7 @@ DEFAULTS = Path(__file__).resolve().parents[3] / "golden/defaults.yaml"
 
 
 @pytest.mark.parametrize("name", all_keys())
-def test_every_default_is_legal(name):
+def test_defaults_are_all_legal(name):
     key = KEYS[name]
     value = typed(name, key.default)
     assert value == key.default
@@ -33,7 +33,7 @@ def test_defaults_stay_what_they_are():
     assert {key: typed(key, value) for key, value in kept.items()} == {key: defaults[key] for key in kept}
 
 
-def test_what_decides_is_itself_for_every_choice():
+def test_deciders_are_themselves_for_every_choice():
     for key in KEYS.values():
         if key.only_for is not None:
             assert KEYS[key.decider].only_for is None

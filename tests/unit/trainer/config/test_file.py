@@ -2,10 +2,12 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from error_texts import naming
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
@@ -98,7 +100,7 @@ def test_packaged_configs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", packaged_configs())
-def test_packaged_config_loads_complete_and_comes_back(name, write_text):
+def test_load_config_of_a_packaged_one_is_complete_and_comes_back(name, write_text):
     """What the YAML states is what the config holds, key by key, and dump_config writes all keys."""
     config = load_config(["--config", name])
     stated = yaml.safe_load((config_file.PACKAGED / f"{name}.yaml").read_text())
@@ -111,7 +113,7 @@ def test_packaged_config_loads_complete_and_comes_back(name, write_text):
     assert load_config(["--config", write_text(dump_config(config))]) == config
 
 
-def test_dump_quotes_what_yaml_would_misread(write_text):
+def test_dump_config_quotes_what_yaml_would_misread(write_text):
     config = load_config(
         ["--config", "quickstart", "--run.directory", "2026", "--run.resume", "no", "--optimizer.weight_decay", "1e-07"]
     )
@@ -129,13 +131,13 @@ def test_dump_quotes_what_yaml_would_misread(write_text):
         ["--run.epochs=3", "--config", str(QUICKSTART)],
     ],
 )
-def test_options_override_the_file(argv):
+def test_load_config_lets_options_override_the_file(argv):
     config = load_config(argv)
     assert config.run.epochs == 3
     assert config.data == load_config(["--config", "quickstart"]).data
 
 
-def test_whole_numbers_become_floats(write):
+def test_load_config_makes_floats_of_whole_numbers(write):
     """The dump, which ranks and resumed runs compare, must not depend on how a number was typed."""
     config = load_config(["--config", write({"schedule.base_lr": "8", "data.std": "[1, 2, 3]"})])
     again = load_config(["--config", "quickstart", "--schedule.base_lr", "8.0", "--data.std", "[1.0, 2.0, 3.0]"])
@@ -143,7 +145,7 @@ def test_whole_numbers_become_floats(write):
     assert dump_config(config) == dump_config(again)
 
 
-def test_options_of_every_form():
+def test_load_config_takes_options_of_every_form():
     options = {
         "--data.mean": "[0.1, 2e-1, 0.3]",
         "--data.flip": "false",
@@ -162,7 +164,7 @@ def test_options_of_every_form():
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "1.e-4", "0.0001", ".0001"])
-def test_numbers_that_yaml_1_1_reads_as_text(number, write):
+def test_load_config_reads_numbers_that_yaml_1_1_reads_as_text(number, write):
     """yaml.safe_load gives '1e-4' as a string."""
     assert load_config(["--config", write({"optimizer.weight_decay": number})]).optimizer.weight_decay == 1e-4
     assert load_config(["--config", "quickstart", "--optimizer.weight_decay", number]).optimizer.weight_decay == 1e-4
@@ -188,62 +190,67 @@ def test_numbers_that_yaml_1_1_reads_as_text(number, write):
         ("data.loader", "ffcv", "ffcv", "one of 'dali', 'torchvision', 'resident', 'synthetic'"),
     ],
 )
-def test_wrong_type(key, text, shown, legal, write):
-    expected = f"{key}={shown} must be {legal}"
-    assert refusal("--config", write({key: text})) == expected
-    assert refusal("--config", "quickstart", f"--{key}", text) == expected
+def test_load_config_refuses_a_wrong_type(key, text, shown, legal, write):
+    for argv in (("--config", write({key: text})), ("--config", "quickstart", f"--{key}", text)):
+        message = refusal(*argv)
+        assert message.startswith(f"{key}={shown} ")
+        assert message.endswith(f" {legal}")
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "expected"),
+    ("key", "text", "shown", "legal"),
     [
-        ("run.directory", "5", "run.directory=5 must be str"),
-        ("run.directory", "null", "run.directory=null must be str"),
-        ("run.epochs", "true", "run.epochs=True must be int"),
-        ("data.flip", "1", "data.flip=1 must be bool"),
-        ("schedule.base_lr", ".inf", "schedule.base_lr=inf must be positive and finite"),
+        ("run.directory", "5", "5", "str"),
+        ("run.directory", "null", "null", "str"),
+        ("run.epochs", "true", "True", "int"),
+        ("data.flip", "1", "1", "bool"),
+        ("schedule.base_lr", ".inf", "inf", "finite"),
     ],
 )
-def test_wrong_type_in_yaml(key, text, expected, write):
-    assert refusal("--config", write({key: text})) == expected
+def test_load_config_refuses_a_wrong_type_in_yaml(key, text, shown, legal, write):
+    message = refusal("--config", write({key: text}))
+    assert message.startswith(f"{key}={shown} ")
+    assert message.endswith(f" {legal}")
 
 
 @pytest.mark.parametrize(
-    ("option", "expected"),
+    ("key", "nearest"),
     [
-        ("--run.epohcs", "unknown key run.epohcs; the nearest legal one is run.epochs"),
-        ("--optimiser.momentum", "unknown key optimiser.momentum; the nearest legal one is optimizer.momentum"),
-        ("--momentum", "unknown key momentum; the nearest legal one is optimizer.momentum"),
-        ("--run.epoch", "unknown key run.epoch; the nearest legal one is run.epochs"),  # no abbreviations
-        ("--confg", "unknown key confg; the nearest legal one is config"),
+        ("run.epohcs", "run.epochs"),
+        ("optimiser.momentum", "optimizer.momentum"),
+        ("momentum", "optimizer.momentum"),
+        ("run.epoch", "run.epochs"),  # no abbreviations
+        ("confg", "config"),
     ],
 )
-def test_unknown_option(option, expected):
-    assert refusal("--config", "quickstart", option, "1") == f"command line: {expected}"
-    assert refusal("--config", "quickstart", f"{option}=1") == f"command line: {expected}"
+def test_load_config_refuses_an_unknown_option(key, nearest):
+    for words in ([f"--{key}", "1"], [f"--{key}=1"]):
+        message = refusal("--config", "quickstart", *words)
+        assert message.startswith("command line: ")
+        assert f" {key};" in message
+        assert message.endswith(f" {nearest}")
 
 
-def test_a_section_is_no_option():
+def test_load_config_takes_no_section_for_an_option():
     """There is one way to state a key."""
-    assert "unknown key run;" in refusal("--config", "quickstart", "--run", "{epochs: 3}")
+    assert " run;" in refusal("--config", "quickstart", "--run", "{epochs: 3}")
 
 
-def test_command_line_that_is_no_option():
-    assert refusal("--config", "quickstart", "extra").lower() == "unrecognized arguments: extra"
-    assert refusal("--config", "quickstart", "--run.epochs") == "argument --run.epochs: expected one argument"
+def test_load_config_refuses_words_that_are_no_option():
+    assert refusal("--config", "quickstart", "extra").endswith(": extra")
+    assert " --run.epochs: " in refusal("--config", "quickstart", "--run.epochs")
 
 
-def test_unknown_key_in_yaml(write_text):
+def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
     path = write_text(changed("  label_smoothing: ", "  label_smothing: "))
-    assert refusal("--config", path) == (
-        f"{path}: unknown key optimizer.label_smothing; the nearest legal one is optimizer.label_smoothing"
-    )
+    named = naming(f"{path}: ", " optimizer.label_smothing;", " optimizer.label_smoothing")
+    assert re.search(named, refusal("--config", path))
     path = write_text(changed("optimizer:\n", "optimiser:\n"))
-    assert refusal("--config", path) == f"{path}: unknown key optimiser; the nearest legal one is optimizer"
+    assert re.search(naming(f"{path}: ", " optimiser;", " optimizer"), refusal("--config", path))
 
 
 @pytest.mark.parametrize("key", sorted(set(all_keys()) - {key.decider for key in KEYS.values()}))
-def test_a_config_from_before_a_key_loads_with_its_default(key, write_text):
+def test_load_config_from_before_a_key_takes_its_default(key, write_text):
     sections = yaml.safe_load(dump_config(load_config(["--config", "quickstart"])))
     section, _, field = key.partition(".")
     del sections[section][field]
@@ -255,7 +262,7 @@ def test_a_config_from_before_a_key_loads_with_its_default(key, write_text):
     assert [k for k in all_keys() if k != key and lookup(config, k) != lookup(unchanged, k)] == []
 
 
-def test_a_config_that_states_nothing_is_all_defaults(write_text):
+def test_resolve_of_a_config_that_states_nothing_is_all_defaults(write_text):
     resolved = resolve(["--config", write_text("{}")])
     assert set(resolved.origins.values()) == {"default"}
     for section, name in (key.split(".") for key in all_keys()):
@@ -264,45 +271,41 @@ def test_a_config_that_states_nothing_is_all_defaults(write_text):
         assert load_config(["--config", write_text(yaml.safe_dump(sections))]) == resolved.config
 
 
-def test_key_stated_twice(write_text):
+def test_load_config_refuses_a_key_stated_twice(write_text):
     path = write_text(changed("run:\n", "run:\n  epochs: 1\n"))
-    message = refusal("--config", path)
-    assert message.startswith(f"{path} is not readable YAML: epochs is stated twice")
-    assert "line 3" in message
+    assert re.search(naming(f"{path} ", "YAML: epochs ", "line 3"), refusal("--config", path))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- run\n- data\n", "run", "5"])
-def test_not_a_mapping(text, write_text):
+def test_load_config_refuses_what_is_no_mapping(text, write_text):
     path = write_text(text)
-    assert refusal("--config", path).startswith(f"{path} holds no sections; see a packaged experiment")
+    assert re.search(naming(f"{path} ", "sections"), refusal("--config", path))
 
 
-def test_section_that_is_no_mapping(write_text):
+def test_load_config_refuses_a_section_that_is_no_mapping(write_text):
     path = write_text("run: 5\n")
-    assert refusal("--config", path) == f"{path}: section run must hold keys and values"
+    assert refusal("--config", path).startswith(f"{path}: section run ")
 
 
 @pytest.mark.parametrize("content", [b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"])
-def test_unreadable_yaml(content, write_text):
+def test_load_config_refuses_unreadable_yaml(content, write_text):
     path = write_text(content)
-    assert refusal("--config", path).startswith(f"{path} is not readable YAML: ")
+    assert re.search(naming(f"{path} ", "YAML: "), refusal("--config", path))
 
 
-def test_missing_file_and_unknown_name(tmp_path):
+def test_load_config_refuses_a_missing_file_and_an_unknown_name(tmp_path):
     missing = str(tmp_path / "none.yaml")
-    assert refusal("--config", missing).startswith(
-        f"--config '{missing}': there is no such file or packaged experiment"
-    )
-    assert refusal("--config", "quikstart").endswith("the nearest packaged one is quickstart")
-    assert refusal("--config", "resnet50_8k").endswith("the nearest packaged one is imagenet/resnet50_8k")
-    assert "there is no such file" in refusal("--config", str(tmp_path))  # a folder
-    assert refusal("--config").startswith("--config '': there is no such file")
-    assert refusal("--config=").startswith("--config '': there is no such file")
+    assert refusal("--config", missing).startswith(f"--config '{missing}': ")
+    assert refusal("--config", "quikstart").endswith(" quickstart")
+    assert refusal("--config", "resnet50_8k").endswith(" imagenet/resnet50_8k")
+    assert str(tmp_path) in refusal("--config", str(tmp_path))  # a folder
+    assert refusal("--config").startswith("--config '': ")
+    assert refusal("--config=").startswith("--config '': ")
 
 
 def test_find_config_without_any_packaged(monkeypatch, tmp_path):
     monkeypatch.setattr(config_file, "PACKAGED", tmp_path)
-    with pytest.raises(ConfigError, match=r"no such file or packaged experiment$"):
+    with pytest.raises(ConfigError, match=r"^--config 'quickstart': [^;]*$"):  # no word of a nearest one
         find_config("quickstart")
 
 
@@ -311,7 +314,7 @@ def test_find_config():
     assert find_config(str(QUICKSTART)) == QUICKSTART
 
 
-def test_a_folder_in_the_way_does_not_replace_a_packaged_experiment(monkeypatch, tmp_path):
+def test_find_config_lets_no_folder_replace_a_packaged_experiment(monkeypatch, tmp_path):
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart/config.yaml").write_text("run:\n  epochs: 77\n")
     (tmp_path / "mine.yaml").write_text("base: quickstart\n")
@@ -326,38 +329,37 @@ def test_a_folder_in_the_way_does_not_replace_a_packaged_experiment(monkeypatch,
 
 
 @pytest.mark.parametrize("words", [["--config"], ["--config="], ["--config", ""]])
-def test_an_empty_name_is_not_the_folder_here(words, monkeypatch, tmp_path):
+def test_find_config_takes_no_empty_name_for_the_folder_here(words, monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("{}")
     (tmp_path / "mine.yaml").write_text('base: ""\n')
     monkeypatch.chdir(tmp_path)
-    assert refusal(*words).startswith("--config '': there is no such file")
-    assert refusal("--config", "mine.yaml").startswith("mine.yaml: base '': there is no such file")
+    assert refusal(*words).startswith("--config '': ")
+    assert refusal("--config", "mine.yaml").startswith("mine.yaml: base '': ")
     assert load_config(["--config", "."]) == load_config(["--config", "config.yaml"])
 
 
-def test_path_that_starts_with_a_dash(monkeypatch, tmp_path):
+def test_load_config_takes_a_path_that_starts_with_a_dash(monkeypatch, tmp_path):
     (tmp_path / "-mine.yaml").write_text(QUICKSTART.read_text())
     monkeypatch.chdir(tmp_path)
     where = "--run.directory=runs/x"
     assert load_config(["--config=-mine.yaml", where]) == load_config(["--config", "quickstart", where])
 
 
-def test_exactly_one_config():
-    assert refusal("--run.epochs", "3").startswith("--config is missing: name a YAML file or one of cifar10")
-    assert refusal("--config", "quickstart", "--config=cifar10") == (
-        "--config is given 2 times: keep one, and override its keys by --section.key"
-    )
+def test_load_config_wants_exactly_one():
+    assert re.search(naming("--config ", "YAML", " cifar10, "), refusal("--run.epochs", "3"))
+    named = naming("--config ", "2 times", "--section.key")
+    assert re.search(named, refusal("--config", "quickstart", "--config=cifar10"))
 
 
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("--batch.bn_span", "7", "batch.bn_span=7 is neither a divisor nor a multiple of batch.microbatch_size="),
-        ("--run.epochs", "-1", "run.epochs=-1 must be positive and finite"),
-        ("--model.width", "null", "model.width is null, but model.name=resnet9 needs it"),
+        ("--batch.bn_span", "7", "batch.bn_span=7 "),
+        ("--run.epochs", "-1", "run.epochs=-1 "),
+        ("--model.width", "null", "model.width is null, "),
     ],
 )
-def test_checks_of_the_config_come_out_as_they_are(option, value, expected, write):
+def test_load_config_gives_the_checks_as_they_are(option, value, expected, write):
     assert refusal("--config", "quickstart", option, value).startswith(expected)
     assert refusal("--config", write({option[2:]: value})).startswith(expected)
 
@@ -378,7 +380,7 @@ def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
     assert all(name in text for name in packaged_configs())
 
 
-def test_sources_are_read_for_the_help_alone(capsys, monkeypatch):
+def test_help_alone_reads_sources(capsys, monkeypatch):
     def no_sources(_: object) -> str:
         raise OSError("source code not available")
 
@@ -400,10 +402,10 @@ def test_help_offers_nothing_that_is_refused(capsys):
     assert offered == {"--config", "--help"} | {f"--{key}" for key in all_keys()}
 
 
-def test_a_file_in_the_current_folder_goes_before_a_packaged_name(monkeypatch, tmp_path):
+def test_find_config_takes_a_file_here_before_a_packaged_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("quickstart").write_text("run: 5\n")
-    assert refusal("--config", "quickstart") == "quickstart: section run must hold keys and values"
+    assert refusal("--config", "quickstart").startswith("quickstart: section run ")
 
 
 @pytest.mark.parametrize("words", [["--virtual-ranks", "4"], ["--virtual-ranks=4"]])

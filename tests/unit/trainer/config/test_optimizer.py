@@ -1,6 +1,9 @@
 """Settings of the optimizer that contradict each other are refused, and each remedy is legal."""
 
+import re
+
 import pytest
+from error_texts import naming
 
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.sections import OPTIMIZERS
@@ -13,49 +16,49 @@ FOREIGN = {**NULLS, "optimizer.name": "schedulefree.SGDScheduleFree"}
 
 
 @pytest.mark.parametrize("changes", [ADAMW, {**ADAMW, "optimizer.name": "lamb"}, SGD, FOREIGN])
-def test_each_optimizer_has_a_config(changes: dict[str, object]) -> None:
+def test_optimizer_config_of_each_name(changes: dict[str, object]) -> None:
     assert make_config(changes).optimizer.name == changes["optimizer.name"]
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("lasr", "lars"), ("LAMB", "lamb"), ("adam", "adamw"), ("", "lars")])
-def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
+def test_optimizer_name_that_is_unknown_gets_the_nearest(name: str, nearest: str) -> None:
     message = refusal({"optimizer.name": name})
-    assert message.startswith(f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}; the nearest is ")
+    assert message.startswith(f"optimizer.name={name} ")
+    assert f" {', '.join(OPTIMIZERS)};" in message
     if name:
-        assert f"the nearest is {nearest}. " in message
+        assert f" {nearest}. " in message
     assert "schedulefree.SGDScheduleFree" in message
 
 
 @pytest.mark.parametrize("name", [".", "schedulefree.", ".SGD", "a..b", "a b.c", "./lars"])
-def test_a_dot_alone_makes_no_dotted_name(name: str) -> None:
-    assert refusal({**FOREIGN, "optimizer.name": name}) == (
-        f"optimizer.name={name} is no dotted name of a class: schedulefree.SGDScheduleFree is one"
-    )
+def test_optimizer_name_is_not_dotted_by_a_dot_alone(name: str) -> None:
+    message = refusal({**FOREIGN, "optimizer.name": name})
+    assert message.startswith(f"optimizer.name={name} ")
+    assert " schedulefree.SGDScheduleFree " in message
 
 
-def test_options_are_those_of_foreign_optimizers() -> None:
-    assert refusal({"optimizer.options": {"r": 1}}) == (
-        "optimizer.options={'r': 1} has no meaning with optimizer.name=lars: set it to null"
-    )
+def test_optimizer_options_are_those_of_foreign_ones() -> None:
+    named = naming("optimizer.options={'r': 1} ", "optimizer.name=lars", "null")
+    assert re.search(named, refusal({"optimizer.options": {"r": 1}}))
     make_config({**FOREIGN, "optimizer.options": {"r": 1}})
 
 
 @pytest.mark.parametrize(("argument", "key"), [("lr", "schedule.base_lr"), ("weight_decay", "optimizer.weight_decay")])
-def test_options_say_nothing_that_other_keys_say(argument: str, key: str) -> None:
+def test_optimizer_options_say_nothing_that_other_keys_say(argument: str, key: str) -> None:
     message = refusal({**FOREIGN, "optimizer.options": {argument: 0.1}})
-    assert message == f"optimizer.options must not give {argument}: {key} does"
+    assert re.search(naming("optimizer.options ", f" {argument}: ", f" {key} "), message)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_torchs_fused_kernels_are_not_taken_by_dotted_names(fused: bool) -> None:
+def test_optimizer_options_take_none_of_torchs_fused_kernels(fused: bool) -> None:
     message = refusal({**FOREIGN, "optimizer.name": "torch.optim.SGD", "optimizer.options": {"fused": fused}})
-    assert message.startswith("optimizer.options must not give fused: where a first update is skipped, ")
-    assert message.endswith(f"memory that nobody wrote. Leave it out, or take one of {', '.join(OPTIMIZERS)}")
+    assert re.search(naming("optimizer.options ", " fused: "), message)
+    assert message.endswith(f" {', '.join(OPTIMIZERS)}")
 
 
-def test_foreign_optimizers_are_not_sharded() -> None:
+def test_sharded_refuses_foreign_optimizers() -> None:
     message = refusal({**FOREIGN, "optimizer.sharded": True})
-    assert message.startswith("optimizer.sharded=True does not go with optimizer.name=schedulefree.SGDScheduleFree, ")
+    assert re.search(naming("optimizer.sharded=True ", "optimizer.name=schedulefree.SGDScheduleFree"), message)
     make_config({**SGD, "optimizer.sharded": True})
 
 
@@ -63,31 +66,30 @@ def test_foreign_optimizers_are_not_sharded() -> None:
     "changes",
     [{"comm.wire_dtype": "float16"}, {"optimizer.ema_decay": 0.99, "optimizer.ema_every_steps": 1}],
 )
-def test_what_a_sharded_update_does_not_do(changes: dict[str, object]) -> None:
+def test_sharded_refuses_what_it_does_not_do(changes: dict[str, object]) -> None:
     key, value = next(iter(changes.items()))
-    assert refusal({**changes, "optimizer.sharded": True}).startswith(f"{key}={value} does not go with optimizer.sh")
+    assert re.search(naming(f"{key}={value} ", "optimizer.sharded"), refusal({**changes, "optimizer.sharded": True}))
     make_config(changes)
     make_config({"optimizer.sharded": True})
 
 
 def test_nesterov_looks_ahead_along_a_momentum() -> None:
     for changes in (SGD, {"optimizer.nesterov": True}):
-        assert refusal({**changes, "optimizer.momentum": 0.0}) == (
-            "optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false"
-        )
+        named = naming("optimizer.nesterov=True ", "optimizer.momentum=0", "false")
+        assert re.search(named, refusal({**changes, "optimizer.momentum": 0.0}))
         make_config({**changes, "optimizer.momentum": 0.0, "optimizer.nesterov": False})
 
 
 @pytest.mark.parametrize("name", ["lamb", "adamw"])
-def test_a_gradient_that_is_zero_is_not_divided_by_zero(name: str) -> None:
+def test_eps_does_not_let_a_zero_gradient_be_divided_by_zero(name: str) -> None:
     changes = {**ADAMW, "optimizer.name": name, "optimizer.eps": 0.0}
     message = refusal(changes)
-    assert message == f"optimizer.name={name} needs an optimizer.eps above 0: give a value, 1e-6 is usual"
+    assert re.search(naming(f"optimizer.name={name} ", "optimizer.eps", "1e-6"), message)
     assert "0.0" not in message  # nobody need have stated the default
     make_config({**changes, "optimizer.eps": 1e-6})
 
 
-def test_options_go_through_a_command_line_and_a_file(tmp_path) -> None:
+def test_optimizer_options_go_through_a_command_line_and_a_file(tmp_path) -> None:
     words = [
         "--optimizer.name=schedulefree.SGDScheduleFree",
         *(f"--{key}=null" for key in NULLS),

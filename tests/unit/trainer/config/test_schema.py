@@ -1,4 +1,4 @@
-"""The config's checks, and that each remedy they name is legal."""
+"""The config's checks, and that each remedy they name is legal: the catalogue of this room's messages."""
 
 import ast
 import dataclasses
@@ -103,7 +103,7 @@ def test_all_keys_are_those_of_a_complete_config():
 @pytest.mark.parametrize(
     "changes", [STEP, RESIDENT, TUNED, HALF_WIRE, {"schedule.warmup_epochs": 10}, {"schedule.end_lr": 1.0}]
 )
-def test_legal_at_the_edge(changes):
+def test_config_is_legal_at_the_edge(changes):
     config = make_config(changes)
     assert {key: lookup(config, key) for key in changes} == changes
 
@@ -185,11 +185,11 @@ SHARES = [
     + [(*case, "0 or more, and finite") for case in NOT_NEGATIVE]
     + SHARES,
 )
-def test_ranges(key, value, legal):
+def test_config_ranges(key, value, legal):
     assert refusal({key: value}) == f"{key}={value} must be {legal}"
 
 
-def test_comm_choices_that_contradict_each_other():
+def test_config_comm_choices_that_contradict_each_other():
     for key in ("comm.threshold_bytes", "comm.buffer_bytes"):
         assert refusal({key: None}) == f"{key} is null, which means as comm.table says, and that is null, too"
     assert refusal({"comm.algorithm": "hybrid"}).endswith("which is null: make one with bigbatch comm tune")
@@ -197,7 +197,7 @@ def test_comm_choices_that_contradict_each_other():
     assert refusal({"comm.timeline_steps": (4, 3)}) == "comm.timeline_steps=[4, 3] must be the first and the last step"
 
 
-def test_ranges_of_keys_that_base_leaves_out():
+def test_config_ranges_of_keys_that_base_leaves_out():
     synthetic = {"data.loader": "synthetic", "data.num_synthetic_samples": 0}
     assert refusal(synthetic) == "data.num_synthetic_samples=0 must be positive and finite"
     assert refusal({**STEP, "schedule.gamma": 0.0}) == "schedule.gamma=0.0 must be positive and finite"
@@ -205,7 +205,7 @@ def test_ranges_of_keys_that_base_leaves_out():
     assert refusal(negative) == "schedule.milestone_epochs=(-1.0, 4.0) must be 0 or more, and finite"
 
 
-def test_no_number_goes_unchecked():
+def test_config_ranges_leave_no_number_unchecked():
     """Every int or float of the config has its range beside it."""
     checked = {name for name, key in KEYS.items() if key.ranges}
     numbers = {
@@ -240,7 +240,7 @@ def test_no_number_goes_unchecked():
         ({**STEP, "schedule.gamma": None}, "schedule.gamma", "schedule.name=step"),
     ],
 )
-def test_a_key_that_the_choice_needs(changes, key, decider):
+def test_config_key_that_the_choice_needs(changes, key, decider):
     assert refusal(changes) == f"{key} is null, but {decider} needs it: give a value"
 
 
@@ -261,7 +261,7 @@ def test_a_key_that_the_choice_needs(changes, key, decider):
         ({**STEP, "schedule.end_lr": 0.1}, "schedule.end_lr=0.1", "schedule.name=step"),
     ],
 )
-def test_a_key_that_the_choice_does_not_know(changes, key, decider):
+def test_config_key_that_the_choice_does_not_know(changes, key, decider):
     assert refusal(changes) == f"{key} has no meaning with {decider}: set it to null"
 
 
@@ -275,7 +275,7 @@ def test_loader_and_crop_go_together():
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_decoding_engine_may_take_none_or_all(share):
+def test_hardware_share_may_be_none_or_all(share):
     assert make_config({"data.hardware_share": share}).data.hardware_share == share
 
 
@@ -285,14 +285,14 @@ SIZES = ((0, 16), (4, 32))
 
 @pytest.mark.parametrize("choice", [RESIDENT, SYNTHETIC], ids=["resident", "synthetic"])
 @pytest.mark.parametrize(("key", "value"), [("max_skipped", 3), ("max_skipped", 0), ("stage", "/tmp/x")])
-def test_loaders_that_read_nothing_in_training_skip_and_stage_nothing(choice, key, value):
+def test_loader_that_reads_nothing_in_training_skips_and_stages_nothing(choice, key, value):
     message = refusal({**choice, f"data.{key}": value})
     assert message == f"data.{key}={value} has no meaning with data.loader={choice['data.loader']}: set it to null"
     make_config({**choice, f"data.{key}": None})
     make_config({f"data.{key}": value})
 
 
-def test_resident_images_have_one_size_and_synthetic_ones_any():
+def test_train_sizes_are_not_of_resident_images():
     message = refusal({**RESIDENT, "data.train_sizes": SIZES})
     assert message.startswith("data.train_sizes=[[")
     assert message.endswith("]] has no meaning with data.loader=resident: set it to null")
@@ -301,18 +301,18 @@ def test_resident_images_have_one_size_and_synthetic_ones_any():
 
 
 @pytest.mark.parametrize("sizes", [(), ((1, 16),), ((0, 16), (0, 32)), ((0, 16), (4, 32), (2, 24)), ((-1, 16),)])
-def test_sizes_are_given_from_the_first_epoch_on_and_in_order(sizes):
+def test_train_sizes_are_given_from_the_first_epoch_on_and_in_order(sizes):
     pairs = [list(pair) for pair in sizes]
     assert refusal({"data.train_sizes": sizes}) == f"data.train_sizes={pairs} must give epochs that rise from 0"
 
 
 @pytest.mark.parametrize("size", [0, -16])
-def test_sizes_are_pixels(size):
+def test_train_sizes_are_pixels(size):
     message = refusal({"data.train_sizes": ((0, 16), (1, size))})
     assert message == f"data.train_sizes=[[0, 16], [1, {size}]] must give sizes of 1 pixel or more"
 
 
-def test_every_size_is_large_enough_for_the_model():
+def test_train_sizes_are_large_enough_for_the_model():
     message = refusal({"data.train_sizes": ((0, 7), (1, 32))})
     assert message == "data.train_sizes=7 is too small for model.name=resnet9: give at least 8"
     make_config({"data.train_sizes": ((0, 8), (1, 32))})
@@ -356,14 +356,14 @@ def test_randaugment_has_31_strengths(magnitude):
 
 
 @pytest.mark.parametrize("size", [1, 7])
-def test_a_cutout_has_a_middle(size):
+def test_cutout_has_a_middle(size):
     message = refusal({"augment.cutout_size": size})
     assert message == f"augment.cutout_size={size} must be even: {size + 1} is"
     make_config({"augment.cutout_size": size + 1})
 
 
 @pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
-def test_an_image_is_mixed_with_another(key):
+def test_mixup_and_cutmix_need_another_image(key):
     message = refusal({key: 0.2, "batch.bn_span": 1})
     assert "batch.bn_span=1" in message
     make_config({key: 0.2, "batch.bn_span": 2})
@@ -371,7 +371,7 @@ def test_an_image_is_mixed_with_another(key):
 
 
 @pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
-def test_images_of_several_ranks_are_not_mixed(key):
+def test_mixup_and_cutmix_are_of_one_rank(key):
     spread = {"batch.bn_span": 128}  # over 2 ranks of 64
     assert refusal({**spread, key: 0.2}).endswith(
         "mix within a ghost batch, whose pictures batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: "
@@ -396,7 +396,7 @@ def test_milestones_rise_and_the_ones_named_are_legal(milestones):
 
 
 @pytest.mark.parametrize("name", ["polynomial", "cosine", "one_cycle"])
-def test_a_decay_ends_within_the_run(name):
+def test_decay_epochs_end_within_the_run(name):
     form = {"schedule.name": name, "schedule.power": 2.0 if name == "polynomial" else None}
     make_config({**form, "schedule.decay_epochs": 8.0})  # after the 2 of warm-up
     make_config({**form, "schedule.decay_epochs": 0.5})
@@ -406,7 +406,7 @@ def test_a_decay_ends_within_the_run(name):
     )
 
 
-def test_steps_have_no_length():
+def test_decay_epochs_are_not_of_steps():
     assert refusal({**STEP, "schedule.decay_epochs": 3.0}) == (
         "schedule.decay_epochs=3 has no meaning with schedule.name=step: set it to null"
     )
@@ -421,7 +421,7 @@ def test_milestones_lie_within_the_run():
 
 
 @pytest.mark.parametrize(("every", "offset"), [(1, 1), (4, 4), (4, 7)])
-def test_the_first_evaluation_comes_within_the_interval(every, offset):
+def test_eval_offset_comes_within_the_interval(every, offset):
     changes = {"run.eval_every_epochs": every, "run.eval_offset_epochs": offset}
     assert refusal(changes) == (
         f"run.eval_offset_epochs={offset} must be below run.eval_every_epochs={every}: give at most {every - 1}"
@@ -467,11 +467,11 @@ def test_randaugment_needs_a_few_pixels():
     )
 
 
-def test_a_stage_has_a_name():
+def test_stage_has_a_name():
     assert refusal({"data.stage": ""}) == "data.stage is empty: name a folder of each node, or set it to null"
 
 
-def test_means_are_shares():
+def test_mean_is_of_shares():
     assert refusal({"data.mean": (123.7, 116.3, 103.5)}).endswith("must be at least 0 and at most 1")
 
 
@@ -486,13 +486,13 @@ def test_means_are_shares():
         ("comm", "algorithm", (AUTO, *ALGORITHMS)),
     ],
 )
-def test_choices_are_those_that_the_code_knows(section, key, known):
+def test_config_choices_are_those_that_the_code_knows(section, key, known):
     type_ = get_type_hints(SECTIONS[section])[key]
     literal = next((t for t in get_args(type_) if get_args(t)), type_)
     assert set(get_args(literal)) == set(known)
 
 
-def test_every_key_has_its_docstring():
+def test_config_keys_have_a_docstring_each():
     tree = ast.parse(inspect.getsource(config_sections))
     documented = []
     for node in tree.body:
@@ -529,13 +529,13 @@ def keys_read(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_every_key_is_read_outside_of_the_config():
+def test_config_keys_are_all_read_outside_of_the_config():
     room = Path(bigbatch.trainer.__file__).parent
     sources = [path for path in room.rglob("*.py") if not re.match(r"config(_\w+)?\.py", path.name)]
     found = set().union(*(keys_read(ast.parse(path.read_text())) for path in sources))
     assert set(all_keys()) - found == set()
 
 
-def test_configs_cannot_be_changed():
+def test_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_config().run.epochs = 3

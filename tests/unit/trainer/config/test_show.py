@@ -11,7 +11,7 @@ from bigbatch.trainer.config.file import dump_config, load_config, packaged_conf
 from bigbatch.trainer.config.schema import all_keys
 
 
-def test_what_is_shown_loads(capsys, tmp_path):
+def test_config_show_prints_what_loads(capsys, tmp_path):
     words = ["imagenet/resnet50_8k", "--run.directory", "a # b", "--data.train_sizes=[[0, 128], [4, 160]]"]
     assert cli.main(["config", "show", *words]) == 0
     text = capsys.readouterr().out
@@ -31,17 +31,17 @@ def test_what_is_shown_loads(capsys, tmp_path):
     "words",
     [["--run.epochs", "2", "quickstart"], ["--run.epochs=2", "quickstart"], ["quickstart", "--run.epochs", "2"]],
 )
-def test_options_may_stand_before_the_name(words, capsys):
+def test_config_show_takes_options_before_the_name(words, capsys):
     assert cli.main(["config", "show", *words]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["run"]["epochs"] == 2
 
 
-def test_the_short_form_of_a_key_may_stand_before_the_name_too(capsys):
+def test_config_show_takes_the_short_form_of_a_key_before_the_name_too(capsys):
     assert cli.main(["config", "show", "--virtual-ranks", "2", "quickstart"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["batch"]["virtual_ranks"] == 2
 
 
-def test_a_name_that_is_none_is_called_by_what_the_usage_calls_it(capsys):
+def test_config_show_calls_a_name_that_is_none_by_what_the_usage_calls_it(capsys):
     assert cli.main(["config", "show", "quikstart"]) == 1
     message = capsys.readouterr().err
     assert "NAME 'quikstart'" in message
@@ -51,13 +51,13 @@ def test_a_name_that_is_none_is_called_by_what_the_usage_calls_it(capsys):
     assert "required: NAME" in capsys.readouterr().err
 
 
-def test_a_run_folder_is_shown(capsys, tmp_path):
+def test_config_show_takes_a_run_folder(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(dump_config(load_config(["--config", "quickstart", "--run.epochs=5"])))
     assert cli.main(["config", "show", str(tmp_path)]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["run"]["epochs"] == 5
 
 
-def test_what_differs(capsys):
+def test_config_diff_of_two_recipes(capsys):
     assert cli.main(["config", "diff", "imagenet/nus_resnet50_4k", "imagenet/nus_resnet50_8k"]) == 0
     table = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert table["batch.global_batch_size"] == [
@@ -74,12 +74,12 @@ def test_what_differs(capsys):
     }
 
 
-def test_nothing_differs(capsys):
+def test_config_diff_of_equals(capsys):
     assert cli.main(["config", "diff", "quickstart", "quickstart"]) == 0
     assert capsys.readouterr().out == "quickstart and quickstart are equal\n"
 
 
-def test_all_packaged_ones_are_listed(capsys):
+def test_config_list_has_all_packaged_ones(capsys):
     assert cli.main(["config", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == packaged_configs()
@@ -90,12 +90,12 @@ def test_all_packaged_ones_are_listed(capsys):
     "words",
     [["show", "nothing"], ["diff", "quickstart", "nothing"], ["show", "quickstart", "--run.epohcs=1"]],
 )
-def test_what_cannot_be_shown(words, capsys):
+def test_config_command_that_cannot_answer_is_an_error(words, capsys):
     assert cli.main(["config", *words]) == 1
     assert capsys.readouterr().err.startswith("bigbatch: ")
 
 
 @pytest.mark.parametrize("words", [["show", "quickstart"], ["diff", "quickstart", "cifar10"], ["list"]])
-def test_they_answer_without_torch(words):
+def test_config_commands_answer_without_torch(words):
     script = f"import sys; from bigbatch.cli import main; main({['config', *words]}); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, timeout=60)

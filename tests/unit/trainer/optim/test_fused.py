@@ -1,10 +1,12 @@
 """What LARS and LAMB promise alike: state, groups, GradScaler, memory formats, no waits, and what they refuse."""
 
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
+from error_texts import naming
 from optimizer_steps import (
     DEVICES,
     OpNames,
@@ -184,20 +186,20 @@ def test_fused_gpu_step_neither_syncs_nor_grows_with_the_number_of_tensors(name,
 )
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, None, torch.tensor(1.0)])
 def test_fused_refuses_a_setting_that_is_no_finite_number_of_at_least_zero(kind, key, value):
-    with pytest.raises(ValueError, match=f"^{key} must be a finite number of at least 0"):
+    with pytest.raises(ValueError, match=rf"^{key} .* {re.escape(str(value))}"):
         kind(random_weights(), **({"lr": 1.0} | {key: value}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @KINDS
 def test_fused_refuses_half_precision_parameters(kind, dtype):
-    with pytest.raises(ValueError, match=rf"^{kind.__name__} needs float32.*fp32 master weights"):
+    with pytest.raises(ValueError, match=naming(f"{kind.__name__} ", "float32", str(dtype), "master")):
         kind(random_weights(dtype=dtype), lr=1.0)
 
 
 @KINDS
 def test_fused_refuses_parameters_with_gaps(kind):
-    with pytest.raises(ValueError, match="contiguous"):
+    with pytest.raises(ValueError, match=naming(f"{kind.__name__} ", ".contiguous()")):
         kind([torch.zeros(4, 6)[:, ::2].requires_grad_()], lr=1.0)
 
 
@@ -205,13 +207,13 @@ def test_fused_refuses_parameters_with_gaps(kind):
 def test_fused_refuses_sparse_gradients(kind):
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(ValueError, match=f"{kind.__name__} needs dense gradients"):
+    with pytest.raises(ValueError, match=naming(f"{kind.__name__} ", "sparse=False")):
         kind(embedding.parameters(), lr=1.0).step()
 
 
 @KINDS
 def test_fused_group_that_is_refused_leaves_the_optimizer_as_it_was(kind):
     optimizer = kind(random_weights(), lr=1.0)
-    with pytest.raises(ValueError, match="weight_decay"):
+    with pytest.raises(ValueError, match=r"^weight_decay .*-1"):
         optimizer.add_param_group({"params": random_weights(1), "weight_decay": -1.0})
     assert len(optimizer.param_groups) == 1

@@ -99,12 +99,12 @@ def test_lamb_without_adaptation_is_adamw():
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9)])
 def test_lamb_refuses_betas_that_keep_everything(betas):
-    with pytest.raises(ValueError, match=r"^betas must be a number of at least 0 and below 1"):
+    with pytest.raises(ValueError, match=r"^betas "):
         LAMB(random_weights(), lr=1.0, betas=betas)
 
 
 def test_lamb_refuses_to_divide_by_zero():
-    with pytest.raises(ValueError, match=r"^eps must be positive"):
+    with pytest.raises(ValueError, match=r"^eps "):
         LAMB(random_weights(), lr=1.0, eps=0.0)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from error_texts import naming
 from optimizer_steps import (
     DEVICES,
     assert_same_bits,
@@ -125,7 +126,7 @@ def test_lars_torch_scheduler_sets_the_rate():
 
 
 def test_lars_refuses_an_unknown_momentum_form():
-    with pytest.raises(ValueError, match="lr_inside, lr_outside, not 'heavy_ball'"):
+    with pytest.raises(ValueError, match=naming("lr_inside, lr_outside", "'heavy_ball'")):
         LARS(random_weights(), lr=1.0, momentum_form="heavy_ball")
 
 

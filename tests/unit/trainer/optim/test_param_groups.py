@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torchvision
+from error_texts import naming
 from torch import nn
 
 from bigbatch.trainer.optim.lamb import LAMB
@@ -30,7 +31,7 @@ class RenamedBatchNorm(nn.BatchNorm2d):
         RenamedBatchNorm(4),
     ],
 )
-def test_nothing_of_a_normalisation_layer_decays(norm):
+def test_param_groups_decay_nothing_of_a_normalisation_layer(norm):
     verdicts = decays(nn.Sequential(nn.Linear(4, 4), norm))
     assert {name: decay for name, decay in verdicts.items() if name.startswith("1.")} == {
         f"1.{name}": False for name, _ in norm.named_parameters()
@@ -39,7 +40,7 @@ def test_nothing_of_a_normalisation_layer_decays(norm):
     assert verdicts["0.bias"] is False
 
 
-def test_biases_under_torchs_other_names():
+def test_param_groups_know_biases_under_torchs_other_names():
     verdicts = decays(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(3, 4)}))
     assert verdicts == {
         "attention.in_proj_weight": True,
@@ -53,11 +54,11 @@ def test_biases_under_torchs_other_names():
     }
 
 
-def test_a_parameter_of_the_root_module_is_seen():
+def test_param_groups_see_a_parameter_of_the_root_module():
     assert decays(nn.Linear(2, 2)) == {"weight": True, "bias": False}
 
 
-def test_resnet50_split():
+def test_param_groups_of_resnet50():
     model = torchvision.models.resnet50()
     decaying, other = param_groups(model, weight_decay=5e-5)
     # 53 convolutions and the classifier's matrix; 53 batch norms with two vectors each and one bias
@@ -70,7 +71,7 @@ def test_resnet50_split():
         assert all(named[n] is p for n, p in zip(group["names"], group["params"], strict=True))
 
 
-def test_shared_parameter_appears_once():
+def test_param_groups_have_a_shared_parameter_once():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     model = nn.Sequential(first, second)
@@ -78,13 +79,13 @@ def test_shared_parameter_appears_once():
     assert [p is first.weight for p in param_groups(model, weight_decay=0.1)[0]["params"]] == [True]
 
 
-def test_frozen_parameters_are_left_out():
+def test_param_groups_leave_out_frozen_parameters():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     assert [group["names"] for group in param_groups(model, weight_decay=0.1)] == [["1.weight"], ["1.bias"]]
 
 
-def test_substitute_replaces_by_name():
+def test_param_groups_substitute_by_name():
     model = nn.Linear(2, 2).half()
     master = model.weight.detach().float().requires_grad_()
     decaying, other = param_groups(model, weight_decay=0.1, substitute={"weight": master})
@@ -92,16 +93,16 @@ def test_substitute_replaces_by_name():
     assert other["params"][0] is model.bias
 
 
-def test_substitute_for_no_trainable_parameter_is_refused():
+def test_param_groups_refuse_a_substitute_for_no_trainable_parameter():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     substitute = {"bias": torch.zeros(2), "wieght": torch.zeros(2, 2)}
-    with pytest.raises(ValueError, match="no trainable parameter: bias, wieght"):
+    with pytest.raises(ValueError, match=r": bias, wieght$"):
         param_groups(model, weight_decay=0.1, substitute=substitute)
 
 
 @pytest.mark.parametrize("optimizer_class", [LARS, torch.optim.SGD])
-def test_drives_lars_and_sgd(optimizer_class):
+def test_param_groups_drive_lars_and_sgd(optimizer_class):
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -125,7 +126,7 @@ def stepped(optimizer_class, model=None, **settings):
 
 
 @pytest.mark.parametrize("optimizer_class", [LARS, torch.optim.SGD])
-def test_state_brings_momentum_and_leaves_settings(optimizer_class):
+def test_load_optimizer_state_brings_momentum_and_leaves_settings(optimizer_class):
     saved = stepped(optimizer_class, momentum=0.9).state_dict()
     model = nn.Linear(2, 2)
     optimizer = optimizer_class(param_groups(model, weight_decay=0.3), lr=0.1, momentum=0.5)
@@ -136,22 +137,22 @@ def test_state_brings_momentum_and_leaves_settings(optimizer_class):
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], saved["state"][index]["momentum_buffer"])
 
 
-def test_state_of_another_optimizer_is_refused():
+def test_load_optimizer_state_refuses_that_of_another():
     lars = stepped(LARS)
     for other in (stepped(torch.optim.SGD, momentum=0.9), stepped(LARS, momentum_form="lr_outside")):
-        with pytest.raises(ValueError, match=r"momentum_form is lr_inside there and \w+ here"):
+        with pytest.raises(ValueError, match=naming("momentum_form ", " lr_inside there")):
             load_optimizer_state(other, lars.state_dict())
-    with pytest.raises(ValueError, match="names is"):
+    with pytest.raises(ValueError, match="names "):
         load_optimizer_state(stepped(LARS, nn.Sequential(nn.Linear(2, 2))), lars.state_dict())
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(LAMB, torch.optim.SGD), (torch.optim.SGD, LAMB)])
-def test_momentum_is_no_mean_of_gradients(ours, theirs):
-    with pytest.raises(ValueError, match="one keeps a momentum, and the other means of gradients and of their squares"):
+def test_load_optimizer_state_takes_no_mean_of_gradients_for_a_momentum(ours, theirs):
+    with pytest.raises(ValueError, match=naming("momentum", "squares")):
         load_optimizer_state(stepped(ours), stepped(theirs).state_dict())
 
 
-def test_adamw_goes_on_from_lambs_means():
+def test_load_optimizer_state_lets_adamw_go_on_from_lambs_means():
     """The same means of the same gradients, under the same names."""
     saved = stepped(LAMB).state_dict()
     optimizer = stepped(torch.optim.AdamW)
@@ -160,7 +161,7 @@ def test_adamw_goes_on_from_lambs_means():
         assert {k: torch.equal(v, saved["state"][index][k]) for k, v in state.items()} == dict.fromkeys(state, True)
 
 
-def test_all_parameters_decay_and_adapt_where_none_is_excluded():
+def test_param_groups_let_all_decay_and_adapt_where_none_is_excluded():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     all_of_them, none = param_groups(model, weight_decay=0.5, exclude_bias_and_norm=False)
     assert all_of_them["names"] == [name for name, _ in model.named_parameters()]

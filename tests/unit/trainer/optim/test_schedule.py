@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.trainer.optim.schedule import (
     SCHEDULES,
@@ -80,7 +81,7 @@ def test_step_decay_series():
     np.testing.assert_allclose(actual, [0.5, 1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01], rtol=1e-12)
 
 
-def test_the_same_as_torchs_schedulers():
+def test_schedules_are_those_of_torch():
     """After a warm-up of one step, ours at step s is torch's: both start at base_lr with update 0."""
     schedulers, total = torch.optim.lr_scheduler, 40
     pairs = [
@@ -111,7 +112,7 @@ DECAYING = (polynomial, cosine, one_cycle)
 
 @pytest.mark.parametrize("constructor", DECAYING)
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (0, 10), (3, 10), (9, 10), (1, 1)])
-def test_ends_rises_and_falls(constructor, warmup_steps, total_steps):
+def test_schedules_end_rise_and_fall(constructor, warmup_steps, total_steps):
     schedule = constructor(base_lr=2.0, warmup_steps=warmup_steps, total_steps=total_steps, end_lr=0.5)
     rates = series(schedule, total_steps)
     assert rates[-1] == pytest.approx(2.0 if warmup_steps == total_steps else 0.5)
@@ -120,7 +121,7 @@ def test_ends_rises_and_falls(constructor, warmup_steps, total_steps):
 
 
 @pytest.mark.parametrize("constructor", DECAYING)
-def test_steps_outside_the_run_take_its_first_and_last_value(constructor):
+def test_schedules_outside_the_run_take_its_first_and_last_value(constructor):
     schedule = constructor(base_lr=2.0, warmup_steps=3, total_steps=10, end_lr=0.5)
     assert schedule(10) == schedule(10**9) == schedule(9) == pytest.approx(0.5)
     assert schedule(-1) == schedule(-7) == schedule(0) == pytest.approx(2 / 3)
@@ -145,7 +146,7 @@ def test_make_schedule_by_name():
 
 @pytest.mark.parametrize("constructor", DECAYING)
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "name"),
     [
         ({"base_lr": 0.0}, "base_lr"),
         ({"base_lr": math.nan}, "base_lr"),
@@ -156,20 +157,20 @@ def test_make_schedule_by_name():
         ({"end_lr": 1.1}, "end_lr"),
     ],
 )
-def test_refusals_of_the_decaying(constructor, wrong, message):
+def test_schedules_that_decay_refuse_settings(constructor, wrong, name):
     settings = {"base_lr": 1.0, "warmup_steps": 2, "total_steps": 10, "end_lr": 0.0}
-    with pytest.raises(ValueError, match=f"^{message} must"):
+    with pytest.raises(ValueError, match=f"^{name} "):
         constructor(**(settings | wrong))
 
 
 @pytest.mark.parametrize("power", [0.0, -1.0, math.nan])
 def test_polynomial_refuses_a_power_that_is_not_positive(power):
-    with pytest.raises(ValueError, match="power"):
+    with pytest.raises(ValueError, match=r"^power "):
         polynomial(base_lr=1.0, warmup_steps=0, total_steps=5, power=power)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "name"),
     [
         ({"base_lr": -1.0}, "base_lr"),
         ({"warmup_steps": -1}, "warmup_steps"),
@@ -179,12 +180,12 @@ def test_polynomial_refuses_a_power_that_is_not_positive(power):
         ({"milestones": [1, 5]}, "milestones"),
     ],
 )
-def test_refusals_of_step_decay(wrong, message):
+def test_step_decay_refuses_settings(wrong, name):
     settings = {"base_lr": 1.0, "warmup_steps": 2, "milestones": [4, 6], "gamma": 0.1}
-    with pytest.raises(ValueError, match=f"^{message} must"):
+    with pytest.raises(ValueError, match=f"^{name} "):
         step_decay(**(settings | wrong))
 
 
-def test_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="polynomial, cosine, step, one_cycle, not 'linear'"):
+def test_make_schedule_refuses_an_unknown_name():
+    with pytest.raises(ValueError, match=naming("polynomial, cosine, step, one_cycle", "'linear'")):
         make_schedule("linear", base_lr=1.0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from error_texts import naming
 from PIL import Image
 from rich.console import Console
 from small_run import PLAN
@@ -307,7 +308,7 @@ def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> Non
     log = MetricsLog(rundir, from_step=0)
     with Path("/dev/full").open("a") as full:
         log._file = full
-        with pytest.raises(RunFolderError, match=r"cannot write .*metrics\.jsonl: No space left on device; free"):
+        with pytest.raises(RunFolderError, match=naming(rundir.metrics, "No space left on device")):
             log.write("train", TRAIN_RECORD)
         with pytest.raises(RunFolderError, match=r"metrics\.jsonl"):
             log.close()
@@ -316,7 +317,7 @@ def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> Non
 def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rundir = RunDir(tmp_path / "file")
-    with pytest.raises(RunFolderError, match=r"cannot write .*file/config\.yaml"):
+    with pytest.raises(RunFolderError, match=naming(rundir.config)):
         rundir.write_text(rundir.config, "")
     with writing(tmp_path / "other"):
         pass

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer import train
@@ -84,7 +85,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.long
-def test_target_ends_the_run_and_its_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_ends_at_its_target_and_so_does_its_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"run.target_top1": 0.001, "run.eval_every_epochs": 2}
     assert start(tmp_path, found) == 0
     first = summary(tmp_path)
@@ -122,7 +123,7 @@ def test_run_that_ended_in_its_warm_up_is_finished(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.long
-def test_accuracy_of_another_run_ends_none(tmp_path: Path) -> None:
+def test_run_is_not_ended_by_the_accuracy_of_another(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     assert start(theirs, {"run.epochs": 1}) == 0
     assert state(theirs)["evaluations"][0]["top1"] > 0.001
@@ -138,27 +139,25 @@ def test_accuracy_of_another_run_ends_none(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(SGD, SCHEDULE_FREE), (SCHEDULE_FREE, SGD)])
-def test_state_of_another_optimizer_is_refused(
+def test_run_refuses_the_state_of_another_optimizer(
     before: dict[str, object], after: dict[str, object], tmp_path: Path
 ) -> None:
     assert start(tmp_path, {**before, "run.epochs": 1}) == 0
     there, here = before["optimizer.name"], after["optimizer.name"]
-    with pytest.raises(
-        CheckpointError, match=rf"optimizer\.name={there}, which is not that of {here}: set it to {there}"
-    ):
+    with pytest.raises(CheckpointError, match=naming(f"optimizer.name={there},", f" {here}: ", f" to {there}")):
         start(tmp_path, {**after, "run.epochs": 2})
 
 
 @pytest.mark.slow
-def test_checkpoint_of_other_classes_is_refused(tmp_path: Path) -> None:
+def test_run_refuses_a_checkpoint_of_other_classes(tmp_path: Path) -> None:
     assert start(tmp_path, {"run.epochs": 1}) == 0
-    words = r"checkpoint \S+step-00000002: \S+ has 10 classes and data\.num_classes is 5: set data\.num_classes to 10"
-    with pytest.raises(CheckpointError, match=words):
+    named = naming("step-00000002: ", " 10 classes", "data.num_classes is 5", "data.num_classes to 10")
+    with pytest.raises(CheckpointError, match=named):
         start(tmp_path, {"run.epochs": 2, "data.num_classes": 5})
 
 
 @pytest.mark.long
-def test_evaluations_without_progress_end_the_run(tmp_path: Path) -> None:
+def test_run_ends_after_evaluations_without_progress(tmp_path: Path) -> None:
     rule = {"run.stop_metric": "top1", "run.stop_after_evaluations": 2, "run.epochs": 20, **HARDLY}
     assert start(tmp_path, rule) == 0
     top1s = [record["top1"] for record in records(tmp_path, "eval")]
@@ -173,23 +172,25 @@ def test_evaluations_without_progress_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_loss_of_a_guess_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingDiverged, match=r"in the mean of steps 3 to 7, and a guess has 2\.303: lower"):
+def test_run_ends_at_the_loss_of_a_guess(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingDiverged, match=naming("steps 3 to 7", " 2.303", "schedule.base_lr", "run.divergence_steps")
+    ):
         start(tmp_path, {"run.divergence_steps": 5, **HARDLY})
     assert records(tmp_path, "train")[-1]["step"] == 7
 
 
 @pytest.mark.long
-def test_loss_that_is_no_number_ends_the_run_with_its_step(tmp_path: Path) -> None:
+def test_run_ends_at_the_step_whose_loss_is_no_number(tmp_path: Path) -> None:
     """The step after the one whose update was too large, whatever the reports."""
     changes = {"schedule.base_lr": 1e30, "schedule.warmup_epochs": 0}
     wild = {**changes, "optimizer.momentum_form": "lr_outside", "run.eval_every_epochs": 6}
-    with pytest.raises(TrainingDiverged, match=r"the loss is nan since step 2: lower schedule\.base_lr"):
+    with pytest.raises(TrainingDiverged, match=naming(" nan ", "step 2:", "schedule.base_lr")):
         start(tmp_path, {**wild, "run.log_every_steps": 5})
 
 
 @pytest.mark.long
-def test_fp16_records_its_scale_and_says_what_a_cpu_makes_of_it(
+def test_run_in_fp16_records_its_scale_and_says_what_a_cpu_makes_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start(tmp_path, {**FP16, "optimizer.clip_norm": 0.5}) == 0
@@ -204,16 +205,16 @@ def test_fp16_records_its_scale_and_says_what_a_cpu_makes_of_it(
 
 
 @pytest.mark.slow
-def test_fp32_records_no_scale(tmp_path: Path) -> None:
+def test_run_in_fp32_records_no_scale(tmp_path: Path) -> None:
     assert start(tmp_path, {"run.epochs": 1}) == 0
     record = records(tmp_path, "train")[-1]
     assert (record["loss_scale"], record["overflow_steps"], record["underflow_fraction"]) == (1.0, 0, None)
 
 
 @pytest.mark.long
-def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_ends_where_the_scale_overflows_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     static = {**FP16, "optimizer.loss_scale": 2.0**24, "optimizer.loss_scale_growth_steps": "null"}
-    with pytest.raises(TrainingDiverged, match=r"all steps from 1 to 32 overflowed, at a loss scale of 1\.67772e\+07"):
+    with pytest.raises(TrainingDiverged, match=naming("steps from 1 to 32 ", " 1.67772e+07", "optimizer.loss_scale")):
         start(tmp_path, {**static, "run.epochs": 40, "run.eval_every_epochs": 40, "run.log_every_steps": 4})
     assert [record["overflow_steps"] for record in records(tmp_path, "train")][-1] == 32
     lines = [line for line in capsys.readouterr().out.splitlines() if "  loss " in line]
@@ -222,7 +223,7 @@ def test_scale_that_overflows_for_ever_ends_the_run(tmp_path: Path, capsys: pyte
 
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [AVERAGE, {**FP16, **AVERAGE}], ids=["fp32", "fp16"])
-def test_average_is_evaluated_and_resumed_bit_for_bit(
+def test_run_evaluates_and_resumes_the_average_bit_for_bit(
     changes: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -252,10 +253,10 @@ def test_average_is_evaluated_and_resumed_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_checkpoint_of_torchs_scaler_is_refused(tmp_path: Path) -> None:
+def test_run_refuses_a_checkpoint_of_torchs_scaler(tmp_path: Path) -> None:
     assert start(tmp_path, {**FP16, "run.epochs": 1}) == 0
     newest = list_checkpoints(RunDir(tmp_path).checkpoints)[-1]
     old = {**load_checkpoint(newest.path), "precision": torch.amp.GradScaler("cpu").state_dict()}
     save_checkpoint(RunDir(tmp_path).checkpoints, old, step=newest.step, top1=newest.top1, keep=9)
-    with pytest.raises(CheckpointError, match=r"loss scale is of another version of bigbatch"):
+    with pytest.raises(CheckpointError, match=naming("step-00000002 ", "loss scale", "_growth_tracker")):
         start(tmp_path, {**FP16, "run.epochs": 2})

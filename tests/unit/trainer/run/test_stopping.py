@@ -1,8 +1,10 @@
 """When evaluations end a run, and which settings of that are refused."""
 
+import re
 from typing import Any
 
 import pytest
+from error_texts import naming
 
 from bigbatch.trainer.config.stopping import METRICS
 from bigbatch.trainer.run.stopping import reason_to_end
@@ -58,12 +60,12 @@ def test_stopping_patience_is_counted_from_the_first_best(
 
 def test_stopping_reason_names_rule_and_best() -> None:
     text = reason(evaluations(0.5, 0.25, 0.75, metric="loss"), metric="loss", after_evaluations=1)
-    assert text == "run.stop_metric=loss: none of 1 evaluations was better than 0.2500 at step 20"
+    assert re.search(naming("run.stop_metric=loss: ", " 1 evaluation", " 0.2500 ", "step 20"), text)
 
 
 def test_stopping_unknown_metric_gets_the_list() -> None:
     message = refusal({"run.stop_metric": "accuracy", "run.stop_after_evaluations": 3})
-    assert message == "run.stop_metric=accuracy is no figure of an evaluation: choose one of top1, top5, loss"
+    assert re.search(naming("run.stop_metric=accuracy ", "top1, top5, loss"), message)
     for metric in METRICS:
         make_config({"run.stop_metric": metric, "run.stop_after_evaluations": 3})
 
@@ -73,22 +75,22 @@ def test_stopping_patience_beyond_the_run_is_refused(every: int, offset: int, nu
     """The first evaluation is the best so far: as many as the run has cannot all be worse."""
     run = {"run.epochs": 10, "run.eval_every_epochs": every, "run.eval_offset_epochs": offset}
     rule = {**run, "run.stop_metric": "loss"}
-    assert refusal({**rule, "run.stop_after_evaluations": num}) == (
-        f"run.stop_after_evaluations={num} would have no effect on a run of {num} evaluations: give less, or set it "
-        "and run.stop_metric to null"
-    )
+    named = naming(f"run.stop_after_evaluations={num} ", f" {num} evaluations", "run.stop_metric")
+    assert re.search(named, refusal({**rule, "run.stop_after_evaluations": num}))
     if num > 1:
         make_config({**rule, "run.stop_after_evaluations": num - 1})
 
 
 def test_stopping_metric_and_patience_go_together() -> None:
-    assert refusal({"run.stop_metric": "loss"}).startswith("run.stop_after_evaluations is null, but run.stop_metric=")
-    assert refusal({"run.stop_after_evaluations": 2}).endswith("no meaning without run.stop_metric: set it to null")
+    assert re.search(
+        naming("run.stop_after_evaluations ", "run.stop_metric=loss"), refusal({"run.stop_metric": "loss"})
+    )
+    named = naming("run.stop_after_evaluations=2 ", "run.stop_metric", "null")
+    assert re.search(named, refusal({"run.stop_after_evaluations": 2}))
 
 
 def test_stopping_a_guess_needs_classes_to_choose_from() -> None:
-    assert refusal({"run.divergence_steps": 5, "data.num_classes": 1}) == (
-        "run.divergence_steps=5 has no meaning with data.num_classes=1, where a guess is always right: set it to null"
-    )
+    named = naming("run.divergence_steps=5 ", "data.num_classes=1,", "null")
+    assert re.search(named, refusal({"run.divergence_steps": 5, "data.num_classes": 1}))
     make_config({"run.divergence_steps": 5, "data.num_classes": 2})
     make_config({"data.num_classes": 1})

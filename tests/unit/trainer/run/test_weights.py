@@ -1,12 +1,14 @@
 """Files of weights and checkpoints into a model: read without executing code, and what is wrong is told in one line."""
 
 import pickle
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torchvision
+from error_texts import naming
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -83,18 +85,18 @@ def test_weights_half_precision_weights_become_whole(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("there", "here", "message"),
+    ("there", "here", "named"),
     [
-        (("model.width=2",), ("model.width=4",), "model.width is 2 there and 4 here"),
-        (RESNET, ("model.width=2",), "model.name is resnet18 there and resnet9 here"),
-        (RESNET, (*RESNET, "model.blurpool=true"), "model.blurpool is False there and True here"),
+        (("model.width=2",), ("model.width=4",), ("model.width ", " 2 there", " 4 here")),
+        (RESNET, ("model.width=2",), ("model.name ", " resnet18 there", " resnet9 here")),
+        (RESNET, (*RESNET, "model.blurpool=true"), ("model.blurpool ", " False there", " True here")),
     ],
 )
 def test_weights_checkpoint_of_another_model(
-    there: tuple[str, ...], here: tuple[str, ...], message: str, tmp_path: Path
+    there: tuple[str, ...], here: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     path, _ = checkpoint_of(config_of(*there), tmp_path)
-    assert refusal(path, config_of(*here)) == f"{path} is of another model: {message}"
+    assert re.search(naming(path, *named), refusal(path, config_of(*here)))
 
 
 @pytest.mark.long
@@ -115,22 +117,17 @@ def test_weights_checkpoint_from_before_the_resnets_had_options(tmp_path: Path) 
 def test_weights_what_cannot_be_read(tmp_path: Path) -> None:
     config = small()
     folder, weights = checkpoint_of(config, tmp_path)
-    assert refusal(tmp_path, config) == (
-        f"{tmp_path} is no checkpoint, it holds no manifest.json: name a folder such as "
-        "runs/quickstart/checkpoints/step-00000144, or a file"
-    )
+    assert re.search(naming(f"{tmp_path} ", "manifest.json", "checkpoints/step-00000144"), refusal(tmp_path, config))
     whole = (folder / "state.pt").read_bytes()
     (folder / "state.pt").write_bytes(whole[:-1])
-    assert "is truncated" in refusal(folder, config)
+    assert re.search(naming(folder, "truncated"), refusal(folder, config))
     absent = tmp_path / "absent.pt"
-    assert refusal(absent, config) == (
-        f"{absent} is not readable as weights (No such file or directory): copy or download it again"
-    )
+    assert re.search(naming(f"{absent} ", "(No such file or directory)"), refusal(absent, config))
     absent = tmp_path / "absent.safetensors"
-    assert refusal(absent, config).startswith(f"{absent} is not readable as weights (No such file")
+    assert re.search(naming(f"{absent} ", "(No such file"), refusal(absent, config))
     save_file(weights, tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:100])
-    assert "cut.safetensors is not readable as weights (" in refusal(tmp_path / "cut.safetensors", config)
+    assert re.search(naming(tmp_path / "cut.safetensors", "readable"), refusal(tmp_path / "cut.safetensors", config))
 
 
 def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
@@ -138,9 +135,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     weights = random_model(config).state_dict()
     weights["linear.weight"][0, 0] = torch.nan
     torch.save(weights, tmp_path / "a.pt")
-    assert refusal(tmp_path / "a.pt", config) == (
-        f"{tmp_path}/a.pt: linear.weight holds values that are not finite: name weights of an earlier step"
-    )
+    assert re.search(naming(f"{tmp_path}/a.pt: linear.weight ", "finite"), refusal(tmp_path / "a.pt", config))
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
@@ -168,28 +163,24 @@ def test_weights_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     config, path, mark = small(), tmp_path / "trap.pt", tmp_path / "executed"
     torch.save({**random_model(config).state_dict(), "trap": Trap(mark)}, path)
     message = refusal(path, config)
-    assert "trap.pt: it holds code (" in message
-    assert "which is not executed" in message
-    assert message.endswith("save those alone, with torch.save(model.state_dict(), FILE)")
+    assert re.search(naming(f"{path}: ", "code (", "executed", "torch.save(model.state_dict(), FILE)"), message)
     assert not mark.exists()
     torch.load(path, weights_only=False)
     assert mark.exists(), "the trap works"
     torch.save(torchvision.models.resnet18(), path)
-    assert "it holds code (torchvision.models.resnet.ResNet), which is not executed" in refusal(
-        path, config_of(*RESNET)
-    )
+    named = naming(f"{path}: ", "code (torchvision.models.resnet.ResNet)", "executed")
+    assert re.search(named, refusal(path, config_of(*RESNET)))
     path.write_bytes(pickle.dumps({"a": 1}))
     assert "torch.save(model.state_dict(), FILE)" in refusal(path, config)
     path.write_text("<html>404</html>")
-    assert refusal(path, config) == (
-        f"{path}: it holds no weights that torch.load reads: save them with torch.save(model.state_dict(), FILE)"
-    )
+    named = naming(f"{path}: ", "torch.load", "torch.save(model.state_dict(), FILE)")
+    assert re.search(named, refusal(path, config))
 
 
 def test_weights_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     path = tmp_path / "a.safetensors"
-    assert refusal(path, small()) == f"{path} needs safetensors: pip install safetensors"
+    assert re.search(naming(f"{path} ", "pip install safetensors"), refusal(path, small()))
 
 
 def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
@@ -214,7 +205,7 @@ def test_weights_a_run_starts_from_the_weights_and_a_resumed_one_does_not_read_t
     assert not torch.equal(random["prep.0.weight"], weights["prep.0.weight"])
     (tmp_path / "start.pt").unlink()
     assert_equal(parts_weights(config, first_step=1), random)
-    with pytest.raises(CheckpointError, match=r"start\.pt is not readable"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path / "start.pt", "readable")):
         parts_weights(config)
 
 

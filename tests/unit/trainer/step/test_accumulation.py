@@ -59,7 +59,7 @@ def summed_over_ranks(gradients: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_256_microbatches_lose_no_more_than_256_ranks(dtype: torch.dtype) -> None:
+def test_accumulation_of_256_microbatches_loses_no_more_than_256_ranks(dtype: torch.dtype) -> None:
     gradients = make_gradients(256, dtype)
     ours = relative_error(accumulated(gradients), gradients)
     assert ours <= 1.01 * relative_error(summed_over_ranks(gradients), gradients)
@@ -68,7 +68,7 @@ def test_256_microbatches_lose_no_more_than_256_ranks(dtype: torch.dtype) -> Non
     assert plain > 5 * ours, "adding in half precision loses nothing, so this class does nothing"
 
 
-def test_each_step_starts_from_zero() -> None:
+def test_accumulation_starts_each_step_from_zero() -> None:
     weight = nn.Parameter(torch.zeros(NUM_WEIGHTS, dtype=torch.float16))
     accumulation = WideAccumulation([weight])
     for step in range(2):
@@ -80,7 +80,7 @@ def test_each_step_starts_from_zero() -> None:
         assert relative_error(weight.grad, gradients) < 2**-11
 
 
-def test_an_overflow_in_any_microbatch_shows() -> None:
+def test_accumulation_shows_an_overflow_in_any_microbatch() -> None:
     gradients = make_gradients(4, torch.float16)
     gradients[1][7] = float("inf")
     assert accumulated(gradients)[7] == float("inf")
@@ -88,7 +88,7 @@ def test_an_overflow_in_any_microbatch_shows() -> None:
     assert accumulated(large).tolist() == [float("inf")] * 3, "no fp16 holds the sum"
 
 
-def test_the_ranks_sum_what_all_microbatches_gave() -> None:
+def test_accumulation_gives_the_ranks_the_sum_of_all_microbatches() -> None:
     """The reducer starts within the last backward; the sum over ranks doubles here, so it came after ours."""
     alone = connect(env=ALONE, device=torch.device("cpu"))
     doubling = replace(alone, all_reduce_=lambda tensor_N: tensor_N.mul_(2))
@@ -136,7 +136,7 @@ def test_a_weight_that_some_microbatches_do_not_use_keeps_the_sum_of_the_others(
             assert sometimes.grad is None
 
 
-def test_only_half_precision_needs_it() -> None:
+def test_accumulation_in_fp32_is_for_half_precision_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 2).half(), nn.BatchNorm1d(2), nn.Linear(2, 2).bfloat16())
     model[2].bias.requires_grad_(False)
     assert [p.dtype for p in half_parameters(model)] == [torch.float16, torch.float16, torch.bfloat16]

@@ -1,5 +1,6 @@
 """A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from error_texts import naming
 from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from recorded_graph import RecordedCapture
 from small_run import Recorder, num_alive
@@ -122,7 +124,7 @@ def run_both(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replayed_steps_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Warm-up and decay of the rate, label smoothing, ghost batches, loss scale, clipping, the average of weights."""
     at_once, replayed, capture = run_both(tmp_path, CASES[name])
     require_same_bits(replayed, at_once)
@@ -133,14 +135,14 @@ def test_replayed_steps_end_with_the_same_bits(name: str, tmp_path: Path) -> Non
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-def test_an_overflow_in_a_replay_is_skipped_like_any(tmp_path: Path) -> None:
+def test_cuda_graph_skips_an_overflow_like_any(tmp_path: Path) -> None:
     settings = CASES["sgd fp16"] | {"loss_scale": str(2**23)}
     at_once, replayed, _ = run_both(tmp_path, settings)
     require_same_bits(replayed, at_once)
     assert at_once.records[0]["overflow_steps"] < at_once.records[-1]["overflow_steps"] < NUM_STEPS
 
 
-def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
+def test_cuda_graph_draws_dropout_anew_in_each_replay(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     def drop_images(parts: Parts) -> None:
@@ -157,7 +159,7 @@ def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
     assert capture.num_replays == NUM_STEPS - WARM_UP_STEPS
 
 
-def test_each_size_of_images_has_a_graph_of_its_own(tmp_path: Path) -> None:
+def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
     """data.train_sizes; and back again, when nothing is captured anew."""
     sizes = (*(16,) * 4, *(24,) * 5, 16, 24, 16)
 
@@ -178,21 +180,21 @@ def test_each_size_of_images_has_a_graph_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_good", [4, 5])
-def test_a_failed_input_leaves_the_weights_of_the_last_good_step(num_good: int, tmp_path: Path) -> None:
+def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(num_good: int, tmp_path: Path) -> None:
     at_once, replayed, capture = run_both(tmp_path, {}, lambda: batches((16,) * num_good, error="the disk is gone"))
     require_same_bits(replayed, at_once)
     assert capture.num_captures == 1
     assert at_once.error == f"the disk is gone. The run stopped after step {num_good} and goes on from there."
 
 
-def test_rates_of_the_optimizer_are_numbers_again_after_each_step(tmp_path: Path) -> None:
+def test_cuda_graph_leaves_the_rates_of_the_optimizer_as_numbers(tmp_path: Path) -> None:
     """As checkpoints keep them, whether or not steps are replayed."""
     _, replayed, _ = run_both(tmp_path, CASES["adamw fp32"])
     assert [type(rate) for rate in replayed.rates] == [float, float]
 
 
 @pytest.mark.long
-def test_parts_that_are_closed_keep_no_graph(tmp_path: Path) -> None:
+def test_cuda_graph_is_gone_with_its_parts(tmp_path: Path) -> None:
     before = num_alive("_Recording")
     plan, parts = make_run(tmp_path, {})
     parts = replace(parts, execution=CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer))
@@ -202,7 +204,7 @@ def test_parts_that_are_closed_keep_no_graph(tmp_path: Path) -> None:
     assert num_alive("_Recording") == before
 
 
-def test_what_replays_do_not_tell_is_not_reported(tmp_path: Path) -> None:
+def test_cuda_graph_reports_nothing_that_replays_do_not_tell(tmp_path: Path) -> None:
     at_once, replayed, _ = run_both(tmp_path, {})
     names = ("exposed_communication_fraction", "wire_wait_fraction", "straggler_fraction")
     assert {record[name] for record in replayed.whole_records for name in names} == {None}
@@ -224,13 +226,10 @@ def broken_by(change: Callable[[], object], tmp_path: Path) -> str:
     return run_both(tmp_path, {}, change=break_model)[1].error
 
 
-def test_a_step_that_reads_the_device_cannot_be_captured(tmp_path: Path) -> None:
+def test_cuda_graph_refuses_a_step_that_reads_the_device(tmp_path: Path) -> None:
     error = broken_by(lambda: torch.ones(()).item(), tmp_path)
-    assert error == (
-        "compute.cuda_graph=true: a step of 8 x 3 x 16 x 16 pictures could not be captured, operation not permitted "
-        "when stream is capturing in 'raise RuntimeError(\"operation not permitted when stream is capturing\")': "
-        "set compute.cuda_graph=false"
-    )
+    line = "'raise RuntimeError(\"operation not permitted when stream is capturing\")'"
+    assert re.search(naming("compute.cuda_graph=true: ", "8 x 3 x 16 x 16", line, "compute.cuda_graph=false"), error)
 
 
 class BrokenCapture(RecordedCapture):
@@ -252,19 +251,19 @@ class BrokenCapture(RecordedCapture):
     [
         (DataError("bad picture"), "bad picture", DataError),
         (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory", torch.OutOfMemoryError),
-        (ValueError(), "could not be captured, ValueError in 'raise self._first'", ComputeError),
+        (ValueError(), "ValueError in 'raise self._first'", ComputeError),
     ],
 )
-def test_the_first_error_of_a_capture_is_told(
+def test_cuda_graph_tells_the_first_error_of_a_capture(
     first: Exception, told: str, kind: type[Exception], tmp_path: Path
 ) -> None:
     plan, parts = make_run(tmp_path, {})
     parts = replace(parts, execution=CudaGraphExecution(BrokenCapture(first), optimizer=parts.optimizer))
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=naming(told)):
         train(plan, parts, Recorder().hooks(), batches())
 
 
-def test_each_replay_is_watched(tmp_path: Path) -> None:
+def test_cuda_graph_replays_are_all_watched(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {})
     calls: list[None] = []
     execution = CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer, watch=lambda: calls.append(None))
@@ -272,7 +271,7 @@ def test_each_replay_is_watched(tmp_path: Path) -> None:
     assert len(calls) == NUM_STEPS - WARM_UP_STEPS
 
 
-def test_the_log_says_what_is_not_measured(tmp_path: Path) -> None:
+def test_graph_notes_say_what_is_not_measured(tmp_path: Path) -> None:
     _, parts = make_run(tmp_path, {})
     assert graph_notes(parts) == []
     execution = CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer)
@@ -289,45 +288,45 @@ class Place:
 
 
 @pytest.mark.parametrize(
-    ("place", "accumulation_steps", "complaint"),
+    ("place", "accumulation_steps", "named"),
     [
-        (Place("cpu", "single"), 1, "compute.cuda_graph=True needs a GPU, and this rank has none: set compute.cuda"),
-        (Place("cuda", "gloo"), 1, "cannot capture the sums of gloo, which the host takes part in: set .*or comm.back"),
-        (Place("cuda", "nccl"), 4, "these have 4: set compute.cuda_graph to false, or batch.microbatch_size to 4 tim"),
+        (Place("cpu", "single"), 1, ("GPU", "compute.cuda_graph to false")),
+        (Place("cuda", "gloo"), 1, ("gloo", "compute.cuda_graph to false", "comm.backend to nccl")),
+        (Place("cuda", "nccl"), 4, (" 4: ", "compute.cuda_graph to false", "batch.microbatch_size to 4 ")),
     ],
 )
-def test_what_cannot_be_captured_is_refused(place: Any, accumulation_steps: int, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_require_capturable_refuses_what_cannot_be(place: Any, accumulation_steps: int, named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True ", *named)):
         require_capturable(place, accumulation_steps=accumulation_steps)
 
 
 @pytest.mark.parametrize("backend", ["single", "nccl"])
-def test_what_can_be_captured_is_not_refused(backend: str) -> None:
+def test_require_capturable_takes_what_can_be(backend: str) -> None:
     place: Any = Place("cuda", backend)
     require_capturable(place, accumulation_steps=1)
 
 
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("override", "key"),
     [
-        ("--comm.timeline_steps=[1,2]", r"comm\.timeline_steps=\[1, 2\] cannot look into the steps of comp"),
-        ("--optimizer.name=schedulefree.AdamWScheduleFree", r"cannot capture optimizer\.name=schedulefree\.Adam"),
+        ("--comm.timeline_steps=[1,2]", "comm.timeline_steps=[1, 2] "),
+        ("--optimizer.name=schedulefree.AdamWScheduleFree", "optimizer.name=schedulefree.AdamWScheduleFree"),
     ],
 )
-def test_settings_that_no_capture_has_are_refused(override: str, complaint: str, tmp_path: Path) -> None:
+def test_cuda_graph_refuses_settings_that_no_capture_has(override: str, key: str, tmp_path: Path) -> None:
     keys = ("momentum", "nesterov", "eps", *OF_LARS) if "name" in override else ()
     nulls = [f"--optimizer.{key}=null" for key in keys]
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True", key)):
         load_config(["--config", "quickstart", "--compute.cuda_graph=true", override, *nulls])
 
 
-def test_a_run_without_the_key_is_not_captured(tmp_path: Path) -> None:
+def test_cuda_graph_is_not_used_without_the_key(tmp_path: Path) -> None:
     assert isinstance(make_run(tmp_path, {})[1].execution, EagerExecution)
 
 
-def test_a_run_with_the_key_ends_at_once_without_a_gpu(tmp_path: Path) -> None:
+def test_cuda_graph_ends_the_run_at_once_without_a_gpu(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--compute.cuda_graph=true"])
     communicator, tuned = build.join_job(config, ALONE)
     plan = build.make_plan(config, communicator, num_samples=1024, first_step=0)
-    with pytest.raises(ConfigError, match=r"compute\.cuda_graph=True needs a GPU"):
+    with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True ", "GPU", "compute.cuda_graph to false")):
         build.make_parts(config, communicator, plan=plan, tuned=tuned)

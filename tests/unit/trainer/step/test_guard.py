@@ -37,7 +37,7 @@ def grads_of(weights: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("largest", [0.01, 1.0, 100.0])
-def test_clipped_gradients_are_those_of_torch(largest: float) -> None:
+def test_guard_clips_gradients_as_torch_does(largest: float) -> None:
     ours, theirs = make_weights(), make_weights()
     norm = torch.nn.utils.clip_grad_norm_(theirs, largest)
     for grad, expected in zip(grads_of(ours), grads_of(theirs), strict=True):
@@ -46,7 +46,7 @@ def test_clipped_gradients_are_those_of_torch(largest: float) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("divisor", [None, 8.0])
-def test_step_is_that_of_divided_gradients(name: str, divisor: float | None) -> None:
+def test_guard_steps_as_with_divided_gradients(name: str, divisor: float | None) -> None:
     ours, theirs = make_weights(), make_weights()
     for weight in ours:
         weight.grad = grads_of([weight])[0] * (divisor or 1.0)
@@ -58,7 +58,7 @@ def test_step_is_that_of_divided_gradients(name: str, divisor: float | None) -> 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skipped_step_leaves_no_trace(name: str) -> None:
+def test_guard_leaves_no_trace_of_a_skipped_step(name: str) -> None:
     weights = make_weights()
     optimizer = OPTIMIZERS[name](weights)
     optimizer.step()
@@ -74,7 +74,7 @@ def test_skipped_step_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e9])
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
-def test_precision_clips_the_unscaled_gradients(name: str, clip_norm: float) -> None:
+def test_guard_clips_the_unscaled_gradients(name: str, clip_norm: float) -> None:
     """A plain step of torch in fp32, on gradients that torch clipped."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from error_texts import naming
 from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, make_batches, make_parts
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -50,7 +51,7 @@ def plain_pytorch(batches: list[Batch]) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-def test_steps_equal_plain_pytorch() -> None:
+def test_train_steps_equal_plain_pytorch() -> None:
     batches, parts, recorder = make_batches(), make_parts(), Recorder()
     train(PLAN, parts, recorder.hooks(), iter(batches))
     expected, losses = plain_pytorch(batches)
@@ -60,7 +61,7 @@ def test_steps_equal_plain_pytorch() -> None:
     assert [r["lr"] for r in recorder.records] == pytest.approx([0.1 / (step + 1) for step in range(4)])
 
 
-def test_to_draw_a_batch_waits_for_no_gpu() -> None:
+def test_train_waits_for_no_gpu_to_draw_a_batch() -> None:
     """By a flag that has a device and no value, so that no GPU is needed."""
     with FakeTensorMode():
         statistics = StepStatistics(torch.zeros(3, device="cuda"))
@@ -70,7 +71,7 @@ def test_to_draw_a_batch_waits_for_no_gpu() -> None:
     assert not syncs.found
 
 
-def test_order_of_reports_evaluations_and_checkpoints() -> None:
+def test_train_order_of_reports_evaluations_and_checkpoints() -> None:
     recorder = Recorder()
     plan = replace(PLAN, log_every_steps=3, checkpoint_every_steps=3)
     totals = train(plan, make_parts(), recorder.hooks(), iter(make_batches()))
@@ -94,7 +95,7 @@ class Meter:
         return taken
 
 
-def test_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
+def test_train_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
     """A step takes 10 J, an evaluation 1,000 and a checkpoint 100,000."""
     meter, recorder = Meter(), Recorder()
 
@@ -114,7 +115,7 @@ def test_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
 
 
 @pytest.mark.slow
-def test_last_step_is_evaluated_whatever_the_interval() -> None:
+def test_train_evaluates_the_last_step_whatever_the_interval() -> None:
     recorder = Recorder()
     train(replace(PLAN, eval_every_steps=3), make_parts(), recorder.hooks(), iter(make_batches()))
     assert [event for event in recorder.events if event[0] == "evaluate"] == [("evaluate", 3), ("evaluate", 4)]
@@ -123,7 +124,7 @@ def test_last_step_is_evaluated_whatever_the_interval() -> None:
 @pytest.mark.parametrize(
     ("every", "offset", "expected"), [(2, 1, [1, 3, 4]), (3, 1, [1, 4]), (3, 2, [2, 4]), (4, 3, [3, 4])]
 )
-def test_evaluations_begin_at_their_offset(every: int, offset: int, expected: list[int]) -> None:
+def test_train_evaluations_begin_at_their_offset(every: int, offset: int, expected: list[int]) -> None:
     recorder = Recorder()
     plan = replace(PLAN, eval_every_steps=every, eval_offset_steps=offset)
     train(plan, make_parts(), recorder.hooks(), iter(make_batches()))
@@ -131,7 +132,7 @@ def test_evaluations_begin_at_their_offset(every: int, offset: int, expected: li
 
 
 @pytest.mark.parametrize(("log_every", "saved"), [(1, ("save", 1, None)), (3, ("save", 2, 0.02))])
-def test_stop_takes_effect_at_the_next_report(log_every: int, saved: tuple[Any, ...]) -> None:
+def test_train_stops_at_the_next_report(log_every: int, saved: tuple[Any, ...]) -> None:
     recorder, stop = Recorder(), SimpleNamespace(is_set=True, signal_name="SIGINT")
     plan = replace(PLAN, log_every_steps=log_every)
     totals = train(plan, make_parts(stop=stop), recorder.hooks(), iter(make_batches()))
@@ -139,7 +140,7 @@ def test_stop_takes_effect_at_the_next_report(log_every: int, saved: tuple[Any, 
     assert recorder.events[-1] == saved, "an evaluation that is due is still done, so that none is missing"
 
 
-def test_stop_at_the_last_step_changes_nothing() -> None:
+def test_train_stop_at_the_last_step_changes_nothing() -> None:
     stop = SimpleNamespace(is_set=False, signal_name=None)
     parts = make_parts(stop=stop)
 
@@ -153,7 +154,7 @@ def test_stop_at_the_last_step_changes_nothing() -> None:
     assert totals.steps == 4
 
 
-def test_shares_of_the_step_are_shares() -> None:
+def test_train_shares_of_the_step_are_shares() -> None:
     recorder = Recorder()
     totals = train(PLAN, make_parts(), recorder.hooks(), iter(make_batches()))
     for record in recorder.records:
@@ -163,15 +164,15 @@ def test_shares_of_the_step_are_shares() -> None:
     assert 0 < totals.input_wait_seconds + totals.exposed_seconds < totals.step_seconds
 
 
-def test_loss_that_is_no_number_ends_the_run() -> None:
+def test_train_ends_with_a_loss_that_is_no_number() -> None:
     parts = make_parts()
     prepare = PrepareBatch(normalize=lambda images_BCHW: images_BCHW.float() * float("nan"), device=CPU)
     broken = replace(parts, prepare=prepare)
-    with pytest.raises(TrainingDiverged, match=r"step 1.*schedule\.base_lr"):
+    with pytest.raises(TrainingDiverged, match=naming(" nan ", "step 1:", "schedule.base_lr")):
         train(PLAN, broken, Recorder().hooks(), iter(make_batches()))
 
 
-def test_counts_of_a_batch_by_hand() -> None:
+def test_count_batch_by_hand() -> None:
     logits_BK = torch.tensor([[9.0, 1, 2, 3, 4, 5, 6], [0.0, 1, 2, 3, 4, 5, 6], [0.0, 1, 2, 3, 4, 5, 6]])
     labels_B = torch.tensor([0, 1, 2])
     counts = count_batch(logits_BK, labels_B, torch.tensor([True, True, True])).tolist()
@@ -182,9 +183,9 @@ def test_counts_of_a_batch_by_hand() -> None:
     assert padded[3] == 2
 
 
-def test_evaluation_that_misses_an_image_is_an_error() -> None:
+def test_evaluate_that_misses_an_image_is_an_error() -> None:
     parts = make_parts()
-    with pytest.raises(DataError, match="counted 8 pictures of 9"):
+    with pytest.raises(DataError, match=naming(" 8 ", " 9;")):
         evaluate(
             parts.model,
             iter(make_batches(2)),
@@ -225,7 +226,9 @@ def expected_loss(model: nn.Module, *, with_mirrored: bool) -> float:
 
 
 @pytest.mark.parametrize(("options", "with_mirrored"), [({}, False), ({"flip": False}, False), ({"flip": True}, True)])
-def test_flip_takes_the_mean_over_the_image_and_its_mirror_image(options: dict[str, bool], with_mirrored: bool) -> None:
+def test_evaluate_with_flip_takes_the_mean_over_the_image_and_its_mirror_image(
+    options: dict[str, bool], with_mirrored: bool
+) -> None:
     model, record = evaluate_8(**options)
     assert record["count"] == 2 * SPAN
     assert record["loss"] == pytest.approx(expected_loss(model, with_mirrored=with_mirrored), rel=1e-5)
@@ -233,7 +236,7 @@ def test_flip_takes_the_mean_over_the_image_and_its_mirror_image(options: dict[s
     assert record["loss"] != pytest.approx(other, rel=1e-3), "the views do not differ: nothing was tested"
 
 
-def test_evaluation_that_ends_the_run_is_saved_and_is_the_last() -> None:
+def test_train_saves_the_evaluation_that_ends_it_and_it_is_the_last() -> None:
     recorder, stop = Recorder(), SimpleNamespace(is_set=True, signal_name="SIGINT")
     hooks = replace(recorder.hooks(), reason_to_end=lambda: "good enough")
     totals = train(replace(PLAN, log_every_steps=9), make_parts(stop=stop), hooks, iter(make_batches()))
@@ -241,7 +244,7 @@ def test_evaluation_that_ends_the_run_is_saved_and_is_the_last() -> None:
     assert totals.stopped_by is None, "it was finished"
 
 
-def test_first_step_without_a_number_is_found_between_reports() -> None:
+def test_train_finds_the_first_step_without_a_number_between_reports() -> None:
     """The pictures of the third step of four are none, of which one report tells."""
     prepare, calls = make_parts().prepare, iter(range(99))
 
@@ -252,5 +255,5 @@ def test_first_step_without_a_number_is_found_between_reports() -> None:
 
     parts = replace(make_parts(), prepare=broken)
     plan = replace(PLAN, log_every_steps=4, eval_every_steps=4)
-    with pytest.raises(TrainingDiverged, match="the loss is nan since step 3: "):
+    with pytest.raises(TrainingDiverged, match=naming(" nan ", "step 3: ")):
         train(plan, parts, Recorder().hooks(), iter(make_batches()))

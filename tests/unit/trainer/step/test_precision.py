@@ -46,7 +46,7 @@ def step(
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_weights_are_half_and_norm_stays_fp32(name: str) -> None:
+def test_precision_halves_weights_and_leaves_norm_in_fp32(name: str) -> None:
     model = small_model()
     precision = make_precision(model, name=name)
     dtypes = {key: p.dtype for key, p in model.named_parameters()}
@@ -70,7 +70,7 @@ def test_fp32_masters_are_the_parameters(name: str) -> None:
     assert all(precision.masters[key] is p for key, p in model.named_parameters())
 
 
-def test_update_smaller_than_half_precision_is_kept() -> None:
+def test_masters_keep_an_update_smaller_than_half_precision() -> None:
     """The reason for masters: 100 updates of 1e-5 each vanish in bf16 beside a weight of 1."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -83,7 +83,7 @@ def test_update_smaller_than_half_precision_is_kept() -> None:
     assert model.weight.item() == pytest.approx(1 - 1e-3, abs=2**-8), "the half weight follows its master"
 
 
-def test_fp16_update_equals_fp32_within_half_precision() -> None:
+def test_precision_fp16_update_equals_fp32_within_half_precision() -> None:
     images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     results = {}
     for name in COMPUTE_DTYPES:
@@ -100,7 +100,7 @@ def test_fp16_update_equals_fp32_within_half_precision() -> None:
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_overflow_skips_the_update_and_halves_the_scale(name: str) -> None:
+def test_precision_skips_the_update_of_an_overflow_and_halves_the_scale(name: str) -> None:
     model = small_model()
     precision = make_precision(model, name=name)
     optimizer = LARS(list(precision.masters.values()), lr=1.0)
@@ -116,7 +116,7 @@ def test_overflow_skips_the_update_and_halves_the_scale(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPUTE_DTYPES)
-def test_state_goes_through_a_checkpoint(name: str) -> None:
+def test_precision_goes_through_a_checkpoint(name: str) -> None:
     model = small_model()
     precision = make_precision(model, name=name)
     step(model, precision, torch.optim.SGD(precision.masters.values(), lr=0.1), torch.randn(4, 3, 8, 8))
@@ -134,7 +134,7 @@ def test_state_goes_through_a_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weight_that_is_no_number_is_seen(bad: float) -> None:
+def test_precision_sees_a_weight_that_is_no_number(bad: float) -> None:
     precision = make_precision(small_model(), name="bf16")
     assert precision.is_finite()
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_weight_that_is_no_number_is_seen(bad: float) -> None:
     assert not precision.is_finite()
 
 
-def test_foreign_weights_are_refused() -> None:
+def test_precision_refuses_foreign_weights() -> None:
     precision = make_precision(small_model(), name="fp32")
     with pytest.raises(RuntimeError, match="Missing key"):
         precision.load_model_state({})
@@ -167,7 +167,9 @@ def same(ours: object, theirs: object) -> bool:
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", COMPUTE_DTYPES)
-def test_skipped_update_leaves_no_trace(name: str, make_optimizer: "partial[torch.optim.Optimizer]") -> None:
+def test_precision_leaves_no_trace_of_a_skipped_update(
+    name: str, make_optimizer: "partial[torch.optim.Optimizer]"
+) -> None:
     """Twins: one is asked to skip an update in between, on whatever gradients, the other never hears of it."""
     images = torch.randn(3, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     no, yes = torch.tensor([False]), torch.tensor([True])
@@ -185,7 +187,7 @@ def test_skipped_update_leaves_no_trace(name: str, make_optimizer: "partial[torc
     assert not same(ends[0][0], make_precision(small_model(), name=name).model_state())
 
 
-def test_skipped_update_with_an_overflow_of_its_own_keeps_the_scale() -> None:
+def test_precision_keeps_the_scale_at_a_skipped_update_with_an_overflow_of_its_own() -> None:
     model = small_model()
     precision = make_precision(model, name="fp16")
     optimizer = LARS(list(precision.masters.values()), lr=1.0)
@@ -207,7 +209,7 @@ def test_underflow_is_counted_by_hand(name: str) -> None:
     assert underflow_fraction(grads, sum_parts=lambda counts_2: counts_2 + more) == 3 / 12
 
 
-def test_figures_of_a_step_by_hand() -> None:
+def test_precision_figures_of_a_step_by_hand() -> None:
     """Loss 2 * w * x with x = 3 and 2**-30: gradients 6 and 2**-29, of which fp16 holds the first; scaled, both."""
     for name, expected in (("fp32", None), ("bf16", 0.0), ("fp16", 0.5)):
         model = nn.Linear(2, 1, bias=False)

@@ -5,7 +5,7 @@ import torch
 from bigbatch.trainer.step.seeding import seed_forward
 
 
-def test_draws_depend_on_the_position_alone() -> None:
+def test_seeding_draws_by_the_position_alone() -> None:
     def draw(**position: int) -> float:
         seed_forward(3, **position)
         return torch.rand(1).item()

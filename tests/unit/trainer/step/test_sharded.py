@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from error_texts import naming
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -28,7 +29,7 @@ def plan_of(*buffers: list[int]) -> FusionPlan:
     )
 
 
-def test_shares_by_hand() -> None:
+def test_sharded_shares_by_hand() -> None:
     """Seven elements and two ranks: parts of four, the last one with an element of filling."""
     plan = plan_of([3, 4], [2])
     assert cut(plan, rank=0, world_size=2) == {
@@ -47,7 +48,7 @@ def test_shares_by_hand() -> None:
     buffers=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3),
     world_size=st.integers(1, 7),
 )
-def test_every_element_is_of_one_rank_and_shares_are_even(buffers: list[list[int]], world_size: int) -> None:
+def test_sharded_elements_are_of_one_rank_each_and_shares_are_even(buffers: list[list[int]], world_size: int) -> None:
     plan = plan_of(*buffers)
     shares = [cut(plan, rank=rank, world_size=world_size) for rank in range(world_size)]
     for buffer in plan.buffers:
@@ -59,23 +60,23 @@ def test_every_element_is_of_one_rank_and_shares_are_even(buffers: list[list[int
     assert all(sum(piece.stop - piece.start for piece in share.values()) <= part for share in shares)
 
 
-def test_parts_are_equal() -> None:
+def test_own_part_is_one_of_equal_parts() -> None:
     assert own_part(torch.arange(6), rank=1, world_size=3).tolist() == [2, 3]
-    with pytest.raises(ValueError, match="7 elements have no 3 equal parts"):
+    with pytest.raises(ValueError, match=naming("7 elements", "3 equal parts")):
         own_part(torch.arange(7), rank=0, world_size=3)
 
 
-def test_a_rank_without_a_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_weights_refuse_a_rank_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = connect(env=ALONE, backend="gloo")
     model = nn.Linear(1, 1, bias=False)
     precision = Precision(model, name="fp32", device=communicator.device)
     reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
     monkeypatch.setattr(sharded, "cut", lambda plan, **place: {"weight": Piece(0, 0, 0, 0, 0)})
-    with pytest.raises(ConfigError, match=r"optimizer\.sharded=True leaves the last of 1 ranks no share .*set it to f"):
+    with pytest.raises(ConfigError, match=naming("optimizer.sharded=True ", " 1 ranks", "false")):
         ShardedWeights(model, precision.masters, reducer, communicator)
 
 
-def test_what_an_update_waits_for_is_measured() -> None:
+def test_sharded_weights_measure_what_an_update_waits_for() -> None:
     communicator = connect(env=ALONE, backend="gloo")
     model = nn.Linear(3, 2)
     precision = Precision(model, name="bf16", device=communicator.device)
@@ -87,7 +88,7 @@ def test_what_an_update_waits_for_is_measured() -> None:
         assert reducer.exposed.take_seconds() > 0
 
 
-def test_an_optimizer_that_would_adapt_by_norms_of_shares_is_refused() -> None:
+def test_sharded_weights_refuse_an_optimizer_that_would_adapt_by_norms_of_shares() -> None:
     communicator = connect(env=ALONE, backend="gloo")
     model = nn.Linear(3, 2)
     precision = Precision(model, name="fp32", device=communicator.device)
@@ -98,6 +99,6 @@ def test_an_optimizer_that_would_adapt_by_norms_of_shares_is_refused() -> None:
         weights.attach(adapting)
         assert adapting.norms == weights.norms
         del adapting.norms  # as one that calls them otherwise
-        with pytest.raises(TypeError, match=f"{type(adapting).__name__} adapts, but has no attribute norms"):
+        with pytest.raises(TypeError, match=naming(type(adapting).__name__, "norms")):
             weights.attach(adapting)
     weights.attach(torch.optim.SGD([{"params": masters, "adapt": True}], lr=1.0))  # it carries the key along

@@ -8,7 +8,7 @@ import pytest
 from bigbatch.trainer.step.signals import StopRequest
 
 
-def test_a_second_ctrl_c_interrupts_at_once() -> None:
+def test_signals_let_a_second_ctrl_c_interrupt_at_once() -> None:
     previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         stop = StopRequest()

@@ -15,11 +15,11 @@ from bigbatch.trainer.step.stragglers import straggler_hint, straggler_share
         ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
     ],
 )
-def test_shares_of_stragglers_by_hand(waited: tuple[float, ...], exposed: tuple[float, ...], share: float) -> None:
+def test_straggler_shares_by_hand(waited: tuple[float, ...], exposed: tuple[float, ...], share: float) -> None:
     assert straggler_share(waited, exposed) == pytest.approx(share)
 
 
-def test_the_slowest_rank_is_named_where_it_matters() -> None:
+def test_straggler_is_named_where_it_matters() -> None:
     def host_of(rank: int) -> str:
         return f"n{rank}"
 

@@ -15,17 +15,17 @@ FIRST = WindowSums(**SCALARS, waited_P=(0.25, 0.0, 0.0), exposed_P=(0.5, 0.0, 0.
 CPU = torch.device("cpu")
 
 
-def test_what_is_packed_comes_back() -> None:
+def test_window_sums_come_back_from_their_pack() -> None:
     assert WindowSums.unpack(FIRST.pack(CPU)) == FIRST
 
 
-def test_a_sum_over_ranks_keeps_the_shares_of_each() -> None:
+def test_window_sums_over_ranks_keep_the_shares_of_each() -> None:
     second = WindowSums(**SCALARS, waited_P=(0.0, 0.125, 0.0), exposed_P=(0.0, 0.75, 0.0))
     found = WindowSums.unpack(FIRST.pack(CPU) + second.pack(CPU))
     assert (found.waited_P, found.exposed_P) == ((0.25, 0.125, 0.0), (0.5, 0.75, 0.0))
     assert {name: getattr(found, name) for name in SCALARS} == {name: 2 * each for name, each in SCALARS.items()}
 
 
-def test_numbers_that_are_not_of_whole_ranks_are_refused() -> None:
+def test_window_sums_refuse_numbers_that_are_not_of_whole_ranks() -> None:
     with pytest.raises(AssertionError):
         WindowSums.unpack(FIRST.pack(CPU)[:-1])
