@@ -43,7 +43,7 @@ def pair(runtime_folder: Path) -> Iterator[EmulatedCluster]:
     clusters.down("pair", root=root)
 
 
-def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: EmulatedCluster, tmp_path: Path) -> None:
+def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: EmulatedCluster, tmp_path: Path) -> None:
     """The goodput is given, so that no iperf3 is needed; Horovod takes no part."""
     common = ("--repetitions", "1", "--tune-seconds", "1", "--goodput-mbit", "956", "--setting", json.dumps(SETTING))
     for module, (launcher, options) in PROGRAMS.items():
@@ -74,7 +74,7 @@ def test_every_benchmark_runs_and_is_summarised(emulate: Emulate, pair: Emulated
 
 
 @pytest.mark.parametrize(("module", "options"), [("jobs", ("--states", "warm")), ("preflight", ())])
-def test_the_benchmarks_of_launching_run(module: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_benchmarks_of_launching_run(module: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Once each. Whether preflight is right every time is not asked here: other tests run beside it."""
     if module == "jobs":
         try:

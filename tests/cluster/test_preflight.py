@@ -40,7 +40,7 @@ def blamed(found: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("fault", "text"), [(nullcontext, None), (lambda: slowed("n2"), "n2: multiplies matrices at")])
-def test_a_node_at_half_speed_is_named_and_equal_ones_are_not(
+def test_node_at_half_speed_is_named_and_equal_ones_are_not(
     fault: Callable[[], AbstractContextManager[None]],
     text: str | None,
     four: EmulatedCluster,
@@ -55,7 +55,7 @@ def test_a_node_at_half_speed_is_named_and_equal_ones_are_not(
     assert f"bigbatch: {text}" in printed if text else "nodes: 4, all fit" in printed
 
 
-def test_a_link_at_a_tenth_is_named(four: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_link_at_a_tenth_is_named(four: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     assert emulate("shape", "--name", "four", "--node", "n3", "--link", "100mbit").returncode == 0
     try:
         code, found, printed = look(emulate, tmp_path)
@@ -84,7 +84,7 @@ def test_nodes_that_do_not_reach_each_other_are_named(four: EmulatedCluster, emu
     assert found["seconds"] < MOST_SECONDS
 
 
-def test_an_unknown_interface_is_one_line(four: EmulatedCluster, emulate: Emulate) -> None:
+def test_unknown_interface_is_one_line(four: EmulatedCluster, emulate: Emulate) -> None:
     done = emulate("run", "--name", "four", "--", "preflight", "--interface", "ib7")
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
@@ -103,7 +103,7 @@ sys.exit(main(["preflight", "--bad-nodes", "bad"]))
 """
 
 
-def test_a_silent_node_is_named_in_time(
+def test_silent_node_is_named_in_time(
     four: EmulatedCluster, emulate: Emulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -170,7 +170,7 @@ def test_every_rank_knows_its_place(slurm: EmulatedCluster, tmp_path: Path) -> N
         assert each["folder"] == str(tmp_path)
 
 
-def test_a_training_job_ends_with_the_bits_of_mpirun(
+def test_training_job_ends_with_the_bits_of_mpirun(
     slurm: EmulatedCluster, shapes: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     script = srun_train(shapes, tmp_path / "run", LONG)
@@ -181,7 +181,7 @@ def test_a_training_job_ends_with_the_bits_of_mpirun(
     assert_identical(final_state(tmp_path / "run"), final_state(uninterrupted))
 
 
-def test_a_sweep_is_an_array_for_each_number_of_ranks(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
+def test_sweep_is_an_array_for_each_number_of_ranks(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
     experiment = load_config(
         train_command(shapes, tmp_path / "base", {"data.loader": "torchvision", "run.epochs": 1})[1:]
     )
@@ -233,7 +233,7 @@ def test_exit_codes_and_messages_pass_through(slurm: EmulatedCluster, tmp_path: 
     assert (missing.returncode, missing.stderr) == (1, "bigbatch: no-such-command: No such file or directory\n")
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_code(slurm: EmulatedCluster, tmp_path: Path) -> None:
+def test_rank_that_fails_ends_the_job_with_its_code(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """As the largest code of all ranks; those of bigbatch that lose a peer end by themselves, with 1."""
     script = 'srun bash -c "[ \\$SLURM_PROCID != 5 ] || exit 3; sleep 1; exit 1"'
     job = submit(script, "--nodes=4", "--ntasks-per-node=2", "--output=said", cwd=tmp_path)
@@ -242,7 +242,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_code(slurm: EmulatedCluster, tm
     assert "n2: task 5: Exited with exit code 3" in (tmp_path / "said").read_text()
 
 
-def test_a_rank_that_fails_can_end_ranks_that_would_go_on(slurm: EmulatedCluster, tmp_path: Path) -> None:
+def test_rank_that_fails_can_end_ranks_that_would_go_on(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """The largest code is then that of those who were ended."""
     script = 'srun --kill-on-bad-exit=1 bash -c "[ \\$SLURM_PROCID != 5 ] || exit 3; sleep 600"'
     job = submit(script, "--nodes=4", "--ntasks-per-node=2", "--output=said", cwd=tmp_path)
@@ -276,7 +276,7 @@ def launch(*options: str, command: list[str], cwd: Path) -> tuple[str, Path]:
 TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1")
 
 
-def test_a_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
+def test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
     slow: Callable[[], None], shapes: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Slurm looks for time limits twice a minute, so they may come half a minute early."""
@@ -304,7 +304,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
     assert steps(run_folder) == steps(uninterrupted)
 
 
-def test_a_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
+def test_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
     slow: Callable[[], None], shapes: Path, tmp_path: Path
 ) -> None:
     job, log = launch(*TWO_NODES, command=train_command(shapes, tmp_path / "run", LONG), cwd=tmp_path)
@@ -350,7 +350,7 @@ def test_status_and_cancel_of_an_array_are_of_all_its_jobs(slurm: EmulatedCluste
     assert shown.count("130 (stopped by request") == 4, shown
 
 
-def test_a_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
+def test_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
     with slowed("n1"):
         job, log = launch(
             *(*TWO_NODES, "--preflight", "exclude"),
@@ -367,7 +367,7 @@ def test_a_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: P
     assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 2
 
 
-def test_a_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Path, tmp_path: Path) -> None:
+def test_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Path, tmp_path: Path) -> None:
     script = srun_train(shapes, tmp_path / "run", LONG)
     job = submit(script, "--nodes=2", "--ntasks-per-node=1", "--output=said", cwd=tmp_path)
     wait_until(lambda: len(steps(tmp_path / "run")) >= 2, log=tmp_path / "said")
@@ -378,7 +378,7 @@ def test_a_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Pa
     assert 2 <= newest_step(tmp_path / "run") < STEPS, (tmp_path / "said").read_text()
 
 
-def test_an_urgent_job_gets_the_nodes_and_gives_them_back(slurm: EmulatedCluster, tmp_path: Path) -> None:
+def test_urgent_job_gets_the_nodes_and_gives_them_back(slurm: EmulatedCluster, tmp_path: Path) -> None:
     """The other one is told by its own signal, long before its time limit."""
     script = """
         trap 'echo told; scontrol requeue $SLURM_JOB_ID; sleep 60' USR1
@@ -406,7 +406,7 @@ def mortal(runtime_folder: Path, emulate: Emulate) -> Iterator[EmulatedCluster]:
     yield from _built(emulate, "mortal", "--nodes", "3", "--ranks-per-node", "1")
 
 
-def test_a_job_moves_away_from_a_node_that_dies(mortal: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
+def test_job_moves_away_from_a_node_that_dies(mortal: EmulatedCluster, emulate: Emulate, tmp_path: Path) -> None:
     log = tmp_path / "said"
     rank = 'echo "attempt ${SLURM_RESTART_COUNT:-0} on $(hostname)"; [ -n "$SLURM_RESTART_COUNT" ] || sleep 600'
     job = submit(
@@ -470,7 +470,7 @@ def test_slurm_goes_with_its_cluster(slurm: EmulatedCluster, emulate: Emulate, t
     assert len(daemons_in(slurm)) == 6, "the other one is not touched"
 
 
-def test_a_node_that_does_not_start_is_named(
+def test_node_that_does_not_start_is_named(
     emulate: Emulate, slurm: EmulatedCluster, tmp_path: Path, runtime_folder: Path
 ) -> None:
     (tmp_path / "slurmd").write_text("#!/bin/sh\n[ $2 = n1 ] && { echo fatal: no clock >&2; exit 1; }\nexit 0\n")

@@ -17,7 +17,7 @@ TRAIN = (
 
 
 @pytest.mark.parametrize(("launcher", "place"), [("mpirun", "block"), ("plain", "cyclic")])
-def test_a_training_job_crosses_the_links_once(
+def test_training_job_crosses_the_links_once(
     launcher: str, place: str, tmp_path: Path, emulate: Callable[..., object]
 ) -> None:
     write_dataset(tmp_path / "shapes", train_per_class=32, val_per_class=4)

@@ -82,7 +82,7 @@ def test_nccl_sums_beside_backward(nccl: Communicator) -> None:
         time.sleep(0.1)
 
 
-def test_a_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:
+def test_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:
     model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
     reducer = GradientReducer(model.named_parameters(), nccl, **SMALL)
 
@@ -165,7 +165,7 @@ def test_ranks_sum_tensors_of_a_gpu_over_tcp(algorithm: str, group_size: int, tm
     assert exit_codes(ranks, timeout_seconds=200) == [0, 0], "\n".join(log.read_text() for log in logs)
 
 
-def test_a_rank_takes_up_no_memory_of_another_ranks_gpu(tmp_path: Path) -> None:
+def test_rank_takes_up_no_memory_of_another_ranks_gpu(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     log = tmp_path / "log"

@@ -55,7 +55,7 @@ def step(model: nn.Module, precision: str) -> tuple[float, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize(("precision", "eps"), [("fp32", 2**-11), ("bf16", 2**-8), ("fp16", 2**-11)])
 @pytest.mark.parametrize("num_recomputed", [0, 4])
-def test_a_compiled_step_is_as_close_to_the_truth_as_the_eager_one(
+def test_compiled_step_is_as_close_to_the_truth_as_the_eager_one(
     precision: str, eps: float, num_recomputed: int
 ) -> None:
     """The truth: the same rounded weights and pictures in float64. 50 layers multiply what each rounds."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from error_texts import naming
 from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from torch import Tensor, nn
 
@@ -124,27 +125,27 @@ def require_same_way(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replayed_steps_go_the_same_way_without_host_syncs(name: str, tmp_path: Path) -> None:
+def test_graph_replays_steps_the_same_way_without_host_syncs(name: str, tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES[name])
 
 
 @pytest.mark.parametrize("name", ["lars fp32", "lars sharded fp16"])
-def test_sums_of_nccl_are_captured(name: str, tmp_path: Path) -> None:
+def test_graph_captures_sums_of_nccl(name: str, tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES[name], nccl=True)
 
 
-def test_two_sizes_of_images_have_two_graphs(tmp_path: Path) -> None:
+def test_graph_of_each_size_of_images(tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES["lars sharded fp16"], sizes=(*(32,) * 5, *(48,) * 5, 32, 48))
 
 
-def test_dropout_draws_what_it_draws_at_once(tmp_path: Path) -> None:
+def test_graph_with_dropout_draws_what_it_draws_at_once(tmp_path: Path) -> None:
     def drop_images(parts: Parts) -> None:
         parts.model.register_forward_pre_hook(lambda model, args: (F.dropout(args[0], 0.5),))
 
     require_same_way(tmp_path, {}, change=drop_images)
 
 
-def test_a_failed_input_changes_nothing_in_a_replay(tmp_path: Path) -> None:
+def test_graph_replay_of_a_failed_input_changes_nothing(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {}, is_captured=True, nccl=False)
     num_good = WARM_UP_STEPS + 2
     source = batches((32,) * num_good, error="the disk is gone")
@@ -158,7 +159,7 @@ def test_a_failed_input_changes_nothing_in_a_replay(tmp_path: Path) -> None:
     assert torch.equal(parts.statistics.running_N, statistics_before_N)
 
 
-def test_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) -> None:
+def test_graph_of_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) -> None:
     def read(model: nn.Module, args: object, logits_BK: Tensor) -> None:
         logits_BK.sum().item()
 
@@ -167,5 +168,5 @@ def test_a_step_that_reads_the_device_ends_in_one_line(tmp_path: Path) -> None:
     stream, train_step = InputStream(batches((32,) * 8)), TrainStep(plan, parts)
     for step in range(WARM_UP_STEPS):
         train_step(step, stream)
-    with pytest.raises(ComputeError, match=r"a step of 32 x 3 x 32 x 32 pictures.*item.*: set compute\.cuda_graph=f"):
+    with pytest.raises(ComputeError, match=naming("32 x 3 x 32 x 32", "item", "compute.cuda_graph=false")):
         train_step(WARM_UP_STEPS, stream)

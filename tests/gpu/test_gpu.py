@@ -172,7 +172,7 @@ def test_only_tf32_rounds_to_tf32() -> None:
         assert convolved < (1e-5 if name == "fp32" else 1e-3), (name, convolved)
 
 
-def test_a_trial_that_does_not_fit_leaves_nothing_behind() -> None:
+def test_trial_that_does_not_fit_leaves_nothing_behind() -> None:
     config = load_config(["--config", "quickstart"])
     device = torch.device("cuda", 0)
     assert fits_memory(config, 64, device=device)  # what CUDA's libraries keep is there from now on

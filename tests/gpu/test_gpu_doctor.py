@@ -24,7 +24,7 @@ def test_syncs_of_device_tensors_are_found_and_those_of_the_host_are_not() -> No
     assert sorted(found.partition(": ")[2].split()[0] for found in syncs.found) == ["copies", "counts", "reads"]
 
 
-def test_an_examination_tells_how_long_the_gpu_works(tmp_path: Path) -> None:
+def test_examination_tells_how_long_the_gpu_works(tmp_path: Path) -> None:
     options = {
         "data.loader": "synthetic",
         "data.num_synthetic_samples": 512,

@@ -36,7 +36,7 @@ def test_half_and_compiled_logits_are_those_of_fp32_on_the_cpu(dtype: torch.dtyp
     assert float((half(given_BCHW).float().cpu() - want_BK).norm() / want_BK.norm()) < bound
 
 
-def test_the_rate_waits_for_the_device() -> None:
+def test_rate_waits_for_the_device() -> None:
     """Against CUDA's own clock; without waiting it would be that of the launches, a hundred times as fast."""
     matrix = torch.randn(8192, 8192, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

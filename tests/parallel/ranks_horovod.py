@@ -111,9 +111,7 @@ def check_broadcasts(communicator: Communicator) -> None:
     assert broadcast_object(value, communicator, root_rank=root) == value | {"rank": root}
 
     odd = {"weight": torch.zeros(3 if is_root else 2)}
-    with pytest.raises(
-        CommError, match=rf"rank {root} and rank 0 disagree on the tensors to broadcast: 'weight: \(3,\)"
-    ):
+    with pytest.raises(CommError, match=rf"rank {root} and rank 0 .*'weight: \(3,\)"):
         broadcast_parameters(odd, communicator)
 
 
@@ -139,7 +137,7 @@ def check_horovod() -> int:
 
     over_horovod, over_mpi = connect(backend="horovod"), connect(backend="mpi")
     check_transport(over_horovod)
-    with pytest.raises(ValueError, match="'ring' is made of messages between ranks, which horovod has not: use native"):
+    with pytest.raises(ValueError, match=r"'ring' .*horovod.*native"):
         over_horovod.with_algorithm("ring")
     for communicator in (over_horovod, over_mpi):
         for check in (check_training, check_broadcasts, check_allreduce):
@@ -162,7 +160,7 @@ def check_transport(communicator: Communicator) -> None:
             check_group(communicator, group, dtype)
     empty_N = torch.zeros(0)
     backend.all_reduce_(empty_N, backend.world)
-    with pytest.raises(ValueError, match=r"horovod cannot sum torch\.bfloat16; it sums float64, float32, float16"):
+    with pytest.raises(ValueError, match=r"horovod .*torch\.bfloat16.*float64, float32, float16"):
         communicator.start(torch.ones(3, dtype=torch.bfloat16), label="bf16")
     values_N = torch.randn(1001, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     total_N = sum(torch.randn(1001, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(n))

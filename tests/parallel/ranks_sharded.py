@@ -273,7 +273,7 @@ def check_too_small(communicator: Communicator) -> None:
         ShardedWeights(model, dict(model.named_parameters()), reducer, communicator)
     except ConfigError as error:
         said = str(error)
-    assert "set it to false" in said
+    assert "optimizer.sharded=True" in said
 
 
 def check_memory(communicator: Communicator) -> None:

@@ -107,7 +107,7 @@ def check_several_at_once(communicator: Communicator) -> None:
 
 def without_shared_memory(communicator: Communicator) -> Communicator:
     """The same ranks with the algorithms that GPUs use: made of the backend's own collectives."""
-    return replace(communicator, memory=None)
+    return replace(communicator, memory=None).with_algorithm(communicator.algorithm)
 
 
 @cache

@@ -52,20 +52,20 @@ def in_fp32(script: Path) -> list[tuple[float, float]]:
     return perplexities(output)
 
 
-def test_it_learns(in_fp32: list[tuple[float, float]]) -> None:
+def test_example_learns(in_fp32: list[tuple[float, float]]) -> None:
     assert in_fp32[1][0] < 0.7 * in_fp32[0][0]
     assert in_fp32[1][1] < in_fp32[0][1]
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpi), "torchrun"])
-def test_two_ranks_train_the_same_model(launcher: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
+def test_example_on_two_ranks_is_the_same(launcher: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
     together = perplexities(run_script(script, launcher, *SHORT, num_ranks=2))
     for ours, theirs in zip(together, in_fp32, strict=True):
         assert ours == pytest.approx(theirs, rel=3e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns_as_fast(precision: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
+def test_example_in_half_precision_learns(precision: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
     code, output = alone(script, *SHORT, "--precision", precision)
     assert code == 0, output
     found = perplexities(output)
@@ -74,14 +74,14 @@ def test_half_precision_learns_as_fast(precision: str, script: Path, in_fp32: li
         assert ours == pytest.approx(theirs, rel=0.05)
 
 
-def test_a_batch_that_ranks_cannot_share(script: Path) -> None:
+def test_example_refuses_a_batch_that_ranks_cannot_share(script: Path) -> None:
     words = [str(script), "--batch-size", "5"]
     code, output = fork_job("test_language_example:run_copy", words, places(2), timeout_seconds=60)
     assert code == 1
-    assert "language_model.py: --batch-size 5 does not divide by 2 ranks: give a multiple\n" in output
+    assert re.search("^language_model.py: --batch-size 5 .*2 ranks", output, re.M), output
 
 
-def test_a_learning_rate_out_of_reach(script: Path) -> None:
+def test_example_names_a_learning_rate_out_of_reach(script: Path) -> None:
     code, output = alone(script, *SHORT, "--learning-rate", "1e30")
     assert code == 1
-    assert "language_model.py: the loss of epoch 1 is not finite: lower --learning-rate\n" in output
+    assert re.search("^language_model.py: .*epoch 1 .*--learning-rate$", output, re.M), output

@@ -66,14 +66,14 @@ def test_ddp_survivors_name_the_lost_rank(backend: str) -> None:
         pytest.param("torchrun", 4, ["tcp"], marks=pytest.mark.long),
     ],
 )
-def test_the_optimizer_wrapper(launcher: str, num_ranks: int, backends: list[str]) -> None:
+def test_distributed_optimizer_over_ranks(launcher: str, num_ranks: int, backends: list[str]) -> None:
     assert_all_passed(run_script(HOROVOD, launcher, "optimizer", *backends, num_ranks=num_ranks), num_ranks=num_ranks)
 
 
 @needs_mpi
 @needs_horovod
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_the_real_horovod(num_ranks: int) -> None:
+def test_horovod_that_is_real(num_ranks: int) -> None:
     assert_all_passed(run_script(HOROVOD, "mpirun", "horovod", num_ranks=num_ranks), num_ranks=num_ranks)
 
 
@@ -104,7 +104,7 @@ def code_blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("index", range(len(code_blocks())))
-def test_the_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> None:
+def test_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(code_blocks()[index])
     alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60)
@@ -114,7 +114,7 @@ def test_the_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> N
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # the batch is global, whatever the number of ranks
 
 
-def test_the_page_names_what_exists() -> None:
+def test_page_names_what_exists() -> None:
     """Every call of ours in the page's tables can be found where it says."""
     text = PAGE.read_text()
     for module in re.findall(r"`(bigbatch(?:\.\w+)+)`", text):

@@ -121,7 +121,7 @@ long = pytest.mark.long
         pytest.param("a,a,a,b,b,c,c,d", 0, "tcp gloo-flat", marks=long),
     ],
 )
-def test_the_contract(hosts: str, group_size: int, backends: str) -> None:
+def test_backend_contract(hosts: str, group_size: int, backends: str) -> None:
     num_ranks = len(hosts.split(","))
     output = run_forked(num_ranks, ["check", hosts, str(group_size), *backends.split()])
     assert_all_passed(output, num_ranks=num_ranks)
@@ -134,7 +134,7 @@ def test_the_contract(hosts: str, group_size: int, backends: str) -> None:
         pytest.param("a,b,a,a", "mpi", marks=(needs_mpi, long)),
     ],
 )
-def test_the_contract_under_mpirun(hosts: str, backends: str) -> None:
+def test_backend_contract_under_mpirun(hosts: str, backends: str) -> None:
     num_ranks = len(hosts.split(","))
     output = run_launched("mpirun", num_ranks, ["check", hosts, "0", *backends.split()])
     assert_all_passed(output, num_ranks=num_ranks)
@@ -152,12 +152,12 @@ def test_sharded_update(num_ranks: int, backends: str) -> None:
     assert_all_passed(run_forked(num_ranks, ["sharded", *backends.split()]), num_ranks=num_ranks)
 
 
-def test_beside_a_process_group_of_the_scripts_own() -> None:
+def test_connect_beside_a_process_group_of_the_scripts_own() -> None:
     assert_all_passed(run_forked(3, ["beside", "gloo"]), num_ranks=3)
 
 
 @pytest.mark.parametrize("launcher", [None, pytest.param("torchrun", marks=long)])
-def test_one_connection_after_another(launcher: str | None) -> None:
+def test_connect_one_after_another(launcher: str | None) -> None:
     arguments = ["reconnect", "tcp", "gloo", "tcp", "gloo"]
     output = run_launched(launcher, 2, arguments) if launcher else run_forked(2, arguments)
     assert_all_passed(output, num_ranks=2)
@@ -166,13 +166,13 @@ def test_one_connection_after_another(launcher: str | None) -> None:
 @pytest.mark.parametrize(
     ("hosts", "algorithm", "expected"),
     [
-        ("a,a", "hierarchical", r"rank 1 sums 40 bytes of torch.float32 at 0 in .* while rank 0 .* sums 80 bytes"),
-        ("a,b", "ring", r"rank [01] sent a message of \d+ bytes where \d+ were expected: all ranks must sum the same"),
+        ("a,a", "hierarchical", r"rank 1 .*\b40 bytes of torch.float32 .* rank 0 .*\b80 bytes"),
+        ("a,b", "ring", r"rank [01] .* \d+ bytes .* \d+ "),
     ],
 )
 def test_ranks_that_sum_different_tensors(hosts: str, algorithm: str, expected: str) -> None:
     output = run_forked(2, ["mismatch", hosts, "tcp", algorithm, "20", "10"])
-    pattern = r"rank (\d) failed: rank \1: buffer 0 failed after .*; all ranks still answer \(tcp: (.*)"
+    pattern = r"rank (\d) failed: rank \1: buffer 0 .* \d\.\d s; all ranks still .*\(tcp: (.*)"
     found = re.findall(pattern, output)
     assert sorted(rank for rank, _ in found) == ["0", "1"], output
     assert any(re.match(expected, reason) for _, reason in found), output
@@ -180,20 +180,17 @@ def test_ranks_that_sum_different_tensors(hosts: str, algorithm: str, expected: 
 
 @needs_mpi
 @pytest.mark.long
-def test_a_stalled_rank_ends_an_mpi_job_and_is_named() -> None:
+def test_mpi_job_is_ended_by_a_stalled_rank_that_is_named() -> None:
     argv = job_argv("mpirun", num_ranks=2, arguments=["stall"])
     code, output = run_job(argv, timeout_seconds=60)
     assert code != 0
-    expected = (
-        r"PeerLostError: rank 0: buffer 0 failed after [23]\.\d s; no answer from rank 1 on \S+ "
-        r"\(mpi: some rank has not come to it\)"
-    )
+    expected = r"PeerLostError: rank 0: buffer 0 .* [23]\.\d s; .*rank 1 on \S+ \(mpi: "
     assert re.search(expected, output), output
 
 
 @needs_mpi
 @pytest.mark.long
-def test_a_killed_rank_ends_an_mpi_job() -> None:
+def test_mpi_job_is_ended_by_a_killed_rank() -> None:
     argv = job_argv("mpirun", num_ranks=3, arguments=["lose", "mpi", "sharded", "1", "kill", "60"])
     code, output = run_job(argv, timeout_seconds=45)
     assert code not in (0, 1), output  # no rank found a mistake of its own

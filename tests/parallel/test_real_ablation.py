@@ -30,7 +30,7 @@ STEPS = {
 }
 
 
-def test_an_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_dataset(tmp_path / "shapes", train_per_class=7, val_per_class=1, side_pixels=(32, 36))
     stated = {
         "name": "tiny",

@@ -35,7 +35,7 @@ SWEEP = {
 }
 
 
-def test_a_point_out_of_memory_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_point_out_of_memory_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "sweep.yaml", SweepFolder(tmp_path / "out")
     file.write_text(yaml.safe_dump(SWEEP))
     command = ["sweep", str(file), "--folder", str(folder.path)]

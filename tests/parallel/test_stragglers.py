@@ -1,6 +1,7 @@
 """A real rank that computes more slowly than the other is seen, measured and named."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -42,7 +43,7 @@ SETTINGS = {
 }
 
 
-def test_a_slow_rank_is_measured_and_named(tmp_path: Path) -> None:
+def test_straggler_is_measured_and_named(tmp_path: Path) -> None:
     """The other one waits for it for 100 ms of each step, so on average they wait for 50."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -54,7 +55,8 @@ def test_a_slow_rank_is_measured_and_named(tmp_path: Path) -> None:
     records = [record for record in read_records(RunDir(tmp_path / "run").metrics) if record["kind"] == "train"][1:]
     lost = [record["straggler_fraction"] * 16 / record["images_per_second"] for record in records]
     assert 0.4 * SLEEP_SECONDS < median(lost) < 0.7 * SLEEP_SECONDS, lost
-    assert f"most to rank 1 on {socket.gethostname()}: bigbatch launch preflight compares the nodes" in done.stdout
+    named = rf"rank 1 on {re.escape(socket.gethostname())}\b.*bigbatch launch preflight"
+    assert re.search(named, done.stdout), done.stdout
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["straggler_fraction"] > 0.1
     assert (summary["energy_joules"], summary["gpu_hours"], summary["num_nodes"]) == (None, None, 1)

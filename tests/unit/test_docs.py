@@ -47,21 +47,19 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "docker build -t bigbatch .": ".ci/run::container",
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
     "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
-    "python examples/language_model.py": "tests/parallel/test_language_example.py::test_it_learns",
+    "python examples/language_model.py": "tests/parallel/test_language_example.py::test_example_learns",
     "mpirun -n 2 python examples/language_model.py --precision bf16": (
-        "tests/parallel/test_language_example.py::test_two_ranks_train_the_same_model"
+        "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
     ),
     "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (
-        "tests/parallel/test_language_example.py::test_two_ranks_train_the_same_model"
+        "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
     ),
 }
 BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
     ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
-    ".venv/bin/python -m benchmarks.jobs ": ("tests/cluster/test_benchmarks.py::test_the_benchmarks_of_launching_run"),
-    ".venv/bin/python -m benchmarks.preflight ": (
-        "tests/cluster/test_benchmarks.py::test_the_benchmarks_of_launching_run"
-    ),
+    ".venv/bin/python -m benchmarks.jobs ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
+    ".venv/bin/python -m benchmarks.preflight ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
     ".venv/bin/python -m benchmarks.gpu.precision ": (
         "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
     ),
@@ -74,12 +72,12 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "export": "tests/unit/trainer/inference/test_export.py::test_export_says_what_serving_needs_to_know",
     "verify": "tests/unit/trainer/mlperf/test_verify.py::test_verify_several_seeds_are_tested_together",
     "doctor": "tests/unit/trainer/doctor/test_probe.py::test_whole_examination",
-    "ablate": "tests/parallel/test_real_ablation.py::test_an_ablation_goes_on_with_what_is_missing",
-    "sweep": "tests/parallel/test_real_sweep.py::test_a_point_out_of_memory_fails_alone",
+    "ablate": "tests/parallel/test_real_ablation.py::test_ablation_goes_on_with_what_is_missing",
+    "sweep": "tests/parallel/test_real_sweep.py::test_sweep_point_out_of_memory_fails_alone",
     "report": "tests/unit/launch/report/test_report.py::test_report_of_a_run",
     "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
     "tune search": "tests/unit/trainer/tune/search/test_options.py::test_real_runs_and_a_kill_in_the_midst",
-    "comm bench": "tests/parallel/test_comm_commands.py::test_every_algorithm_of_every_backend_is_right",
+    "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
     "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config diff": "tests/unit/test_docs.py::test_bigbatch_commands",
@@ -92,10 +90,10 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "launch local": "tests/unit/launch/jobs/test_spec.py::test_local_starts_a_rank_per_gpu",
     "launch mpirun": ".ci/run::train",
     "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
-    "launch slurm": "tests/cluster/test_slurm.py::test_a_training_job_ends_with_the_bits_of_mpirun",
+    "launch slurm": "tests/cluster/test_slurm.py::test_training_job_ends_with_the_bits_of_mpirun",
     "launch k8s": "tests/unit/launch/launchers/test_slurm_queue.py::test_kubernetes_kubectl_gets_what_dry_run_prints",
-    "launch emulate": "tests/cluster/test_emulate.py::test_a_bigbatch_command_runs_on_every_rank",
-    "launch preflight": ("tests/cluster/test_preflight.py::test_a_node_at_half_speed_is_named_and_equal_ones_are_not"),
+    "launch emulate": "tests/cluster/test_emulate.py::test_bigbatch_command_runs_on_every_rank",
+    "launch preflight": ("tests/cluster/test_preflight.py::test_node_at_half_speed_is_named_and_equal_ones_are_not"),
     "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_status_says_what_a_user_asks_first",
     "launch cancel": (
         "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_cancel_asks_a_running_job_to_save_and_stop"
