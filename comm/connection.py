@@ -25,16 +25,17 @@ BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """What torch says of a driver, and the newest CUDA that it supports: 12080 is 12.8."""
+ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """Choose this rank's GPU where the host has one for it, else the CPU. gloo and horovod keep to the CPU.
+    """Choose this rank's GPU where the host has one for it, else the CPU. gloo, horovod and env may keep to the CPU.
 
     Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, and where their driver is too
     old for this torch.
     """
-    if backend in ("gloo", "horovod"):
+    if env.keeps_to_cpu or backend in ("gloo", "horovod"):
         return torch.device("cpu")
     num_gpus = _count_gpus()
     if backend != "nccl" and num_gpus == 0:
@@ -43,8 +44,7 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
         fewer = f" (--ranks {num_gpus})" if num_gpus and env.is_one_host else ""
         raise CommError(
             f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU{fewer}, let each see "
-            "all GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or train on the CPU by "
-            "--comm.backend gloo"
+            f"all GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or {ON_CPU}"
         )
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)
@@ -71,8 +71,8 @@ def _count_gpus() -> int:
             major, minor = divmod(int(found[1]) // 10, 100)
             raise CommError(
                 f"the NVIDIA driver supports CUDA {major}.{minor}, and this torch was built for CUDA "
-                f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier, or set "
-                "comm.backend to gloo to train on the CPU"
+                f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier, or "
+                f"{ON_CPU}"
             ) from None
     return 0
 

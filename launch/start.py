@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     # counting takes a moment, as of GPUs: only where nobody says how many
-    default_ranks = launcher.count_ranks() if arguments.ranks is None else 1
+    default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
     job = _read_job(arguments, command, default_ranks=default_ranks)
     if arguments.dry_run:
         print(launcher.dry_run(job, os.environ), end="")

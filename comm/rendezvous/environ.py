@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.errors import LaunchError
@@ -43,6 +43,9 @@ TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
 """Set by `bigbatch launch --interface` for the ranks: the network interface between the nodes."""
 
+DEVICE_VARIABLE = "BIGBATCH_DEVICE"
+"""Set by `bigbatch launch --device` for the ranks: cpu keeps them off the GPUs that their hosts have."""
+
 FIRST_SLURM_PORT = 20000
 NUM_SLURM_PORTS = 12000
 """Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""
@@ -71,6 +74,8 @@ class ProcessEnv:
     """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
     interface: str | None = None
     """Network interface between the nodes, as `bigbatch launch --interface` names it; it goes before a config's."""
+    keeps_to_cpu: bool = False
+    """`bigbatch launch --device cpu` says so, whatever GPUs the host has."""
 
     @property
     def is_one_host(self) -> bool:
@@ -89,12 +94,16 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     """
     variables = os.environ if environ is None else environ
     launcher = _launcher(variables)
-    host, plays_host = _host(variables, launcher), bool(variables.get("BIGBATCH_HOST"))
-    columns, interface = terminal_columns(variables), variables.get(INTERFACE_VARIABLE) or None
+    alone = replace(
+        ALONE,
+        host=_host(variables, launcher),
+        terminal_columns=terminal_columns(variables),
+        plays_host=bool(variables.get("BIGBATCH_HOST")),
+        interface=variables.get(INTERFACE_VARIABLE) or None,
+        keeps_to_cpu=_keeps_to_cpu(variables),
+    )
     if launcher is None:
-        return ProcessEnv(
-            *("none", 0, 1, 0, 1, host, None), terminal_columns=columns, plays_host=plays_host, interface=interface
-        )
+        return alone
     names = LAUNCHER_VARIABLES[launcher]
     rank, world_size, local_rank = (_number(variables, name, launcher) for name in names[:3])
     local_size = _slurm_local_size(variables) if launcher == "srun" else _number(variables, names[3], launcher)
@@ -102,19 +111,16 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         if not 0 <= index < count:
             raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")
     one_host = local_size == world_size
-    return ProcessEnv(
+    return replace(
+        alone,
         launcher=launcher,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_size=local_size,
-        host=host,
         master=_master(variables, launcher, is_one_host=one_host),
         master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(variables, RESTART_VARIABLE, launcher) if RESTART_VARIABLE in variables else 0,
-        terminal_columns=columns,
-        plays_host=plays_host,
-        interface=interface,
     )
 
 
@@ -154,6 +160,13 @@ def prefer_interface(name: str | None, *, is_one_host: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     elif is_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+
+
+def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
+    name = variables.get(DEVICE_VARIABLE) or None
+    if name not in (None, "cpu"):
+        raise LaunchError(f"{DEVICE_VARIABLE}={name!r} is unknown: set it to cpu, or not at all")
+    return name == "cpu"
 
 
 def _launcher(variables: Mapping[str, str]) -> str | None:

@@ -54,6 +54,7 @@ RANKS = (
     Option("node_rank", "torchrun: which of the nodes this is, from 0", int),
     Option("master", "torchrun: where the nodes meet, HOST:PORT of the first one"),
     Option("interface", "network interface between the nodes, such as eth0"),
+    Option("device", "cpu: train on it, whatever GPUs the hosts have", choices=("cpu",)),
     Option(
         "preflight",
         "look first whether the nodes are fit; if not: go on, end with 4, or do without them (slurm, mpirun)",
@@ -91,7 +92,7 @@ JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER)
 
 STATED = (
     *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "gpus_per_node", "cpus_per_rank"),
-    *("memory", "image", "container", "interface", "logs", "array", "stop_seconds", "node_rank", "preflight"),
+    *("memory", "image", "container", "interface", "device", "logs", "array", "stop_seconds", "node_rank", "preflight"),
 )
 """Fields of JobSpec that an option of the same name states as they are."""
 

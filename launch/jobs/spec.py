@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import INTERFACE_VARIABLE
+from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.words import check_words, option
 
@@ -60,6 +60,8 @@ class JobSpec:
     modules: tuple[str, ...] = ()
     interface: str | None = None
     """Network interface between the nodes, such as eth0."""
+    device: str | None = None
+    """cpu keeps all ranks to it; None: GPUs where there are some."""
     logs: str | None = None
     """Folder for the job's output."""
     array: str | None = None
@@ -81,7 +83,8 @@ class JobSpec:
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
         """Return what every rank gets, whatever else its launcher passes on; of two of one name the last counts."""
-        return (*interface_variables(self.interface), *self.environment)
+        device = () if self.device is None else ((DEVICE_VARIABLE, self.device),)
+        return (*interface_variables(self.interface), *device, *self.environment)
 
     @property
     def grace_seconds(self) -> int:

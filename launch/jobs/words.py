@@ -20,6 +20,7 @@ PATTERNS = {
     "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names with & and | between", "'a100&nvlink'"),
     "memory": (r"[1-9][0-9]*[KMGT]?", "a number and K, M, G or T", "200G"),
     "interface": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}", "the name of one interface", "eth0"),
+    "device": (r"cpu", "the only one to name", "cpu"),
     "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
     "array": (r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?:%\d+)?", "numbers and ranges", "0-7"),
     "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),

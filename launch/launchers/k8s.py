@@ -106,7 +106,8 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
 
 def _worker(job: JobSpec) -> dict[str, Any]:
     """Return the pod that waits in each node for mpirun's ssh."""
-    gpus = job.ranks_per_node if job.gpus_per_node is None else job.gpus_per_node
+    own = job.ranks_per_node if job.device is None else 0
+    gpus = own if job.gpus_per_node is None else job.gpus_per_node
     limits: dict[str, Any] = {"nvidia.com/gpu": gpus} if gpus else {}
     if job.cpus_per_rank is not None:
         limits["cpu"] = job.cpus_per_rank * job.ranks_per_node

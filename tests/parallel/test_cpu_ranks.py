@@ -26,7 +26,14 @@ def choose() -> int:
         return REFUSED
 
 
-@pytest.mark.parametrize(("environ", "code"), [({}, ON_CPU), ({"CUDA_VISIBLE_DEVICES": "0"}, REFUSED)])
+@pytest.mark.parametrize(
+    ("environ", "code"),
+    [
+        ({}, ON_CPU),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, REFUSED),
+        ({"CUDA_VISIBLE_DEVICES": "0", "BIGBATCH_DEVICE": "cpu"}, ON_CPU),
+    ],
+)
 def test_two_ranks_on_a_machine_with_one_gpu(environ: dict[str, str], code: int, tmp_path: Path) -> None:
     """As the tests start them, and, the refusal that they would meet otherwise, where the GPU is to be seen."""
     log = tmp_path / "log"
@@ -34,5 +41,5 @@ def test_two_ranks_on_a_machine_with_one_gpu(environ: dict[str, str], code: int,
     ranks = [start_rank(target, [], environ={**place, **environ}, stdout=log, stderr=log) for place in places(2)]
     assert exit_codes(ranks, timeout_seconds=100) == [code, code]
     if code == REFUSED:
-        for words in ("2 ranks", "1 GPUs", "--ranks 1", "--comm.backend gloo"):
+        for words in ("2 ranks", "1 GPUs", "--ranks 1", "bigbatch launch ... --device cpu", "--comm.backend gloo"):
             assert words in log.read_text()

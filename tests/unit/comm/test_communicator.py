@@ -225,9 +225,12 @@ def test_device_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(
     for backend in ("auto", "nccl", "tcp", "mpi"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(CommError, match=naming("CUDA 12.8", "CUDA 13.0", "driver", "comm.backend", "gloo")):
+            with pytest.raises(
+                CommError, match=naming("CUDA 12.8", "CUDA 13.0", "driver", "comm.backend", "gloo", "--device cpu")
+            ):
                 choose_device(ALONE, backend=backend)
-    assert choose_device(ALONE, backend="gloo") == CPU, "as the message proposes"
+    for proposed in (choose_device(ALONE, backend="gloo"), choose_device(replace(ALONE, keeps_to_cpu=True))):
+        assert proposed == CPU, "as the message proposes"
 
 
 @pytest.mark.parametrize(

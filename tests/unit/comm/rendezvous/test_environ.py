@@ -276,6 +276,15 @@ def test_interface_is_told_to_the_libraries(
 
 
 @pytest.mark.parametrize("variables", [{}, TORCHRUN, SRUN])
+def test_device_may_be_named_by_the_launcher(variables: dict[str, str]) -> None:
+    assert read_process_env({**variables, "BIGBATCH_DEVICE": "cpu"}).keeps_to_cpu
+    assert not read_process_env({**variables, "BIGBATCH_DEVICE": ""}).keeps_to_cpu
+    assert not read_process_env(variables).keeps_to_cpu
+    with pytest.raises(LaunchError, match=naming("BIGBATCH_DEVICE='gpu'", "cpu")):
+        read_process_env({**variables, "BIGBATCH_DEVICE": "gpu"})
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN, SRUN])
 def test_interface_may_be_named_by_the_launcher(variables: dict[str, str]) -> None:
     assert read_process_env({**variables, "BIGBATCH_INTERFACE": "ib0"}).interface == "ib0"
     assert read_process_env({**variables, "BIGBATCH_INTERFACE": ""}).interface is None

@@ -44,6 +44,7 @@ SAMPLES: dict[str, Any] = {
     "environment": (("A", "1"),),
     "modules": ("cuda",),
     "interface": "eth7",
+    "device": "cpu",
     "logs": "other/logs",
     "array": "0-3",
     "stop_seconds": 33,
@@ -217,6 +218,34 @@ def test_local_ranks_get_the_variables(capfd: pytest.CaptureFixture[str]) -> Non
     words = capfd.readouterr().out.split()
     interface = ["BIGBATCH_INTERFACE=lo", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
     assert words[:5] == ["env", *interface, "BIGBATCH_HOST=played"]
+
+
+@pytest.mark.parametrize("launcher", ["local", "mpirun", "torchrun", "slurm", pytest.param("k8s --image bb", id="k8s")])
+def test_device_is_told_to_all_ranks(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for words, stands in ((["--device", "cpu"], True), ([], False)):
+        main([*launcher.split(), *words, "--ranks", "2", "--dry-run", "--", *TRAIN])
+        assert ("BIGBATCH_DEVICE=cpu" in capfd.readouterr().out) == stands
+
+
+def test_local_starts_one_rank_on_the_cpu_whatever_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bigbatch.launch.launchers.local.count_gpus", lambda: 8)
+    for words, count in (([], 8), (["--device", "cpu"], 1)):
+        main(["local", *words, "--dry-run", "--", *TRAIN])
+        assert f"--nproc-per-node={count} " in capfd.readouterr().out
+
+
+def test_kubernetes_asks_for_no_gpu_where_ranks_keep_to_the_cpu() -> None:
+    for device, limits in ((None, {"nvidia.com/gpu": 4}), ("cpu", {})):
+        spec = k8s.mpijob(JobSpec(TRAIN, 4, image="bb", device=device))["spec"]["mpiReplicaSpecs"]["Worker"]
+        assert spec["template"]["spec"]["containers"][0]["resources"]["limits"] == limits
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu x", ""])
+def test_device_is_the_cpu_or_none_is_named(device: str) -> None:
+    with pytest.raises(LaunchOptionError, match="--device"):
+        JobSpec(TRAIN, 1, device=device)
 
 
 @pytest.mark.parametrize("name", ["A", "a.b", "a_b", "-a", "a" * 60, "a b", "a;b"])
