@@ -1,6 +1,7 @@
 """Exported files, read by those who will use them, compute what the trained model computes; else nothing is written."""
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -188,9 +190,10 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
         ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
     ],
 )
-def test_export_what_does_not_go_together(
+def test_export_messages_of_what_does_not_go_together(
     model: str, form: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The room's catalogue of messages: the one test here that holds whole sentences."""
     assert export(model, form, tmp_path / name)[1] == 1
     assert message in refusal(capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
@@ -203,7 +206,7 @@ def test_export_other_logits_are_an_error_and_nothing_is_left(
         form = export_formats.Format(None, export_formats._write_state, lambda path, config: wrong)  # noqa: B023
         monkeypatch.setitem(export_formats.FORMATS, "torchvision", form)
         assert export("resnet9", "torchvision", tmp_path / "a.pth")[1] == 1
-        assert "more than rounding, and nothing was written; please report it" in refusal(capsys)
+        assert re.search(naming("rounding", "report"), refusal(capsys))
         assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
@@ -219,7 +222,7 @@ def test_export_without_their_library_it_is_written_and_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     assert export("resnet18" if form == "timm" else "resnet9", form, tmp_path / name)[1] == 0
-    assert f"not compared with our model: import of {library} halted" in capsys.readouterr().out
+    assert f"import of {library} halted" in capsys.readouterr().out
     assert facts(tmp_path / name)["largest_difference"] is None
 
 
@@ -235,11 +238,11 @@ def test_export_missing_extra_is_named(
 def test_export_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.pth").mkdir()
     assert export("resnet18", "torchvision", tmp_path / "a.pth")[1] == 1
-    assert f"--out {tmp_path / 'a.pth'} is a folder: name a file in it, such as " in refusal(capsys)
+    assert re.search(naming(f"--out {tmp_path / 'a.pth'} ", "folder"), refusal(capsys))
     out = tmp_path / "weights.pt" / "a.pth"
     command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
     assert main(["export", *command, "--format", "timm", "--out", str(out)]) == 1
-    assert f"cannot write {out}: " in refusal(capsys)
+    assert f" {out}: " in refusal(capsys)
 
 
 @pytest.mark.parametrize(("out", "form"), [(".", "torchvision"), ("", "timm"), ("..", "onnx"), ("/", "torch_export")])
@@ -247,7 +250,7 @@ def test_export_a_folder_is_no_file(out: str, form: str, tmp_path: Path, capsys:
     torch.save(trained("resnet18").state_dict(), tmp_path / "weights.pt")
     command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
     assert main(["export", *command, "--format", form, "--out", out]) == 1
-    assert f"--out {Path(out)} is a folder: name a file in it, such as " in refusal(capsys)
+    assert re.search(naming(f"--out {Path(out)} ", "folder"), refusal(capsys))
 
 
 def fail(error: Exception) -> None:
@@ -265,13 +268,9 @@ def test_export_only_a_full_disk_is_called_one(
     *of_disk, of_operator, without_words = refusal(capsys).splitlines()
     assert len(of_disk) == 2
     for line in of_disk:
-        assert f"cannot write {tmp_path / 'a.pth'}: " in line
-        assert line.endswith("; free some disk or name another --out")
-    assert of_operator == (
-        "bigbatch: this model cannot be written as torchvision: no such operator; choose another --format, and please "
-        "report it"
-    )
-    assert "torchvision: RuntimeError; choose" in without_words
+        assert re.search(naming(f" {tmp_path / 'a.pth'}: ", "disk", "--out"), line)
+    assert re.search(naming("bigbatch: ", "torchvision: no such operator; ", "--format"), of_operator)
+    assert re.search(naming("torchvision: RuntimeError; ", "--format"), without_words)
 
 
 def test_export_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,4 +278,4 @@ def test_export_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.
     write_run(run)
     (run / "data/train/a").mkdir(parents=True)
     assert main(["export", str(run), "--format", "torch_export", "--out", str(tmp_path / "a.pt2")]) == 1
-    assert "holds 1 classes and data.num_classes is 10: name the data of these weights" in refusal(capsys)
+    assert re.search(naming("1 classes", "data.num_classes is 10"), refusal(capsys))

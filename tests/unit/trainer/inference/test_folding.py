@@ -1,6 +1,7 @@
 """A folded model is the same function, in half precision and compiled as well; the rate of a forward; the commands."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import onnx
 import pytest
 import torch
 import torch._inductor.config
+from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -152,10 +154,10 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
 def test_folding_a_compile_that_fails_is_one_line() -> None:
-    with pytest.raises(ComputeError, match=r"does not compile: .+; mend that, or leave out --compile") as caught:
+    with pytest.raises(ComputeError, match=r"compile: .+; .*--compile$") as caught:
         compile_(Breaking().eval(), torch.zeros(1))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ComputeError, match=r"No working C\+\+ compiler found.*nowhere-g\+\+.*or leave out --compile"):
+    with pytest.raises(ComputeError, match=naming("nowhere-g++", "--compile")):
         compile_(nn.Tanh().eval(), torch.zeros(2, 3))
 
 
@@ -216,7 +218,7 @@ def test_folding_evaluate_states_the_speed_and_scores_the_same(
 def test_folding_evaluate_ends_where_it_cannot_compile(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", *start, "--compile"]) == 1
     errors = capsys.readouterr().err.splitlines()
-    assert errors[-1].startswith("bigbatch: the model does not compile: InvalidCxxCompiler: No working C++")
+    assert re.search(naming("bigbatch: ", "InvalidCxxCompiler", "--compile"), errors[-1])
 
 
 @pytest.mark.long
@@ -254,5 +256,4 @@ def test_folding_libraries_models_are_not_folded(
     keys = ["--model.name=resnet18", "--model.zero_gamma=true", "--model.blurpool=false"]
     keys += [f"--model.{key}=null" for key in ("width", "pool_first", "logit_scale")]
     assert main(["export", *start, *keys, "--fold", "--format", form, "--out", str(tmp_path / "a.pth")]) == 1
-    message = f"{form}'s resnet18 has batch norms: leave out --fold, or choose --format onnx"
-    assert message in capsys.readouterr().err
+    assert re.search(naming(form, "resnet18", "--fold", "--format onnx"), capsys.readouterr().err)
