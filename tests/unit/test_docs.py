@@ -76,7 +76,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "sweep": "tests/parallel/test_real_sweep.py::test_sweep_point_out_of_memory_fails_alone",
     "report": "tests/unit/launch/report/test_report.py::test_report_of_a_run",
     "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
-    "tune search": "tests/unit/trainer/tune/search/test_options.py::test_real_runs_and_a_kill_in_the_midst",
+    "tune search": "tests/unit/trainer/tune/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
     "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
     "config show": "tests/unit/test_docs.py::test_bigbatch_commands",

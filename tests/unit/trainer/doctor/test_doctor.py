@@ -7,6 +7,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+from error_texts import naming
 from rich.console import Console
 
 from bigbatch.errors import ConfigError, DoctorError, RunFolderError
@@ -356,8 +357,8 @@ def test_step_of_many_microbatches_is_measured_in_part() -> None:
     assert part_of_step(QUICKSTART, world_size=1) is QUICKSTART
 
 
-def test_illegal_change_is_told() -> None:
-    assert "is neither a divisor" in str(change(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
+def test_change_that_is_illegal_is_told() -> None:
+    assert "batch.bn_span=96 " in str(change(QUICKSTART, {"batch.bn_span": 96}, world_size=1))
 
 
 def test_change_begins_where_the_last_one_ended() -> None:
@@ -406,23 +407,22 @@ def test_report_recommends_a_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "complaint"),
+    ("options", "error", "named"),
     [
-        (["--seconds", "0"], ConfigError, "--seconds 0 is no length of time"),
-        (["--limit", "nan"], ConfigError, "--limit nan"),
-        (["--ranks", "0"], ConfigError, "--ranks 0"),
-        (["--ranks", "3"], ConfigError, "batch.global_batch_size=512 is not a multiple"),
-        (["--only", "speed"], ConfigError, "--only speed is no known speedup; choose from workers"),
-        (["--run.epoch", "2"], ConfigError, "unknown key run.epoch"),
-        (["--json", "/proc/no/where.json"], RunFolderError, "cannot write /proc/no/where.json"),
-        (["--out", "/proc"], RunFolderError, "cannot write /proc"),
-        (["--compute.cuda_graph=true"], ConfigError, "captures steps of one microbatch, and these have 4"),
+        (["--seconds", "0"], ConfigError, ("--seconds 0 ",)),
+        (["--limit", "nan"], ConfigError, ("--limit nan ",)),
+        (["--ranks", "0"], ConfigError, ("--ranks 0 ",)),
+        (["--ranks", "3"], ConfigError, ("batch.global_batch_size=512 ", " x 3 rank")),
+        (["--only", "speed"], ConfigError, ("--only speed ", " workers, prefetch")),
+        (["--run.epoch", "2"], ConfigError, (" run.epoch;", " run.epochs")),
+        (["--json", "/proc/no/where.json"], RunFolderError, (" /proc/no/where.json: ",)),
+        (["--out", "/proc"], RunFolderError, (" /proc: ",)),
+        (["--compute.cuda_graph=true"], ConfigError, ("compute.cuda_graph=True ", " 4: ", "batch.microbatch_size")),
     ],
 )
-def test_refusals(options: list[str], error: type[Exception], complaint: str) -> None:
-    with pytest.raises(error) as caught:
+def test_doctor_refuses_options(options: list[str], error: type[Exception], named: tuple[str, ...]) -> None:
+    with pytest.raises(error, match=naming(*named)):
         main(["--config", "quickstart", *options])
-    assert complaint in str(caught.value)
 
 
 def test_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,5 +430,5 @@ def test_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match="run it once"):
+    with pytest.raises(ConfigError, match=naming("bigbatch doctor ", "bigbatch launch")):
         main(["--config", "quickstart"])

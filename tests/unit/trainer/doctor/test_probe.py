@@ -267,7 +267,7 @@ def test_config_that_cannot_be_measured_is_an_error_as_in_training(options: list
     words = doctor(*options, *QUICK, f"--data.root={tmp_path / 'nowhere'}", "--json", str(tmp_path / "found.json"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
-    assert f"bigbatch: {tmp_path}/nowhere/train: no such folder" in done.stderr
+    assert f"bigbatch: {tmp_path}/nowhere/train: " in done.stderr
     assert not (tmp_path / "found.json").exists()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -440,7 +441,7 @@ def test_command_checks_the_experiment_of_train() -> None:
     assert preflight_command(("comm", "bench")) == ("preflight",)
 
 
-def test_launcher_starts_it() -> None:
+def test_preflight_starts_by_the_launcher_of_the_job() -> None:
     assert choose_launcher(JobSpec(TRAIN, 2)) == "mpirun"
     assert choose_launcher(JobSpec(TRAIN, 2, hosts=(("n0", 2),))) == "mpirun"
     for asked in ({"num_nodes": 2}, {"partition": "gpu"}, {"minutes": 5}):
@@ -450,9 +451,9 @@ def test_launcher_starts_it() -> None:
 def test_job_without_its_unfit_hosts() -> None:
     job = JobSpec(TRAIN, 4, hosts=(("n0.cluster", 2), ("n1.cluster", 2), ("n2.cluster", 2)))
     assert without(job, ["n1"]).hosts == (("n0.cluster", 2), ("n2.cluster", 2))
-    with pytest.raises(LaunchOptionError, match="without n0, n1 there are 2 slots for 4 ranks: name more --hosts"):
+    with pytest.raises(LaunchOptionError, match=naming(" n0, n1 ", " 2 slots ", " 4 ranks", "--hosts", "--ranks")):
         without(job, ["n0", "n1"])
-    with pytest.raises(LaunchOptionError, match="without n0, n1, n2 there are 0 slots"):
+    with pytest.raises(LaunchOptionError, match=naming(" n0, n1, n2 ", " 0 slots")):
         without(replace(job, num_ranks=1), ["n0", "n1", "n2"])
 
 
@@ -506,7 +507,7 @@ def test_unfit_host_that_cannot_be_told_is_refused(
 ) -> None:
     resolves.update(known)
     stated = tuple((host, 2) for host in hosts)
-    told = "^--hosts: it cannot be told which of them is the unfit node n1: leave it out yourself, or [^\n]*$"
+    told = r"^--hosts: [^\n]* n1: [^\n]*`hostname`[^\n]*$"
     with pytest.raises(LaunchOptionError, match=told):
         without(JobSpec(TRAIN, 2, hosts=stated), ["n1"])
     with pytest.raises(LaunchOptionError, match=told):
@@ -611,7 +612,7 @@ def test_hostfile_of_the_fit(calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert main(["launch", "preflight", "--nodes", "2", "--good-hosts", str(good)]) == 1
 
 
-def test_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "mpirun", *HOSTS, "--preflight", "stop", "--dry-run", "--", *TRAIN]) == 0
     looked, started = capsys.readouterr().out.splitlines()
     assert " preflight --config quickstart" in looked
@@ -623,14 +624,14 @@ def test_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not calls.exists()
 
 
-def test_other_launchers_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_is_refused_by_other_launchers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "torchrun", "--preflight", "stop", "--", *TRAIN]) == 1
-    assert "--preflight: bigbatch launch torchrun cannot do that" in capsys.readouterr().err
+    assert "--preflight: bigbatch launch torchrun " in capsys.readouterr().err
 
 
-def test_looking_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "preflight", *HOSTS, "--preflight", "exclude"]) == 1
-    assert capsys.readouterr().err.startswith("bigbatch: --preflight: bigbatch launch preflight only looks: give it to")
+    assert capsys.readouterr().err.startswith("bigbatch: --preflight: bigbatch launch preflight ")
     assert not calls.exists()
 
 

@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 
 import pytest
+from error_texts import naming
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.tune.range import rising_rate as range_test
@@ -46,7 +47,7 @@ def test_steepest_descent_of_a_logistic_fall_is_its_middle(middle):
     assert found.tenth_lr is None
 
 
-def test_noise_moves_it_little_and_a_rise_does_not_count():
+def test_steepest_descent_moves_little_with_noise_and_counts_no_rise():
     noise = [0.02 * math.sin(7.3 * step) for step in range(STEPS)]
     losses = [1 + 1.3 / (1 + lr / 0.3) + (lr / 30) ** 2 + n for lr, n in zip(LRS, noise, strict=True)]
     found = suggest(LRS, losses, exploded_lr=500.0)
@@ -54,7 +55,7 @@ def test_noise_moves_it_little_and_a_rise_does_not_count():
     assert found.tenth_lr == 50
 
 
-def test_smaller_reading_is_suggested():
+def test_suggestion_is_the_smaller_reading():
     losses = [1 + 1.3 / (1 + (lr / 2.0) ** 2) for lr in LRS]
     assert suggest(LRS, losses, exploded_lr=5.0).suggested_lr == 0.5
 
@@ -84,19 +85,18 @@ def test_suggested_search_is_of_the_experiment_as_it_was_overridden():
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "named"),
     [
-        (["--from", "0", "--to", "1", "--steps", "50"], "two learning rates above 0"),
-        (["--from", "2", "--to", "1", "--steps", "50"], "--from 2 --to 1"),
-        (["--from", "1", "--to", "nan", "--steps", "50"], "two learning rates"),
-        (["--from", "1", "--to", "2", "--steps", "19"], "give at least 20"),
-        (["--from", "1", "--to", "2", "--steps", "20", "--run.epoch", "2"], "unknown key run.epoch"),
+        (["--from", "0", "--to", "1", "--steps", "50"], ("--from 0 --to 1: ",)),
+        (["--from", "2", "--to", "1", "--steps", "50"], ("--from 2 --to 1: ",)),
+        (["--from", "1", "--to", "nan", "--steps", "50"], ("--from 1 --to nan: ",)),
+        (["--from", "1", "--to", "2", "--steps", "19"], ("--steps 19 ", " 20")),
+        (["--from", "1", "--to", "2", "--steps", "20", "--run.epoch", "2"], (" run.epoch;", " run.epochs")),
     ],
 )
-def test_refusals(options, complaint, tmp_path):
-    with pytest.raises(ConfigError) as caught:
+def test_tune_range_refuses_options(options, named, tmp_path):
+    with pytest.raises(ConfigError, match=naming(*named)):
         range_test.main(["--config", "quickstart", "--out", str(tmp_path), *options])
-    assert complaint in str(caught.value)
 
 
 SYNTHETIC = {
@@ -140,5 +140,5 @@ def test_range_of_two_ranks_finds_where_the_loss_explodes(tmp_path):
 def test_explosion_at_the_start_is_an_error(tmp_path):
     done = run_range("--from", "1e6", "--to", "1e9", "--steps", "40", "--out", str(tmp_path / "out"))
     assert done.returncode == 1
-    assert "start lower than --from 1e+06" in done.stderr
+    assert "--from 1e+06" in done.stderr
     assert not (tmp_path / "out").exists()
