@@ -30,7 +30,7 @@ from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_r
 from bigbatch.trainer.memory.largest_batch import is_out_of_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.optim.foreign import eval_mode
-from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.checkpoint import save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.resume import find_start, restore_
@@ -253,9 +253,15 @@ class _Run:
                 "samples": self.samples,
                 "skipped": dict(self.skipped),
             }
-            if self.is_first:
-                keep = self.config.run.keep_checkpoints
-                save_checkpoint(self.rundir.checkpoints, state, step=done, top1=top1, keep=keep)
+            run = self.config.run
+            write_on_first(
+                lambda: save_checkpoint(
+                    self.rundir.checkpoints, state, step=done, top1=top1, keep=run.keep_checkpoints
+                ),
+                self.communicator.control,
+                what=f"checkpoint of step {done}",
+                timeout_seconds=run.checkpoint_timeout_seconds,
+            )
 
     def _showing(self) -> AbstractContextManager[list[Tensor]]:
         """Show the weights that the optimizer means; the rest is as in eval_mode."""

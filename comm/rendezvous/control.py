@@ -77,23 +77,25 @@ class Control:
         self._has_answered = False
         self.store.set(f"bigbatch/host/{self.rank}", env.host)
 
-    def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
+    def gather_text(
+        self, text: str, *, what: str = "comparison of a text over all ranks", timeout_seconds: float | None = None
+    ) -> list[str]:
         """Gather a short text of every rank, in rank order. Collective.
 
         Rank 0 collects and publishes, so the cost is linear in ranks; it, which may hold the store, returns last:
-        it can fail next without taking the answer with it.
+        it can fail next without taking the answer with it. timeout_seconds: another limit than the connection's.
         Raises: PeerLostError naming the missing ranks.
         """
         with self._explained(what):
-            key, all_texts = self._collect(text, what=what)
+            key, all_texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
             if self.rank != 0:
-                all_texts = self._take(key, what=what).split("\0")
+                all_texts = self._take(key, what=what, timeout_seconds=timeout_seconds).split("\0")
                 self.store.set(f"{key}/read/{self.rank}", "1")
                 return all_texts
             self._put(key, "\0".join(all_texts))
             for rank in range(1, self.world_size):
                 # rank 0 may hold the store, so it stays until all have read
-                self._await(f"{key}/read/{rank}", what=what)
+                self._await(f"{key}/read/{rank}", what=what, timeout_seconds=timeout_seconds)
             return all_texts
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
@@ -101,14 +103,15 @@ class Control:
         with self._explained(what):
             return self._collect(text, what=what)[1]
 
-    def _collect(self, text: str, *, what: str) -> tuple[str, list[str]]:
+    def _collect(self, text: str, *, what: str, timeout_seconds: float | None = None) -> tuple[str, list[str]]:
         """Return the key of this exchange, and collect_text's answer."""
         self._texts += 1
         key = f"bigbatch/text/{self._texts}"
         if self.rank != 0:
             self._put(f"{key}/{self.rank}", text)
             return key, []
-        return key, [text, *(self._take(f"{key}/{rank}", what=what) for rank in range(1, self.world_size))]
+        others = range(1, self.world_size)
+        return key, [text, *(self._take(f"{key}/{r}", what=what, timeout_seconds=timeout_seconds) for r in others)]
 
     def _put(self, key: str, text: str) -> None:
         """Write a text in pieces that the store takes."""
@@ -119,9 +122,9 @@ class Control:
         # last: who waits for this key finds all pieces there
         self.store.set(key, str(len(pieces)))
 
-    def _take(self, key: str, *, what: str) -> str:
+    def _take(self, key: str, *, what: str, timeout_seconds: float | None) -> str:
         """Wait for a text and read it."""
-        self._await(key, what=what)
+        self._await(key, what=what, timeout_seconds=timeout_seconds)
         count = int(self.store.get(key))
         return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
 
@@ -131,8 +134,9 @@ class Control:
             self._await(key, what=what)
             return str(self.store.get(key).decode())
 
-    def _await(self, key: str, *, what: str) -> None:
+    def _await(self, key: str, *, what: str, timeout_seconds: float | None = None) -> None:
         """Wait for a key by asking for it: a store that waits itself serves no other thread of this process."""
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         start, pause = time.monotonic(), SHORTEST_PAUSE_SECONDS
         heeded = start
         while not self.store.check([key]):
@@ -142,7 +146,7 @@ class Control:
             if now - heeded > 1.0:
                 heeded = now
                 self.heed_others(what, now - start)
-            if now - start > self.timeout_seconds:
+            if now - start > limit:
                 raise TimeoutError("some rank has not come to it")
 
     @contextmanager

@@ -39,6 +39,8 @@ class RunConfig:
     """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
     keep_checkpoints: Annotated[int, POSITIVE] = 2
     """Newest checkpoints to keep, besides the best."""
+    checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
+    """A checkpoint that is not written after this long ends the job; comm.timeout_seconds does not count meanwhile."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
     else the path of a checkpoint to start from."""

@@ -21,6 +21,7 @@ MAY_DIFFER = (
     "run.eval_offset_epochs",
     "run.checkpoint_every_steps",
     "run.keep_checkpoints",
+    "run.checkpoint_timeout_seconds",
     "data.root",
     "data.num_threads",
     "data.prefetch_batches",

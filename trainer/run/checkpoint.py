@@ -6,7 +6,7 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError
 
 FORMAT = 1
@@ -63,6 +64,24 @@ def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: 
         ) from error
     _drop_old(directory, keep=keep)
     return path
+
+
+def write_on_first(write: Callable[[], object], control: Control, *, what: str, timeout_seconds: float) -> None:
+    """Write on the first rank, and return on all of them when it is done. Collective, over the control channel.
+
+    A write may take longer than a sum: ranks that went on would wait for the first one in the next sum, or in a
+    library's last barrier, whose limit is for the network. what names it in messages.
+    Raises: CheckpointError, the first rank's, on all; PeerLostError after timeout_seconds.
+    """
+    failure = ""
+    if control.rank == 0:
+        try:
+            write()
+        except CheckpointError as error:
+            failure = str(error)
+    failure = control.gather_text(failure, what=what, timeout_seconds=timeout_seconds)[0]
+    if failure:
+        raise CheckpointError(failure)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

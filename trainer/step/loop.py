@@ -227,6 +227,5 @@ class Loop:
         # a second checkpoint of a step would lack the accuracy of the first
         if done > self.totals.saved_step:
             self.parts.set_lr_(step=done - 1)
+            # returns when it is on disk: a launcher that sees another rank end would kill the one that writes
             self.hooks.save(done, None)
-        # rank 0 writes, and a launcher that sees another rank end would kill it in the midst of that
-        self.parts.communicator.gather_text("saved")

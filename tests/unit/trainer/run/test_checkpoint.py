@@ -3,14 +3,24 @@
 import errno
 import json
 import os
+import re
 import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from error_texts import naming
+from torch.distributed import HashStore
 
-from bigbatch.errors import CheckpointError
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous import control as rendezvous
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import CheckpointError, UserError
 from bigbatch.trainer.run import checkpoint as module
 from bigbatch.trainer.run.checkpoint import (
     best_checkpoint,
@@ -20,6 +30,7 @@ from bigbatch.trainer.run.checkpoint import (
     restoring,
     save_checkpoint,
     set_aside_after,
+    write_on_first,
 )
 
 
@@ -185,3 +196,54 @@ def test_checkpoint_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> 
     aside = set_aside_after(tmp_path, step=1)
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
     assert [load_checkpoint(path)["step"] for path in aside] == [2, 3]
+
+
+# --- ranks that wait for the one that writes ---
+
+
+def ranks_that_write(write: Callable[[Event], object], *, limit: float) -> list[str]:
+    """What two ranks raise, whose sums may take 0.2 s; rank 0 writes, and is told when rank 1 has ended."""
+    store, raised, ended = HashStore(), ["", ""], Event()
+
+    def run(rank: int) -> None:
+        control = Control(ALONE, timeout_seconds=0.2, find_master=meet_by_mpi)
+        control.rank, control.world_size, control.store = rank, 2, store
+        store.set(f"bigbatch/host/{rank}", f"node{rank}")
+        try:
+            write_on_first(lambda: write(ended), control, what="checkpoint of step 3", timeout_seconds=limit)
+        except UserError as error:
+            raised[rank] = f"{type(error).__name__}: {error}"
+        if rank == 1:
+            ended.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    return raised
+
+
+def test_checkpoint_may_take_longer_than_a_sum() -> None:
+    written: list[float] = []
+
+    def write(ended: Event) -> None:
+        time.sleep(0.6)
+        written.append(time.monotonic())
+
+    assert ranks_that_write(write, limit=5) == ["", ""]
+    assert len(written) == 1, "by the first rank alone"
+
+
+def test_checkpoint_that_does_not_end_names_itself_and_the_limit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "LINGER_SECONDS", 0.0)
+    _, waiting = ranks_that_write(lambda ended: ended.wait(timeout=20), limit=0.7)
+    lost = naming("PeerLostError", "rank 1", "checkpoint of step 3", "no answer from rank 0 on node0")
+    assert re.search(lost, waiting), waiting
+    assert float(re.findall(r"after ([\d.]+) s", waiting)[0]) >= 0.7
+
+
+def test_checkpoint_that_fails_is_told_to_all_ranks() -> None:
+    def write(ended: Event) -> None:
+        raise CheckpointError("cannot write checkpoint x/step-3: disk full")
+
+    told = "CheckpointError: cannot write checkpoint x/step-3: disk full"
+    assert ranks_that_write(write, limit=5) == [told, told]
