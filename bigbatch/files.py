@@ -1,6 +1,8 @@
 """Files that are whole or not there: written under a hidden name beside their own, then renamed."""
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +38,38 @@ def write_whole(path: Path, data: bytes, *, mark: str | None = None, sync: bool 
     """Replace a file in one step, as replacing does. Raises: OSError."""
     with replacing(path, mark=mark, sync=sync) as file:
         file.write(data)
+
+
+MOST_OWN_BYTES = 1 << 24
+"""A longer file is none that we wrote for ourselves."""
+
+
+def write_own(path: Path, data: bytes) -> None:
+    """Replace a file in one step, readable by its user alone, as is its folder, which is made if needed.
+
+    Raises: OSError, also where the folder belongs to another user or is a link.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = path.parent.lstat()
+    if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"{path.parent} is no folder of this user's own")
+    if stat.S_IMODE(folder.st_mode) != 0o700:
+        path.parent.chmod(0o700)
+    with replacing(path) as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(data)
+
+
+def read_own(path: Path) -> bytes:
+    """Read a file of this user's own. Raises: OSError, also for another user's, a link, and what is no such file."""
+    # O_NONBLOCK: a pipe in its place would never open
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if facts.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_OWN_BYTES:
+            raise OSError(errno.EINVAL, "it is no plain file, or too long")
+        return file.read(MOST_OWN_BYTES)
 
 
 def _create(path: Path) -> BinaryIO:

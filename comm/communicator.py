@@ -51,6 +51,8 @@ class Communicator:
     inspector: StallInspector | None = None
     why: str = ""
     """What chose the algorithm, where nobody named it."""
+    calibration: str = ""
+    """What was measured of this cluster, for a run's folder; empty where nothing was asked for."""
 
     @property
     def rank(self) -> int:

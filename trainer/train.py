@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(argv)
     env = read_process_env()
     bound = build.bind_rank(config, env)
-    communicator, tuned = build.join_job(config, env)
+    kept = RunDir(Path(config.run.directory)).calibration
+    communicator, tuned = build.join_job(config, env, kept_calibration=kept)
     try:
         code = _Run(config, communicator, env, tuned=tuned, bound=bound).run()
     except (RuntimeError, MemoryError) as error:

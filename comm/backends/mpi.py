@@ -109,6 +109,11 @@ def answer_of(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> 
     return answers[0]
 
 
+def mpi_library() -> str:
+    """Name the MPI library and its version, as it does itself."""
+    return first_line(import_mpi().Get_library_version())
+
+
 def finalize_mpi() -> None:
     """End MPI where it was started; collective, so only after a run that went well."""
     MPI = import_mpi()

@@ -239,11 +239,33 @@ def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torch
     variables = os.environ if environ is None else environ
     if variables.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
         with contextlib.suppress(OSError, RuntimeError):
-            folder = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigbatch" / "compiled"
+            folder = _cache_folder(variables) / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 variables[COMPILED_VARIABLE] = str(folder)
     return Path(variables[COMPILED_VARIABLE])
+
+
+def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return where tables that were measured on this user's clusters are kept, or None where there is no home."""
+    with contextlib.suppress(RuntimeError):
+        return _cache_folder(os.environ if environ is None else environ) / "calibration"
+    return None
+
+
+def _cache_folder(variables: Mapping[str, str]) -> Path:
+    """Raises: RuntimeError where there is no home."""
+    return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigbatch"
+
+
+def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what tells NCCL how to sum: not where its ranks meet, nor what it logs."""
+    variables = os.environ if environ is None else environ
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith("NCCL_") and name != "NCCL_COMM_ID" and not name.startswith("NCCL_DEBUG")
+    }
 
 
 def expand_hostlist(text: str) -> list[str]:

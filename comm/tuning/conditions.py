@@ -1,8 +1,10 @@
 """Under which conditions something was measured."""
 
+import ctypes
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -52,8 +54,7 @@ class Conditions:
 
 def gather_conditions(communicator: Communicator) -> Conditions:
     """Gather the conditions of all ranks. Collective."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    texts = communicator.gather_text(f"{cores}\n{communicator.env.host}\n{device_name(communicator.device)}")
+    texts = communicator.gather_text(f"{num_cores()}\n{communicator.env.host}\n{device_name(communicator.device)}")
     each = [text.split("\n") for text in texts]
     return Conditions(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -91,6 +92,44 @@ def _wire_name(communicator: Communicator) -> str | None:
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def nccl_version() -> str:
+    """Ask the library that is loaded, which may be another than torch was built with; else take torch's own word."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # a part of torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """Return the CPU's model as Linux tells it, else its architecture alone."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def link_rates(sys: Path = Path("/sys/class")) -> dict[str, str]:
+    """List the rates of this host's network hardware that is up, as Linux tells them: in Mbit/s, or in its words.
+
+    Virtual interfaces have no rate, and containers give them a new name each time.
+    """
+    ports = {path.parent.name: path for path in sys.glob("net/*/speed") if (path.parent / "device").exists()}
+    ports |= {f"{path.parts[-4]}/{path.parts[-2]}": path for path in sys.glob("infiniband/*/ports/*/rate")}
+    rates = {}
+    for name, path in sorted(ports.items()):
+        with suppress(OSError):  # one that is down has no rate
+            rates[name] = path.read_text().strip()
+    return rates
 
 
 def source_commit() -> str | None:

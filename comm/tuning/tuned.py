@@ -17,6 +17,12 @@ from bigbatch.files import write_whole
 
 FORMAT = "bigbatch comm tune 1"
 
+CHANGES = (
+    "the order in which gradients are added, and so their rounding: runs with another table, or none, end with other "
+    "bits, within rounding"
+)
+"""What a table can change, as every file of one states."""
+
 DEFAULT_FOLDER = Path("tuned")
 
 
@@ -128,6 +134,7 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
     record = {
         "format": FORMAT,
         "command": tuned.command,
+        "changes": CHANGES,
         "cluster": dataclasses.asdict(tuned.cluster),
         "table": json.loads(tuned.table.to_json()),
         "fusion": dataclasses.asdict(tuned.sizes),

@@ -37,6 +37,8 @@ LEAST_REFINEMENT = 5
 BANDWIDTH_BOUND = 2.5
 """Four times the bytes took so many times as long: from here on bytes count, and who is behind stays behind."""
 LARGEST_BYTES = 256 << 20
+WORDS_PER_SIZE = 5
+"""How often ranks gather times while they measure one size."""
 
 
 def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
@@ -64,8 +66,8 @@ def measure_times(
     on all ranks.
     Raises: CommError where a sum came out wrong; PeerLostError.
     """
-    all_contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
     start = time.perf_counter()
+    all_contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
     # one for all sizes: each measures its beginning
     tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
     times: dict[int, dict[str, Measured]] = {}
@@ -81,17 +83,20 @@ def measure_times(
             before[name] = Measured((*earlier, *each.measured.seconds))
         on_size(size, before)
 
+    before_words = elapsed_seconds(communicator, start)
+    # thousands of ranks take longer to gather their times than to make a short sum
+    words = WORDS_PER_SIZE * (elapsed_seconds(communicator, start) - before_words)
     names = list(all_contestants)
     for number, size in enumerate(sizes):
-        left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start)
+        left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start) - words
         if times and _least_seconds_of(size, times, names) > left:
             break
         names = survivors(times, names)
         # an equal share of what is left, so that what a short sum does not need goes to the longer ones
-        measure(size, names, Effort(REPETITIONS, max(0.0, left) / (len(sizes) - number), CONTENDER_RATIO))
+        measure(size, names, Effort(REPETITIONS, max(0.0, left / (len(sizes) - number) - words), CONTENDER_RATIO))
     while (open_choice := next_open(times, granularity=dtype.itemsize)) is not None:
         size, names = open_choice
-        left = seconds - elapsed_seconds(communicator, start)
+        left = seconds - elapsed_seconds(communicator, start) - words
         each = sum(expected_seconds(times, size, name) for name in names)
         # + 2: the check of the sum, and the pilot, come first
         if (LEAST_REFINEMENT + 2) * each > left:

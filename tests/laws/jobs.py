@@ -38,6 +38,7 @@ TINY = {
     "run.log_every_steps": 1,
     "run.epochs": 2,
     "schedule.warmup_epochs": 1,
+    "comm.algorithm": "hierarchical",  # by name: auto could measure, and choose by noise
 }
 
 MOMENTUM = 0.9

@@ -33,7 +33,7 @@ def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, {"batch.microbatch_size": 32}),  # 4 ghost batches in one forward pass
         (2, {}),  # 2 ranks x 2 microbatches
         pytest.param(2, {"comm.backend": "mpi", "comm.algorithm": "ring"}, marks=pytest.mark.long),
-        (4, {"comm.group_size": 2, "comm.algorithm": "hierarchical"}),  # 2 node groups x 2 ranks
+        (4, {"comm.group_size": 2}),  # 2 node groups x 2 ranks, hierarchical
         pytest.param(4, {"comm.group_size": 2, "comm.algorithm": "sharded"}, marks=pytest.mark.long),
     ],
 )
@@ -83,10 +83,7 @@ def one_rank_wide(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, {"batch.microbatch_size": 16, "comm.backend": "mpi"}, marks=pytest.mark.long),
         # 2 groups of 2 ranks
         pytest.param(4, {"batch.microbatch_size": 16, "comm.backend": "gloo"}, marks=pytest.mark.long),
-        (
-            4,
-            {"batch.microbatch_size": 8, "comm.group_size": 2, "comm.algorithm": "hierarchical"},
-        ),  # one group of 4 ranks, over 2 node groups
+        (4, {"batch.microbatch_size": 8, "comm.group_size": 2}),  # one group of 4 ranks, over 2 node groups
     ],
 )
 def test_a_ghost_batch_may_lie_on_several_ranks(

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor_spec
-from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.environ import ProcessEnv, calibration_folder
+from bigbatch.comm.tuning.calibration import calibrate
 from bigbatch.comm.tuning.conditions import gather_cluster
 from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
 from bigbatch.errors import ConfigError, TunedError, UserError
@@ -51,9 +53,12 @@ from bigbatch.trainer.step.signals import StopRequest
 from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
 
 
-def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | None]:
+def join_job(
+    config: Config, env: ProcessEnv, *, kept_calibration: Path | None = None
+) -> tuple[Communicator, Tuned | None]:
     """Meet the other ranks, make sure that all run the same experiment, and read what comm.table holds. Collective.
 
+    kept_calibration: the table of a run that may go on, which goes before the user's for this cluster.
     Raises: ConfigError; CommError; TunedError.
     """
     # for its ConfigError, before any rank is connected to
@@ -74,13 +79,40 @@ def join_job(config: Config, env: ProcessEnv) -> tuple[Communicator, Tuned | Non
         )
         communicator.agree("the config", dump_config(config))
         tuned = gather_tuned(config, communicator)
-        communicator = communicator.with_algorithm(config.comm.algorithm, table=tuned.table if tuned else None)
+        communicator = _with_algorithm(config, communicator, tuned, kept_calibration=kept_calibration)
     except UserError:
         raise
     except ValueError as error:
         raise ConfigError(f"comm: {error}") from error
     set_up_process(communicator, cudnn_benchmark=config.compute.cudnn_benchmark)
     return communicator, tuned
+
+
+def _with_algorithm(
+    config: Config, communicator: Communicator, tuned: Tuned | None, *, kept_calibration: Path | None
+) -> Communicator:
+    comm = config.comm
+    if tuned:
+        return communicator.with_algorithm(comm.algorithm, table=tuned.table, table_from=f"{comm.table}")
+    if not _calibrates(config, communicator):
+        return communicator.with_algorithm(comm.algorithm)
+    measured = calibrate(
+        communicator,
+        is_fresh=comm.calibrate == "always",
+        interface=comm.interface,
+        kept=kept_calibration,
+        folder=calibration_folder(),
+    )
+    communicator = communicator.with_algorithm(comm.algorithm, table=measured.table, table_from=measured.source)
+    return replace(communicator, calibration=measured.text)
+
+
+def _calibrates(config: Config, communicator: Communicator) -> bool:
+    """Tell whether a table is wanted: where there is something to choose, for gradients that travel by it."""
+    if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
+        return False
+    least = {"auto": communicator.topology.num_nodes, "always": communicator.world_size, "never": 1}
+    return least[config.comm.calibrate or "never"] > 1
 
 
 def _settle_arithmetic(config: Config, device: torch.device) -> None:
@@ -132,7 +164,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
         bn_span=min(config.batch.bn_span, microbatch_size),
         virtual_ranks=None,
     )
-    comm = replace(config.comm, algorithm="native", table=None, **asdict(stated_sizes(config)))
+    comm = replace(config.comm, algorithm="native", calibrate=None, table=None, **asdict(stated_sizes(config)))
     return replace(config, batch=batch, comm=comm)
 
 

@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "comm.backend",
     "comm.interface",
     "comm.algorithm",
+    "comm.calibrate",
     "comm.table",
     "comm.group_size",
     "comm.threshold_bytes",

@@ -1,6 +1,5 @@
 """What one rank says of its node before anything is measured."""
 
-import ctypes
 import os
 import platform
 import shutil
@@ -17,7 +16,7 @@ import torch
 
 from bigbatch import __version__
 from bigbatch.comm.rendezvous.release import sources_digest
-from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.comm.tuning.conditions import nccl_version, source_commit
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.shards import open_split
@@ -69,16 +68,6 @@ def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool
     gpus = query_gpus()
     node = NodeFacts(versions(device, gpus), gpus, free, trouble, *counting())
     return RankFacts(rank, host, name, node)
-
-
-def nccl_version() -> str:
-    """Ask the library that is loaded, which may be another than torch was built with; else take torch's own word."""
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # a part of torch
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:

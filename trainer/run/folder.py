@@ -30,6 +30,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def calibration(self) -> Path:
+        """What was measured of the cluster, where comm.algorithm=auto chose by that: the run goes on with it."""
+        return self.path / "calibration.json"
+
+    @property
     def tensorboard(self) -> Path:
         """Return the folder of event files."""
         return self.path / "tensorboard"

@@ -51,6 +51,8 @@ class RunOutput:
         if start.config and (changed := changes(start.config, dump_config(config))):
             self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
         rundir.write_text(rundir.config, dump_config(config))
+        if self._communicator.calibration:
+            rundir.write_text(rundir.calibration, self._communicator.calibration)
         for path in set_aside_after(rundir.checkpoints, step=self._plan.first_step):
             self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
         if self._plan.first_step < self._plan.num_steps:

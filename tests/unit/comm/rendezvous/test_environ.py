@@ -11,8 +11,10 @@ from error_texts import naming
 
 from bigbatch.comm.rendezvous.environ import (
     ProcessEnv,
+    calibration_folder,
     expand_hostlist,
     keep_compiled_code,
+    nccl_settings,
     prefer_interface,
     read_process_env,
     step_hosts,
@@ -323,3 +325,23 @@ def test_cache_of_compiled_code_is_kept_from_run_to_run(
     variables = dict(variables)
     assert str(keep_compiled_code(variables, torchs_own="/tmp/torchs")) == folder
     assert variables["TORCHINDUCTOR_CACHE_DIR"] == folder
+
+
+def test_calibrations_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(calibration_folder({"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/calibration"
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(calibration_folder({})) == "/home/me/.cache/bigbatch/calibration"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert calibration_folder({}) is None
+
+
+def test_settings_of_nccl_are_those_that_change_how_it_sums() -> None:
+    others = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "a", "NCCL_COMM_ID": "n0:1", "HOME": "/"}
+    assert nccl_settings({**others, "NCCL_IB_HCA": "mlx5", "NCCL_ALGO": "Tree"}) == {
+        "NCCL_ALGO": "Tree",
+        "NCCL_IB_HCA": "mlx5",
+    }

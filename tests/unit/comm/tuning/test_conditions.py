@@ -2,8 +2,10 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from bigbatch.comm.tuning import conditions
 
@@ -25,3 +27,44 @@ def test_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch: pytest.
     assert len(conditions.source_commit()) == 12
     installed.write_text("changed")
     assert conditions.source_commit().endswith("+")
+
+
+def test_nccl_is_the_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image may carry another one than torch was built with (build argument NCCL_VERSION)."""
+
+    class Library:
+        @staticmethod
+        def ncclGetVersion(number: Any) -> None:
+            number._obj.value = 23004
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(conditions.ctypes, "CDLL", lambda name: Library)
+    assert conditions.nccl_version() == "2.30.4"
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(conditions.ctypes, "CDLL", missing)
+    assert conditions.nccl_version() == "2.30.7"
+
+
+def test_rates_are_those_of_hardware_that_is_up(tmp_path: Path) -> None:
+    for name, is_hardware, speed in (("eth0", True, "100000\n"), ("veth7", False, "10000\n"), ("lo", False, None)):
+        folder = tmp_path / "net" / name
+        folder.mkdir(parents=True)
+        if is_hardware:
+            (folder / "device").mkdir()
+        if speed:
+            (folder / "speed").write_text(speed)
+    (tmp_path / "net/eth1/device").mkdir(parents=True)
+    (tmp_path / "net/eth1/speed").mkdir()  # cannot be read, as that of one that is down
+    port = tmp_path / "infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert conditions.link_rates(tmp_path) == {"eth0": "100000", "mlx5_0/1": "400 Gb/sec (4X NDR)"}
+    assert conditions.link_rates(tmp_path / "none") == {}
+
+
+def test_the_cpu_has_a_name() -> None:
+    assert conditions.cpu_name()
+    assert "\n" not in conditions.cpu_name()

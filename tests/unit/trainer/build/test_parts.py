@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +247,29 @@ def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ConfigError, match=naming("optimizer.precision=bf16 ", "Tesla T4", "7.5", " fp32")):
         build.join_job(quickstart("optimizer.precision=bf16"), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_nodes", "world_size", "expected"),
+    [
+        ((), 2, 8, True),
+        ((), 1, 8, False),
+        (("comm.calibrate=always",), 1, 8, True),
+        (("comm.calibrate=always",), 1, 1, False),
+        (("comm.calibrate=never",), 2, 8, False),
+        (("comm.algorithm=hierarchical",), 2, 8, False),
+        (("optimizer.sharded=true",), 2, 8, False),
+    ],
+)
+def test_a_cluster_is_measured_where_there_is_something_to_choose(
+    words: tuple[str, ...], num_nodes: int, world_size: int, expected: bool
+) -> None:
+    others: Any = SimpleNamespace(
+        topology=SimpleNamespace(num_nodes=num_nodes), world_size=world_size, algorithms=("native", "ring")
+    )
+    assert build._calibrates(quickstart(*words), others) is expected
+    others.algorithms = ("native",)  # no messages
+    assert not build._calibrates(quickstart(*words), others)
 
 
 def test_without_choices_leaves_no_ranks_to_replay_or_to_share_with() -> None:

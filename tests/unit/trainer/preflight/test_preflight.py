@@ -637,22 +637,3 @@ def test_preflight_alone_excludes_nobody(calls: Path, capsys: pytest.CaptureFixt
 
 def test_preflight_that_wrote_nothing_blames_nobody() -> None:
     assert read_bad_nodes(Path("/no/such/file")) == []
-
-
-def test_nccl_is_the_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image may carry another one than torch was built with (build argument NCCL_VERSION)."""
-
-    class Library:
-        @staticmethod
-        def ncclGetVersion(number: Any) -> None:
-            number._obj.value = 23004
-
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(facts.ctypes, "CDLL", lambda name: Library)
-    assert facts.nccl_version() == "2.30.4"
-
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(facts.ctypes, "CDLL", missing)
-    assert facts.nccl_version() == "2.30.7"

@@ -1,0 +1,191 @@
+"""The table that a job measures for itself at its first start on a cluster, and takes again at later ones."""
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch import __version__
+from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Times, make_hybrid
+from bigbatch.comm.backends.mpi import mpi_library
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
+from bigbatch.comm.rendezvous.environ import nccl_settings
+from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
+from bigbatch.comm.tuning.tuned import CHANGES
+from bigbatch.comm.tuning.tuner import elapsed_seconds, measure_times, tune_sizes
+from bigbatch.files import read_own, write_own
+
+FORMAT = "bigbatch calibration 1"
+SECONDS = 10.0
+"""How much longer the first start on a cluster may take, in all."""
+LEAST_BYTES = 1_000_000
+"""From here on bytes count, not latency (benchmarks/results/comm-exchange-*.json), and larger sums go by these."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A table that was measured on this cluster."""
+
+    table: HybridTable
+    source: str
+    """Where it is from, for people; what is wrong with a file that was passed over."""
+    text: str
+    """The file's, for a run to keep."""
+
+
+def calibrate(
+    communicator: Communicator,
+    *,
+    is_fresh: bool = False,
+    interface: str | None = None,
+    kept: Path | None = None,
+    folder: Path | None,
+    seconds: float = SECONDS,
+) -> Calibration:
+    """Take the table that was measured on this cluster, or measure it and store it in folder. Collective.
+
+    Rank 0 looks and decides, and tells the others, whose files are never read: at kept first, the file of a run that
+    may go on, then into folder (None where there is none to write to). is_fresh: at neither. interface: as connect()
+    was given it. Measuring ends within seconds, but for a first sum that takes longer.
+    Raises: CommError where a sum came out wrong; PeerLostError.
+    """
+    start = time.perf_counter()
+    is_first = communicator.rank == 0
+    facts = _collect_facts(communicator, interface=interface)
+    path = folder / _file_name(facts) if folder else None
+    record, told = None, ""
+    if is_first and not is_fresh:
+        record, told = _look([each for each in (kept, path) if each], facts=facts, algorithms=communicator.algorithms)
+    record, told = _from_first(communicator, [record, told])
+    if record is None:
+        times = measure_times(
+            communicator,
+            tune_sizes(DEFAULT_SIZES.buffer_bytes),
+            dtype=torch.float32,
+            seconds=max(0.0, seconds - elapsed_seconds(communicator, start)),
+            on_size=lambda size, at_size: None,
+        )
+        took = elapsed_seconds(communicator, start)
+        if is_first:
+            table = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
+            record = _make_record(facts, times, table, seconds=took)
+            told += f"measured in {took:.1f} s and {_store(path, record)}"
+        record, told = _from_first(communicator, [record, told])
+    return Calibration(_table_of(record), told, _as_text(record))
+
+
+def _from_first(communicator: Communicator, value: Any) -> Any:
+    """Return rank 0's value, which JSON must hold. Collective."""
+    return json.loads(communicator.gather_text(json.dumps(value) if communicator.rank == 0 else "")[0])
+
+
+def make_table(times: Times, *, beyond: str) -> HybridTable:
+    """Make the hybrid of the times; short sums alone say nothing of gradients' buffers, which `beyond` then sums.
+
+    So it is where links are so slow, or ranks so many, that the time was over before LEAST_BYTES.
+    """
+    table, largest = make_hybrid(times), max(times)
+    last = table.rows[-1].algorithm
+    if largest >= LEAST_BYTES or last == beyond:
+        return table
+    return HybridTable((*table.rows[:-1], HybridRow(largest, last), HybridRow(None, beyond)))
+
+
+def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict[str, Any]:
+    """Collect on rank 0 what must be the same of each rank for a table to hold, as JSON has it. Collective."""
+    is_nccl, is_mpi = (communicator.backend.name == name for name in ("nccl", "mpi"))
+    mine = {
+        "cpu": f"{cpu_name()}, {num_cores()} cores",
+        "device": device_name(communicator.device),
+        "links": link_rates(),
+        "interface": communicator.env.interface or interface,
+        "libraries": {
+            "bigbatch": __version__,
+            "torch": torch.__version__,
+            **({"NCCL": nccl_version()} if is_nccl else {}),
+            **({"MPI": mpi_library()} if is_mpi else {}),
+        },
+        "environment": nccl_settings() if is_nccl else {},
+    }
+    texts = communicator.control.collect_text(json.dumps(mine), what="description of the cluster")
+    alike = [[len(list(same)), json.loads(text)] for text, same in groupby(texts)]
+    facts = {"cluster": asdict(gather_cluster(communicator)), "ranks": alike}
+    return dict(json.loads(json.dumps(facts)))  # tuples become lists, as in the file
+
+
+def _file_name(facts: dict[str, Any]) -> str:
+    cluster = facts["cluster"]
+    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{cluster['backend']}-{len(cluster['group_sizes'])}nodes-{cluster['world_size']}ranks-{digest}.json"
+
+
+def _look(
+    paths: Sequence[Path], *, facts: dict[str, Any], algorithms: Collection[str]
+) -> tuple[dict[str, Any] | None, str]:
+    """Read the first file that holds; return its record and where it is from, or what was wrong with each."""
+    complaints = ""
+    for path in paths:
+        try:
+            record = _parse(read_own(path), facts=facts, algorithms=algorithms)
+            return record, f"{complaints}{path}, measured {record['date']}"
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            complaints += f"{path} is not read ({error.strerror}); "
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            complaints += f"{path} is not taken ({' '.join(str(error).split())}); "
+    return None, complaints
+
+
+def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -> dict[str, Any]:
+    record = json.loads(data)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is not of the form {FORMAT!r}")
+    if record["cluster"] != facts["cluster"] or record["ranks"] != facts["ranks"]:
+        raise ValueError("it is of another cluster")
+    if not isinstance(record["date"], str) or not set(_table_of(record).algorithms) <= set(algorithms):
+        raise ValueError("it is damaged")
+    return record
+
+
+def _table_of(record: dict[str, Any]) -> HybridTable:
+    return HybridTable.from_json(json.dumps(record["table"]))
+
+
+def _make_record(facts: dict[str, Any], times: Times, table: HybridTable, *, seconds: float) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "changes": CHANGES,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 3),
+        "table": json.loads(table.to_json()),
+        **facts,
+        "all_reduce_seconds": {
+            str(size): {name: measured.median for name, measured in at_size.items()}
+            for size, at_size in sorted(times.items())
+        },
+    }
+
+
+def _store(path: Path | None, record: dict[str, Any]) -> str:
+    """Write the file; return what became of it."""
+    if path is None:
+        return "not stored: there is no home folder"
+    try:
+        write_own(path, _as_text(record).encode())
+    except OSError as error:
+        return f"not stored in {path}: {error.strerror}"
+    return f"stored in {path} for later starts"
+
+
+def _as_text(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=1) + "\n"
