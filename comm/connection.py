@@ -15,7 +15,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator, open_controls
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
-from bigbatch.comm.rendezvous.places import meet
+from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
 from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.comm.timeline import Timeline
@@ -25,13 +25,13 @@ BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """What torch says of a driver, and the newest CUDA that it supports: 12080 is 12.8."""
-ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     """Choose this rank's GPU where the host has one for it, else the CPU. gloo, horovod and env may keep to the CPU.
 
+    The only GPU that a rank sees is taken for its own, as launchers bind it; connect() looks whether that is so.
     Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, and where their driver is too
     old for this torch.
     """
@@ -40,15 +40,18 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     num_gpus = _count_gpus()
     if backend != "nccl" and num_gpus == 0:
         return torch.device("cpu")
-    if num_gpus < env.local_size:
-        fewer = f" (--ranks {num_gpus})" if num_gpus and env.is_one_host else ""
-        raise CommError(
-            f"{env.local_size} ranks on {env.host} but {num_gpus} GPUs: start one rank per GPU{fewer}, let each see "
-            f"all GPUs of its host (in Slurm --gpus-per-node, not --gpus-per-task), or {ON_CPU}"
-        )
-    device = torch.device("cuda", env.local_rank)
+    if num_gpus < env.local_size and num_gpus != 1:
+        raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
+    device = torch.device("cuda", 0 if num_gpus == 1 else env.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def only_gpu(device: torch.device) -> str:
+    """Return the UUID of the only GPU that this rank sees; "" where it sees several, or is on the CPU."""
+    if device.type != "cuda" or torch.cuda.device_count() > 1:
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -99,6 +102,7 @@ def connect(
     and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
+    Without a device it is choose_device's, and ranks that have the same GPU are refused.
     After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
     timeout_seconds the wait ends in an error.
     Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
@@ -112,13 +116,17 @@ def connect(
     warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
     _require_own_interface(backend, interface)
     interface = env.interface or interface
-    device = with_index(device or choose_device(env, backend=backend))
+    gpu = ""
+    if device is None:  # whoever names one may have ranks share it
+        device = choose_device(env, backend=backend)
+        gpu = only_gpu(device)
+    device = with_index(device)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
     _require_device(backend, device)
     control = Control(env, timeout_seconds=timeout_seconds, interface=interface, find_master=meet_by_mpi)
     control.library = backend
-    nodes = [place.node for place in meet(env, control)]
+    nodes = [place.node for place in meet(env, control, gpu=gpu)]
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport, inspector = _connect_watched(
         env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds

@@ -15,6 +15,7 @@ _REMEDY = (
     "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
     "one host, name them by BIGBATCH_HOST"
 )
+ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another launcher: --comm.backend gloo)"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class RankPlace:
     local_rank: int
     local_size: int
     plays_host: bool = False
+    gpu: str = ""
+    """UUID of the only GPU that it sees."""
 
     @property
     def node(self) -> str:
@@ -46,13 +49,13 @@ def process_space() -> str:
         return f"process {os.getpid()}"
 
 
-def meet(env: ProcessEnv, control: Control) -> list[RankPlace]:
-    """Tell every rank where every rank runs, in rank order. Collective.
+def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]:
+    """Tell every rank where every rank runs, in rank order. Collective. gpu: the UUID of the only GPU that it sees.
 
     Raises: CommError where ranks run different code, two processes are the same rank, or the ranks of a host contradict
-    each other.
+    each other, or share a GPU.
     """
-    mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host)
+    mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host, gpu)
     _claim_rank(env, control)
     texts = control.gather_text(json.dumps({"release": release(), **asdict(mine)}), what="meeting of all ranks")
     told = [json.loads(text) for text in texts]
@@ -60,6 +63,7 @@ def meet(env: ProcessEnv, control: Control) -> list[RankPlace]:
     require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])
     places = [RankPlace(**each) for each in told]
     require_consistent(places)
+    require_own_gpus([(place.host, place.gpu) for place in places])
     return places
 
 
@@ -89,6 +93,33 @@ def require_consistent(places: Sequence[RankPlace]) -> None:
     problem = _contradiction(places, lambda place: place.host)
     if problem and _contradiction(places, lambda place: place.node):
         raise CommError(f"{problem}: {_REMEDY}")
+
+
+def require_own_gpus(seen: Sequence[tuple[str, str]]) -> None:
+    """Check the host of each rank, and the UUID of the only GPU that it sees, "" where it sees several or none.
+
+    Raises: CommError naming a host and its ranks that share one.
+    """
+    firsts: dict[tuple[str, str], int] = {}
+    for rank, (host, gpu) in enumerate(seen):
+        if gpu and firsts.setdefault((host, gpu), rank) != rank:
+            gpus = [other for place, other in seen if place == host]
+            raise too_few_gpus(
+                len(gpus),
+                len(set(gpus)),
+                host=host,
+                is_one_host=len(gpus) == len(seen),
+                why=f" (rank {firsts[host, gpu]} and rank {rank} both have {gpu})",
+            )
+
+
+def too_few_gpus(num_ranks: int, num_gpus: int, *, host: str, is_one_host: bool, why: str = "") -> CommError:
+    """Make the error of a host with fewer GPUs than ranks."""
+    fewer = f" (--ranks {num_gpus})" if num_gpus and is_one_host else ""
+    return CommError(
+        f"{num_ranks} ranks on {host} but {num_gpus} GPUs{why}: start one rank per GPU{fewer}, let each see all GPUs "
+        f"of its host or one of its own (in Slurm --gpus-per-node, or --gpus-per-task), or {ON_CPU}"
+    )
 
 
 def _contradiction(places: Sequence[RankPlace], host_of: Callable[[RankPlace], str]) -> str | None:

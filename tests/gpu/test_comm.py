@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import exit_codes, places, start_rank
+from gpu_ranks import REFUSED
 from torch import nn
 
 from bigbatch.comm.backends.base import Capabilities
@@ -21,7 +22,7 @@ from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.environ import ALONE, visible_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -171,3 +172,25 @@ def test_rank_takes_up_no_memory_of_another_ranks_gpu(tmp_path: Path) -> None:
     log = tmp_path / "log"
     rank = start_rank("gpu_ranks:copy_on_a_thread", [], environ={}, stdout=log, stderr=log)
     assert exit_codes([rank], timeout_seconds=100) == [0], log.read_text()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_ranks_that_see_one_gpu_each_take_it_if_it_is_not_the_same(is_shared: bool, tmp_path: Path) -> None:
+    names = visible_gpus(torch.cuda.device_count())
+    if not is_shared and len(names) < 2:
+        pytest.skip("needs two GPUs")
+    log = tmp_path / "log"
+    ranks = [
+        start_rank(
+            "gpu_ranks:meet_on_the_gpu_in_sight",
+            [],
+            environ={**place, "CUDA_VISIBLE_DEVICES": names[0 if is_shared else rank]},
+            stdout=log,
+            stderr=log,
+        )
+        for rank, place in enumerate(places(2))
+    ]
+    assert exit_codes(ranks, timeout_seconds=200) == [REFUSED if is_shared else 0] * 2, log.read_text()
+    if is_shared:
+        for words in ("2 ranks", "1 GPUs", "GPU-"):
+            assert words in log.read_text()

@@ -2,28 +2,43 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
 from forked_ranks import exit_codes, places, start_rank
 
-from bigbatch.comm.connection import choose_device
-from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm import connection
 from bigbatch.errors import CommError
 
-ON_CPU, REFUSED = 0, 3
+ON_CPU, REFUSED, ON_OWN_GPU = 0, 3, 4
+
+
+class MetError(Exception):
+    """The ranks have met; NCCL would be next."""
 
 
 def choose() -> int:
-    """What a rank does first, on a machine that seems to have one GPU, which the driver's variable hides as ever."""
-    count = len([name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",") if name])
-    torch.cuda.is_available = lambda: count > 0
-    torch.cuda.device_count = lambda: count
+    """What a rank does first, on a machine that seems to have GPUs, which the driver's variable hides as ever."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",") if name]
+    torch.cuda.is_available = lambda: len(names) > 0
+    torch.cuda.device_count = lambda: len(names)
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=names[device.index])
+
+    def stop(*arguments: object, device: torch.device, **options: object) -> NoReturn:
+        raise MetError(str(device))
+
+    connection._connect = stop
     try:
-        return ON_CPU if choose_device(read_process_env()).type == "cpu" else -1
+        connection.connect(timeout_seconds=60)
+    except MetError as error:
+        return {"cpu": ON_CPU, "cuda:0": ON_OWN_GPU}[str(error)]
     except CommError as error:
         print(error)
         return REFUSED
+    return -1
 
 
 @pytest.mark.parametrize(
@@ -31,14 +46,19 @@ def choose() -> int:
     [
         ({}, ON_CPU),
         ({"CUDA_VISIBLE_DEVICES": "0"}, REFUSED),
+        ({"CUDA_VISIBLE_DEVICES": "{rank}"}, ON_OWN_GPU),
         ({"CUDA_VISIBLE_DEVICES": "0", "BIGBATCH_DEVICE": "cpu"}, ON_CPU),
     ],
 )
-def test_two_ranks_on_a_machine_with_one_gpu(environ: dict[str, str], code: int, tmp_path: Path) -> None:
-    """As the tests start them, and, the refusal that they would meet otherwise, where the GPU is to be seen."""
+def test_two_ranks_that_see_one_gpu_each(environ: dict[str, str], code: int, tmp_path: Path) -> None:
+    """As the tests start them; the refusal that they would meet where it is the same GPU; and where it is not."""
     log = tmp_path / "log"
     target = "test_cpu_ranks:choose"
-    ranks = [start_rank(target, [], environ={**place, **environ}, stdout=log, stderr=log) for place in places(2)]
+    ranks = [
+        start_rank(target, [], environ={**place, **each}, stdout=log, stderr=log)
+        for rank, place in enumerate(places(2))
+        for each in [{name: value.format(rank=rank) for name, value in environ.items()}]
+    ]
     assert exit_codes(ranks, timeout_seconds=100) == [code, code]
     if code == REFUSED:
         for words in ("2 ranks", "1 GPUs", "--ranks 1", "bigbatch launch ... --device cpu", "--comm.backend gloo"):

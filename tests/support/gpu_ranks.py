@@ -20,6 +20,22 @@ def sum_over_tcp(algorithm: str, group_size: str) -> int:
     return 0
 
 
+REFUSED = 3
+
+
+def meet_on_the_gpu_in_sight() -> int:
+    """Sum over NCCL, where each rank sees one GPU."""
+    try:
+        communicator = connect(timeout_seconds=60)
+    except CommError as error:
+        print(error)
+        return REFUSED
+    assert communicator.backend.name == "nccl"
+    assert communicator.sum_(torch.ones(3, device="cuda"), label="test").tolist() == [2.0] * 3
+    communicator.close()
+    return 0
+
+
 def copy_on_a_thread() -> int:
     """As a rank of the last GPU does; 0 where no other one knows of it."""
     last = torch.device("cuda", torch.cuda.device_count() - 1)

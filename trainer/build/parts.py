@@ -63,8 +63,7 @@ def join_job(
     """
     # for its ConfigError, before any rank is connected to
     accumulation_steps(config.batch, world_size=env.world_size)
-    device = choose_device(env, backend=config.comm.backend)
-    _settle_arithmetic(config, device)
+    _settle_arithmetic(config, choose_device(env, backend=config.comm.backend))
     try:
         communicator = connect(
             backend=config.comm.backend,
@@ -75,7 +74,6 @@ def join_job(
             warn_seconds=config.comm.warn_seconds,
             timeout_seconds=config.comm.timeout_seconds,
             env=env,
-            device=device,
         )
         communicator.agree("the config", dump_config(config))
         tuned = gather_tuned(config, communicator)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.connection import choose_device, connect
+from bigbatch.comm.connection import choose_device, connect, only_gpu
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.places import require_own_gpus
 from bigbatch.errors import CommError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -88,6 +89,11 @@ def examine(
             return [], early
         if device is None:
             raise CommError(str(complaint))
+        gpus = control.gather_text(json.dumps([env.host, only_gpu(device)]), what="comparison of GPUs")
+        try:
+            require_own_gpus([(host, gpu) for host, gpu in map(json.loads, gpus)])
+        except CommError as error:  # all ranks find the same
+            return [], [Finding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
         facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []

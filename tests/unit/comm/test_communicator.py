@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_texts import naming
+from played_gpus import PlayedGpus
 
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
@@ -15,7 +16,7 @@ from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities, Group
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import first_difference
-from bigbatch.comm.connection import choose_device, connect, make_wire, with_index
+from bigbatch.comm.connection import choose_device, connect, make_wire, only_gpu, with_index
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import CommError
@@ -204,6 +205,20 @@ def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(third, backend="gloo") == choose_device(third, backend="horovod") == CPU
     with pytest.raises(CommError, match=naming("8 ranks", "here", "4 GPUs", "--comm.backend gloo")):
         choose_device(ProcessEnv("openmpi", 6, 8, 6, 8, "here", None))
+
+
+@pytest.mark.parametrize("local_rank", range(4))
+def test_device_that_is_the_only_one_in_sight_is_this_ranks_own(
+    local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm shows it with --gpus-per-task; whether it is, the ranks find out when they meet."""
+    gpus = PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
+    bound = ProcessEnv("srun", local_rank, 4, local_rank, 4, "here", None)
+    device = choose_device(bound)
+    assert (device, only_gpu(device), gpus.contexts) == (torch.device("cuda", 0), "GPU-f", {0})
+    assert only_gpu(CPU) == ""
+    PlayedGpus(4, monkeypatch=monkeypatch)
+    assert only_gpu(choose_device(bound)) == ""
 
 
 DRIVER = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver"

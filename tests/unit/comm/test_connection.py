@@ -26,7 +26,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import control, stall
 from bigbatch.comm.rendezvous.control import Control, listen
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
-from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent
+from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
 from bigbatch.errors import CommError, PeerLostError
 
 CPU = torch.device("cpu")
@@ -254,6 +254,37 @@ def test_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pyte
         met.with_algorithm("native", wire=Wire(torch.bfloat16))
 
 
+# --- GPUs that ranks share ---
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        ["a ", "a ", "b "],  # several, or none
+        ["a GPU-1", "a GPU-2", "b GPU-3"],
+        ["a GPU-1", "a GPU-2", "b GPU-1"],  # hosts that are played
+        ["a GPU-1", "a ", "a "],
+    ],
+)
+def test_gpus_of_ranks_own_are_accepted(seen: list[str]) -> None:
+    require_own_gpus([(host, gpu) for host, gpu in (each.split(" ") for each in seen)])
+
+
+@pytest.mark.parametrize(
+    ("seen", "named"),
+    [
+        (["a GPU-1", "a GPU-1"], ("2 ranks on a", "1 GPUs", "rank 0", "rank 1", "GPU-1", "--ranks 1")),
+        (["b GPU-1", "a GPU-2", "a GPU-3", "a GPU-3"], ("3 ranks on a", "2 GPUs", "rank 2", "rank 3", "GPU-3")),
+    ],
+)
+def test_gpu_that_two_ranks_of_a_host_share_is_refused(seen: list[str], named: tuple[str, ...]) -> None:
+    remedies = ("--gpus-per-node", "--gpus-per-task", "--device cpu")
+    with pytest.raises(CommError, match=naming(*named, *remedies)) as caught:
+        require_own_gpus([(host, gpu) for host, gpu in (each.split(" ") for each in seen)])
+    assert "\n" not in str(caught.value)
+    assert ("--ranks" in str(caught.value)) == ("--ranks 1" in named), "of one host alone"
+
+
 # --- a refusal leaves nothing behind ---
 
 
@@ -343,7 +374,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         given_up.wait(timeout=10)
         raise RuntimeError("the process would be gone")
 
-    def meet_both(env: ProcessEnv, met: Control) -> list[RankPlace]:
+    def meet_both(env: ProcessEnv, met: Control, *, gpu: str) -> list[RankPlace]:
         met.store.set("bigbatch/host/1", "node1")
         return [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
 
@@ -364,7 +395,7 @@ def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPat
         raise CommError("no")
 
     places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
-    monkeypatch.setattr(connection, "meet", lambda env, met: places_of_two)
+    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: places_of_two)
     monkeypatch.setattr(connection, "_connect", refuse)
     with pytest.raises(CommError):
         connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from played_gpus import PlayedGpus
 
 from bigbatch.cli import main
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -428,6 +429,18 @@ def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.
     with pytest.raises(CommError, match="far enough"):
         examine.main(["--interface", "lo"])
     assert asked == ["lo"]
+
+
+def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees one alone, which could be its own."""
+    PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
+    others = {"meeting of every node": "null", "comparison of GPUs": '["here", "GPU-f"]'}
+    control = SimpleNamespace(gather_text=lambda text, *, what: [text, others[what]])
+    env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
+    nodes, (found,) = examine.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
+    assert nodes == []
+    for named in ("2 ranks on here", "1 GPUs", "GPU-f", "--device cpu"):
+        assert named in found.text
 
 
 # --- launchers ---
