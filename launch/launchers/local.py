@@ -1,13 +1,11 @@
 """Ranks on this host alone, without MPI: by torchrun, with one word less to type."""
 
-import argparse
-from collections.abc import Mapping
+from functools import partial
 
-from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
-from bigbatch.launch.launchers.torchrun import ASKS_TO_STOP, rank_argv
+from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher
+from bigbatch.launch.launchers.torchrun import dry_run, rank_argv, start
 
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
@@ -26,15 +24,6 @@ def local_argv(job: JobSpec) -> list[str]:
     return rank_argv(job)
 
 
-def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    return command_line(local_argv(job), job.variables)
-
-
-def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    variables = {**environ, **dict(job.variables)}
-    return run_in_foreground(local_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP).code
-
-
 LAUNCHER = Launcher(
     name="local",
     help="start ranks on this host, without MPI",
@@ -42,8 +31,8 @@ LAUNCHER = Launcher(
     passes="all",
     example="-- train --config imagenet/resnet50_32k",
     refused=REFUSED,
-    dry_run=_dry_run,
-    start=_start,
+    dry_run=partial(dry_run, local_argv),
+    start=partial(start, local_argv),
     queue=IN_A_TERMINAL,
     count_ranks=lambda: count_gpus() or 1,
 )

@@ -3,13 +3,16 @@
 import argparse
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
+MakeArgv = Callable[[JobSpec], list[str]]
+"""Returns the words that start all ranks of this host."""
 ASKS_TO_STOP = signal.SIGTERM
 """torchrun passes it on and waits 30 seconds for the ranks; SIGUSR1 would end torchrun and leave them behind."""
 
@@ -59,13 +62,15 @@ def _rendezvous(job: JobSpec) -> list[str]:
     return [f"--nnodes={nodes}", f"--node-rank={job.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
 
 
-def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    return command_line(torchrun_argv(job), job.variables)
+def dry_run(make_argv: MakeArgv, job: JobSpec, environ: Mapping[str, str]) -> str:
+    """Return the command that a job becomes, with the variables that its ranks get."""
+    return command_line(make_argv(job), job.variables)
 
 
-def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+def start(make_argv: MakeArgv, job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    """Run all ranks of this host in the foreground and return their exit code."""
     variables = {**environ, **dict(job.variables)}
-    return run_in_foreground(torchrun_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP).code
+    return run_in_foreground(make_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP).code
 
 
 LAUNCHER = Launcher(
@@ -75,7 +80,7 @@ LAUNCHER = Launcher(
     passes="all",
     example="--nodes 2 --ranks-per-node 8 --node-rank 0 --master n0:29500 -- train --config imagenet/resnet50_32k",
     refused=REFUSED,
-    dry_run=_dry_run,
-    start=_start,
+    dry_run=partial(dry_run, torchrun_argv),
+    start=partial(start, torchrun_argv),
     queue=IN_A_TERMINAL,
 )
