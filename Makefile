@@ -22,10 +22,10 @@ test: .venv/ready
 	$(PYTEST) tests/unit -n 3 -m "not long"
 	$(PYTEST) tests/laws tests/parallel -n 2 -m "not long"
 
-# the rest: full forms, compilers, benchmarks, launchers; those that start ranks one at a time
+# the rest: full forms, compilers, benchmarks, launchers
 test-long: .venv/ready
 	$(PYTEST) tests/unit -n 3 -m long
-	$(PYTEST) tests/laws tests/parallel -m long
+	$(PYTEST) tests/laws tests/parallel -n 2 -m long
 
 test-all: test test-long
 

@@ -26,7 +26,7 @@ PAGE = ROOT / "docs/from-horovod.md"
 
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,
-    reason="needs Horovod, built with MPI: docs/from-horovod.md says how",
+    reason="needs Horovod, built with MPI: tests/container/run --build-arg HOROVOD=1 builds it and runs this",
 )
 
 
