@@ -391,7 +391,7 @@ def test_probe_a_run_that_waits_says_and_logs_why(
     fast = pillow.decoded_box
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.02)  # far longer than a step takes for a picture, on a busy machine too
+        time.sleep(0.05)  # far longer than a step takes for a picture, on a busy machine too
         return fast(*arguments)
 
     monkeypatch.setattr(pillow, "decoded_box", slow)
