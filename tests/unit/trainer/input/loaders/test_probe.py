@@ -219,14 +219,14 @@ def test_probe_a_slow_source_and_a_heavy_decoder_are_found(
     fast = getattr(where, name)
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return fast(*arguments)
 
     monkeypatch.setattr(where, name, slow)
     probe = probed(image_loader(index))
     rates = asdict(probe.rates)
-    # a batch of four is 2 x 20 ms in two threads; sleep may take longer, never shorter
-    assert 10 < rates[stage] <= 100
+    # a batch of four is 2 x 50 ms in two threads; sleep may take longer, never shorter
+    assert 0 < rates[stage] <= 40
     assert rates[stage] < min(rates["decode" if stage == "read" else "read"], rates["augment"])
     assert rates["copy"] is None
     assert slowest_stage(rates) == stage
