@@ -31,6 +31,6 @@ def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from:
         # (hierarchical) and are enqueued message by message from Python
         return Choice("native", "NCCL's own uses every link of a node")
     # benchmarks/results/comm-exchange-*.json, 2 to 8 nodes at 200 Mbit/s and 1 Gbit/s: from 1 MB on, where gradients'
-    # buffers are, the fastest or within 2% of it; below 100 KB doubling is up to 2.5 times faster, and where one
+    # buffers are, the fastest or within 1% of it; below 100 KB doubling is up to 2.5 times faster, and where one
     # gives way to the other (23 KB to 575 KB) depends on the links, so that is left to a table
-    return Choice("hierarchical", "the fastest, or within 2% of it, from 1 MB on wherever host tensors were measured")
+    return Choice("hierarchical", "over tcp the fastest, or within 1% of it, from 1 MB on in every measured cluster")

@@ -110,7 +110,7 @@ def _calibrates(config: Config, communicator: Communicator) -> bool:
     if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
         return False
     least = {"auto": communicator.topology.num_nodes, "always": communicator.world_size, "never": 1}
-    return least[config.comm.calibrate or "never"] > 1
+    return least[config.comm.calibrate] > 1
 
 
 def _settle_arithmetic(config: Config, device: torch.device) -> None:
@@ -162,7 +162,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
         bn_span=min(config.batch.bn_span, microbatch_size),
         virtual_ranks=None,
     )
-    comm = replace(config.comm, algorithm="native", calibrate=None, table=None, **asdict(stated_sizes(config)))
+    comm = replace(config.comm, algorithm="native", table=None, **asdict(stated_sizes(config)))
     return replace(config, batch=batch, comm=comm)
 
 

@@ -273,10 +273,10 @@ class CommConfig:
     hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,
     all-reduce across, all-gather in the node; doubling: leaders sum by recursive doubling; hybrid: by the size of the
     buffer, as table says."""
-    calibrate: Annotated[Literal["auto", "never", "always"] | None, OnlyFor("algorithm", ("auto",))] = "auto"
-    """auto: without table the first start on a cluster of several nodes measures one, for up to 10 seconds, and later
-    ones take it; always: every start with several ranks measures; never: none does, nor takes one. Tables change how
-    sums are rounded. Null for every algorithm but auto."""
+    calibrate: Literal["auto", "never", "always"] = "auto"
+    """Of algorithm auto. auto: without table the first start on a cluster of several nodes measures one, for up to 10
+    seconds, and later ones take it; always: every start with several ranks measures; never: none does, nor takes one.
+    Tables change how sums are rounded."""
     table: str | None = None
     """File that `bigbatch comm tune` made for this cluster and model; null for none."""
     group_size: Annotated[int | None, POSITIVE] = None

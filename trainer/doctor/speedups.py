@@ -182,7 +182,9 @@ def _buckets(config: Config, machine: Machine) -> Tried:
 def _algorithm(config: Config, machine: Machine) -> Tried:
     if machine.world_size == 1:
         yield Unmeasured("algorithm", "one rank sums nothing: give --ranks")
-    elif config.comm.algorithm != "native" and not (config.comm.algorithm == "auto" and machine.is_gpu):
+    elif config.comm.algorithm == "auto" and machine.is_gpu:
+        yield Unmeasured("algorithm", "auto takes NCCL's own here: `bigbatch comm tune` measures the others")
+    elif config.comm.algorithm != "native":
         yield Candidate("algorithm", {"comm.algorithm": "native"}, ROUNDS)
 
 

@@ -9,7 +9,7 @@ from error_texts import naming
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
-from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs, read_stated, resolve
+from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, packaged_configs, read_stated, resolve
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 
 RECIPES = sorted(path for path in PACKAGED.rglob("*.yaml") if path.parent.name not in ("ablations", "sweeps"))
@@ -84,6 +84,21 @@ def test_base_is_checked_too(tmp_path):
 def test_load_config_takes_a_run_folder(tmp_path):
     write(tmp_path / config_file.RUN_CONFIG, "run:\n  epochs: 3\nschedule:\n  warmup_epochs: 1\n")
     assert load_config(["--config", str(tmp_path)]).run.epochs == 3
+
+
+def test_load_config_takes_a_run_folder_from_before_algorithms_were_chosen(tmp_path):
+    """Its run goes on by the same sums; comm.calibrate was not there to state."""
+    before = yaml.safe_load(dump_config(load_config(["--config", "quickstart", "--comm.algorithm=hierarchical"])))
+    del before["comm"]["calibrate"]
+    write(tmp_path / config_file.RUN_CONFIG, yaml.safe_dump(before))
+    comm = load_config(["--config", str(tmp_path)]).comm
+    assert (comm.algorithm, comm.calibrate) == ("hierarchical", "auto")
+    assert load_config(["--config", "quickstart"]).comm.algorithm == "auto"
+
+
+def test_load_config_takes_a_run_folder_by_another_algorithm(tmp_path):
+    write(tmp_path / config_file.RUN_CONFIG, dump_config(load_config(["--config", "quickstart"])))
+    assert load_config(["--config", str(tmp_path), "--comm.algorithm=ring"]).comm.algorithm == "ring"
 
 
 @pytest.mark.parametrize(

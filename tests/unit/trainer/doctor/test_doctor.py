@@ -281,8 +281,9 @@ def test_candidates_are_legal_and_leave_the_update_as_it_is(config: Config, mach
 
 
 def test_speedups_are_all_tried_or_have_a_reason() -> None:
-    for machine in (CPU, GPU, replace(CPU, world_size=2)):
+    for machine in (CPU, GPU, replace(CPU, world_size=2), replace(GPU, world_size=2)):
         tried, reasons = find(QUICKSTART, machine)
+        assert ("algorithm" in names(tried)) is (machine.world_size == 2 and not machine.is_gpu)  # else native already
         expected = {"workers", "prefetch", "pinning", "precision", "microbatch", "buckets", "algorithm"}
         assert expected <= names(tried) | names(reasons)
     tried, reasons = find(QUICKSTART, CPU)

@@ -197,20 +197,19 @@ def test_report_what_ranks_wait_for_adds_up() -> None:
         assert record["energy_joules"] == 600
 
 
-def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def summary_of(*words: str, algorithm: str, why: str) -> dict[str, Any]:
     """This start took 36 s of 4 GPUs on 2 hosts."""
-    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     communicator: Any = SimpleNamespace(
         world_size=4,
         device=torch.device("cuda"),
         control=SimpleNamespace(host_of=lambda rank: f"n{rank // 2}"),
         backend=SimpleNamespace(name="nccl"),
-        algorithm="ring",
-        why="",
+        algorithm=algorithm,
+        why=why,
     )
-    found = summary.make_summary(
+    return summary.make_summary(
         Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),
-        load_config(["--config", "quickstart"]),
+        load_config(["--config", "quickstart", *words]),
         communicator=communicator,
         plan=PLAN,
         ended_by="run.epochs",
@@ -220,6 +219,27 @@ def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.Monkey
         seconds=36.0,
         spent=Spent(hours=2.0, rank_hours=7.0, joules=3.6e6),
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "algorithm", "why", "expected"),
+    [
+        ((), "native", "one rank", ("native", "comm.algorithm=auto: one rank")),
+        (("--comm.algorithm=ring",), "ring", "", ("ring", "comm.algorithm=ring")),
+        (("--optimizer.sharded=true",), "native", "one rank", ("reduce-scatter", "optimizer.sharded")),
+    ],
+)
+def test_report_a_summary_says_what_summed_and_why(
+    words: tuple[str, ...], algorithm: str, why: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    found = summary_of(*words, algorithm=algorithm, why=why)
+    assert (found["algorithm"], found["algorithm_why"]) == expected
+
+
+def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    found = summary_of(algorithm="ring", why="")
     assert (found["gpu_hours"], found["energy_joules"], found["seconds"]) == (7.0, 3.6e6, 36.0)
     assert (found["world_size"], found["num_nodes"]) == (4, 2)
 
