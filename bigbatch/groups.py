@@ -7,7 +7,7 @@ from importlib import import_module
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandGroup:
     """Describes a group: its name, its help's words, and for each command the module that has its main, and a line."""
 
     name: str
@@ -30,7 +30,7 @@ class Group:
 
 
 GROUPS = {
-    "comm": Group(
+    "comm": CommandGroup(
         "comm",
         "Measure the network between the ranks of a job.",
         {
@@ -42,7 +42,7 @@ GROUPS = {
         },
         "bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",
     ),
-    "config": Group(
+    "config": CommandGroup(
         "config",
         "Look at experiments.",
         {
@@ -52,7 +52,7 @@ GROUPS = {
         },
         "bigbatch config show quickstart --run.epochs 2",
     ),
-    "tune": Group(
+    "tune": CommandGroup(
         "tune",
         "Find good values for a config.",
         {

@@ -14,7 +14,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.tuning.measure import MeasuredLinks
 from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
-from bigbatch.comm.tuning.tuner import Findings, choose, measure_times, tune_sizes
+from bigbatch.comm.tuning.tuner import TuningFindings, choose, measure_times, tune_sizes
 
 DEFAULT_ALGORITHM = "hierarchical"
 """That of the packaged experiments."""
@@ -29,7 +29,7 @@ def tune_each(
     forward: Callable[[], Tensor],
     *,
     seconds: float,
-) -> dict[str, Findings]:
+) -> dict[str, TuningFindings]:
     """Measure backward, and for each contestant that is to be tuned every algorithm by size; choose. Collective."""
     tuned = [name for name in contestants if name in TUNED_WIRES]
     if not tuned:
@@ -55,7 +55,7 @@ def tune_each(
 
 
 def make_reducer(
-    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: Findings | None, wire: str | None
+    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: TuningFindings | None, wire: str | None
 ) -> GradientReducer:
     """Make a reducer with the tuned table and plan, or with the defaults. Collective."""
     if tuned is None:
@@ -74,12 +74,12 @@ def describe_times(times: Times) -> dict[str, Any]:
     }
 
 
-def describe_tuned(tuned: Mapping[str, Findings]) -> dict[str, Any]:
+def describe_tuned(tuned: Mapping[str, TuningFindings]) -> dict[str, Any]:
     """Describe each contestant that was tuned, for the record."""
     return {name: _describe(findings) for name, findings in tuned.items()}
 
 
-def _describe(tuned: Findings) -> dict[str, Any]:
+def _describe(tuned: TuningFindings) -> dict[str, Any]:
     return {
         "table": str(tuned.table),
         "sizes": dataclasses.asdict(tuned.chosen.sizes),

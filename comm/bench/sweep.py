@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SizeSweep:
     """Says what to measure, checked."""
 
     counts: tuple[int, ...]
@@ -111,7 +111,7 @@ class Sweep:
             )
 
 
-def make_sweep(arguments: argparse.Namespace) -> Sweep:
+def make_sweep(arguments: argparse.Namespace) -> SizeSweep:
     """Check what can be checked before ranks meet. Raises: CommError naming the option and a legal value."""
     counts = bench.sweep_counts(
         min_bytes=bench.parse_bytes(arguments.min_bytes, option="--min-bytes"),
@@ -134,7 +134,7 @@ def make_sweep(arguments: argparse.Namespace) -> Sweep:
     plot = arguments.plot
     if plot and plot.suffix not in PLOT_SUFFIXES:
         raise CommError(f"--plot {plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
-    return Sweep(
+    return SizeSweep(
         counts=counts,
         dtype=arguments.dtype,
         effort=Effort(arguments.repetitions, arguments.seconds_per_size),

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from bigbatch.comm.algorithms.hybrid import Measured
 from bigbatch.comm.tuning.measure import MeasuredLinks
 from bigbatch.comm.tuning.plan_search import PlanChoice
-from bigbatch.comm.tuning.tuner import Findings
+from bigbatch.comm.tuning.tuner import TuningFindings
 
 
-def explain(findings: Findings) -> list[str]:
+def explain(findings: TuningFindings) -> list[str]:
     """Say what was chosen and why, line by line."""
     f = findings
     gradient_bytes = sum(tensor.num_bytes for tensor in f.tensors)

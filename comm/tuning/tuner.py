@@ -187,7 +187,7 @@ def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Findings:
+class TuningFindings:
     """Holds what was measured, what was chosen, and what else there was to choose. Seconds exposed are simulated."""
 
     links: MeasuredLinks
@@ -216,14 +216,14 @@ def choose(
     *,
     stated: PlanSizes,
     stated_algorithm: str,
-) -> Findings:
+) -> TuningFindings:
     """Choose the table of algorithms, then the plan that exposes least with it. Pure."""
     table = make_hybrid(times)
     tabled = seconds_by(times, table.choose)
     with_stated = {size: at_size for size, at_size in times.items() if stated_algorithm in at_size}
     as_stated = seconds_by(with_stated, lambda size: stated_algorithm) if with_stated else tabled
     chosen = search_plan(tensors, backward, tabled)
-    return Findings(
+    return TuningFindings(
         links=links,
         times=times,
         backward=backward,

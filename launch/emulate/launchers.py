@@ -20,7 +20,7 @@ AGENT = "bigbatch.launch.emulate.agent"
 
 
 @dataclass(frozen=True)
-class Start:
+class NodeProcess:
     """This is one process that we start in a node, with variables on top of the environment."""
 
     node: int
@@ -64,7 +64,7 @@ def without_master(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("MASTER_")}
 
 
-def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
+def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return the ranks themselves, with torchrun's variables."""
     shared = {
         "WORLD_SIZE": plan.world_size,
@@ -80,18 +80,18 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
             "GROUP_RANK": place.node,
         }
         variables = tuple((name, str(value)) for name, value in (shared | own).items())
-        starts.append(Start(place.node, (sys.executable, *job.words), variables))
+        starts.append(NodeProcess(place.node, (sys.executable, *job.words), variables))
     return tuple(starts)
 
 
-def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
+def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return one torchrun per node. Raises: LaunchOptionError for an order that it does not have."""
     if site.order != "block":
         raise LaunchOptionError(
             f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
         )
     return tuple(
-        Start(
+        NodeProcess(
             node,
             (
                 *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
@@ -103,7 +103,7 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...
     )
 
 
-def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
+def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return mpirun in the first node, which reaches the others by our agent instead of ssh.
 
     Everyone is root inside. Ranks that wait yield their core: they share a few.
@@ -122,14 +122,14 @@ def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[Start, ...]:
     for name in sorted(name for name in site.variables if name.startswith(mpirun.FORWARDED)):
         argv += ["-x", name]
     argv += ["-x", f"{TERMINAL_VARIABLE}={site.terminal_columns}"]
-    return (Start(0, (*argv, sys.executable, *job.words)),)
+    return (NodeProcess(0, (*argv, sys.executable, *job.words)),)
 
 
 @dataclass(frozen=True)
 class NodeLauncher:
     """This launcher can start a job in nodes that are there."""
 
-    starts: Callable[[Job, ClusterPlan, Site], tuple[Start, ...]]
+    starts: Callable[[Job, ClusterPlan, Site], tuple[NodeProcess, ...]]
     """Returns the processes to start; pure. Raises: LaunchOptionError for what it cannot do."""
     asks_to_stop: signal.Signals
     """Makes the processes pass on a request to save a checkpoint and stop."""

@@ -14,7 +14,7 @@ from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
-from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.emulate.launchers import NodeProcess
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.emulate.supervise import run_together
 
@@ -23,7 +23,7 @@ WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
 
 
 def run_job(
-    starts: Sequence[Start],
+    starts: Sequence[NodeProcess],
     *,
     cluster: EmulatedCluster,
     root: Path,

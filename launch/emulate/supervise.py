@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.emulate.launchers import NodeProcess
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops, shell_code
 
 GRACE_SECONDS = 5.0
@@ -16,7 +16,7 @@ GRACE_SECONDS = 5.0
 
 
 def run_together(
-    starts: Sequence[Start],
+    starts: Sequence[NodeProcess],
     *,
     environ: Mapping[str, str],
     enter: Callable[[int], None],
@@ -48,7 +48,7 @@ def run_together(
                 os.close(pidfd)
 
 
-def _start(start: Start, *, environ: Mapping[str, str], enter: Callable[[int], None]) -> subprocess.Popen[bytes]:
+def _start(start: NodeProcess, *, environ: Mapping[str, str], enter: Callable[[int], None]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             start.argv,

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from bigbatch.errors import RunFolderError, UserError
-from bigbatch.launch.report.split import Measured, Step, Variant, median_step
+from bigbatch.launch.report.split import MeasuredPoint, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -28,7 +28,7 @@ class SweepResults:
 
     name: str
     folder: Path
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredPoint, ...]
     unmeasured: tuple[tuple[str, str], ...]
     """Points without figures: their values, and why."""
     is_gpu: bool
@@ -113,11 +113,11 @@ def _variant(values: dict[str, Any]) -> Variant:
     return tuple((key, _hashable(value)) for key, value in values.items() if key != "ranks")
 
 
-def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> Measured:
+def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> MeasuredPoint:
     first = repeats[0]
     records = [record for each in repeats for record in each.records]
     step: Step = median_step(records, global_batch_size=first.global_batch_size)
-    return Measured(
+    return MeasuredPoint(
         _variant(first.state["values"]),
         ranks=first.state["ranks"],
         nodes=first.nodes,

@@ -25,7 +25,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPoint:
     """Holds what all repeats of one point of a sweep measured."""
 
     variant: Variant
@@ -60,8 +60,8 @@ class Measured:
 class Efficiency:
     """This is a point beside the one of its variant with the fewest ranks."""
 
-    point: Measured
-    base: Measured
+    point: MeasuredPoint
+    base: MeasuredPoint
     efficiency: float
     losses: dict[str, float]
     """Of PARTS, as shares of the step; negative where a part takes less than its share of the ideal step."""
@@ -96,9 +96,9 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
     return Step(seconds, parts | {name: seconds * share for name, share in shares.items()})
 
 
-def compare(points: Sequence[Measured]) -> list[Efficiency]:
+def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:
     """Set each point beside the base of its variant, itself included; in order of variant and ranks."""
-    variants: dict[Variant, list[Measured]] = {}
+    variants: dict[Variant, list[MeasuredPoint]] = {}
     for point in points:
         variants.setdefault(point.variant, []).append(point)
     found = []
@@ -108,7 +108,7 @@ def compare(points: Sequence[Measured]) -> list[Efficiency]:
     return found
 
 
-def efficiency_of(point: Measured, base: Measured) -> Efficiency:
+def efficiency_of(point: MeasuredPoint, base: MeasuredPoint) -> Efficiency:
     """Divide by the base's images per second and rank."""
     # a rank with more images is not slower for that alone: what its step has beyond the base's, scaled, is lost
     scale = point.local_batch / base.local_batch

@@ -7,7 +7,7 @@ from functools import partial
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.input.loaders.probe import Probe, probe_input
+from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput, Rates
@@ -37,7 +37,7 @@ def measure_input(
     return MeasuredInput(ranks, input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu))
 
 
-def gather_rates(probe: Probe | None, communicator: Communicator) -> tuple[Rates, ...] | None:
+def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
     """Gather them of every rank, in rank order; None where one of them could not measure. Collective."""
     texts = communicator.gather_text(json.dumps(asdict(probe.rates)) if probe else "")
     return tuple(json.loads(text) for text in texts) if all(texts) else None

@@ -18,8 +18,8 @@ from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.datasets.shard_writer import (
     PackRecipe,
-    Record,
     ShardPlan,
+    ShardRecord,
     new_shard_file,
     padded,
     record_name,
@@ -237,7 +237,7 @@ def _forget(folder: Path, *, was: object, sources: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _finished_shards(plan: SplitPlan) -> dict[int, Record]:
+def _finished_shards(plan: SplitPlan) -> dict[int, ShardRecord]:
     """Return, by number, the shards of earlier calls that are whole: those of the index and those not in one yet."""
     records = _indexed_shards(plan.folder)
     finished = {}
@@ -251,29 +251,29 @@ def _finished_shards(plan: SplitPlan) -> dict[int, Record]:
     return finished
 
 
-def _read_record(path: Path) -> Record | None:
+def _read_record(path: Path) -> ShardRecord | None:
     """Read a record; None where there is none, or a broken one: the shard is packed again."""
     try:
         found = json.loads(path.read_text())
-        return Record(Shard(**found["shard"]), np.array(found["rows"], np.int64).reshape(-1, 4).tolist())
+        return ShardRecord(Shard(**found["shard"]), np.array(found["rows"], np.int64).reshape(-1, 4).tolist())
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _indexed_shards(folder: Path) -> dict[int, Record]:
+def _indexed_shards(folder: Path) -> dict[int, ShardRecord]:
     try:
         facts, entries_N = read_entries(folder)
     except DataError:
         return {}  # not finished, or to be made anew
     rows_N4 = np.stack([entries_N[name] for name in ("offset", "length", "height", "width")], axis=1)
-    return {n: Record(shard, rows_N4[entries_N["shard"] == n].tolist()) for n, shard in enumerate(facts.shards)}
+    return {n: ShardRecord(shard, rows_N4[entries_N["shard"] == n].tolist()) for n, shard in enumerate(facts.shards)}
 
 
 def _size_or_none(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
 
 
-def _write_index(plan: SplitPlan, records: list[Record], *, recipe: PackRecipe) -> None:
+def _write_index(plan: SplitPlan, records: list[ShardRecord], *, recipe: PackRecipe) -> None:
     """Write index.npy, then index.json, with which the split is complete; nothing where both are right already."""
     buffer = io.BytesIO()
     np.save(buffer, _entries(plan, records), allow_pickle=False)
@@ -297,7 +297,7 @@ def _write_index(plan: SplitPlan, records: list[Record], *, recipe: PackRecipe) 
     read_packed(plan.folder)
 
 
-def _entries(plan: SplitPlan, records: list[Record]) -> np.ndarray:
+def _entries(plan: SplitPlan, records: list[ShardRecord]) -> np.ndarray:
     """Return what index.npy holds."""
     entries_N = np.zeros(len(plan.index), ENTRY)
     entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])

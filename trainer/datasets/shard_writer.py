@@ -71,7 +71,7 @@ class ShardPlan:
 
 
 @dataclass(frozen=True)
-class Record:
+class ShardRecord:
     """Describes a finished shard, with (offset, length, height, width) of each of its pictures."""
 
     shard: Shard
@@ -111,7 +111,7 @@ def shrink(data: bytes, *, path: str, max_side: int | None, quality: int) -> byt
     return buffer.getvalue()
 
 
-def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> Record:
+def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> ShardRecord:
     """Write one tar file and its record, each whole or not at all. Raises: DataError."""
     digest, rows, num_bytes = hashlib.sha256(), [], 0
     with new_shard_file(folder / plan.name) as file:
@@ -123,7 +123,7 @@ def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> Record:
                 file.write(part)
                 digest.update(part)
                 num_bytes += len(part)
-    record = Record(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
+    record = ShardRecord(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
     # after the shard, which counts as finished once it has a record
     with new_shard_file(folder / record_name(plan.number)) as file:
         file.write(json.dumps(asdict(record)).encode())

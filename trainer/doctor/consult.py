@@ -23,7 +23,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.candidates import change, part_of_step
 from bigbatch.trainer.doctor.child import Child
-from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Findings, Request, examine
+from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, Findings, examine
 from bigbatch.trainer.doctor.probes import Measuring, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS
@@ -106,7 +106,7 @@ def _examine(
     arguments: argparse.Namespace, findings: Findings, console: Console, *, config: Config, whole: Config
 ) -> None:
     limit = arguments.limit or LIMIT[arguments.quick]
-    request = Request(
+    request = Examination(
         config=config,
         whole=whole,
         batches=TENSORS if arguments.generated or config.data.loader == "synthetic" else IMAGES,

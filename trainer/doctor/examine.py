@@ -15,7 +15,7 @@ IMAGES, TENSORS = "pictures", "tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Examination:
     """Says what to do, and how long."""
 
     config: Config
@@ -47,7 +47,7 @@ class Findings:
     is_complete: bool = False
 
 
-def examine(request: Request, probes: Probes, findings: Findings, *, say: Callable[[str], None]) -> None:
+def examine(request: Examination, probes: Probes, findings: Findings, *, say: Callable[[str], None]) -> None:
     """Fill in the findings. say: what goes on. Raises: DoctorError where the config itself cannot be measured."""
 
     def start(values: Any) -> Probe:
@@ -71,7 +71,7 @@ def examine(request: Request, probes: Probes, findings: Findings, *, say: Callab
     findings.is_complete = True
 
 
-def _look_at(base: Probe, request: Request, findings: Findings, *, say: Callable[[str], None]) -> None:
+def _look_at(base: Probe, request: Examination, findings: Findings, *, say: Callable[[str], None]) -> None:
     """Measure the config as it is: its rates, and where its time goes."""
     facts = dict(base.facts)
     findings.torch = facts.pop("torch")
@@ -110,7 +110,7 @@ def _try_all(
     candidates: Sequence[Candidate],
     base: Probe,
     start: Callable[[Any], Probe],
-    request: Request,
+    request: Examination,
     findings: Findings,
     *,
     say: Callable[[str], None],

@@ -22,7 +22,7 @@ from bigbatch.trainer.preflight import UNFIT
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent
-from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
 from bigbatch.trainer.preflight.tell import tell
 from bigbatch.trainer.preflight.verdict import judge
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def examine(
     config: Config | None, env: ProcessEnv, control: Control, *, address: str
-) -> tuple[list[Node], list[Finding]]:
+) -> tuple[list[Node], list[NodeFinding]]:
     """Find what nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
     device, num_gpus, complaint = _own_device(config, env)
     is_leader = env.local_rank == 0
@@ -93,7 +93,7 @@ def examine(
         try:
             require_own_gpus([(host, gpu) for host, gpu in map(json.loads, gpus)])
         except CommError as error:  # all ranks find the same
-            return [], [Finding(str(error))]
+            return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
         facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []

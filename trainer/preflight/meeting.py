@@ -10,7 +10,7 @@ from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, step_hosts
-from bigbatch.trainer.preflight.node import Finding
+from bigbatch.trainer.preflight.node import NodeFinding
 
 MEET_SECONDS = 12.0
 """How long ranks are waited for at first."""
@@ -59,7 +59,7 @@ def absent_ranks(control: Control) -> list[int]:
     return list(json.loads(control.read(_ABSENT, what="meeting of every node")))
 
 
-def silent(absent: Sequence[int], control: Control) -> list[Finding]:
+def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
     """Name the nodes of which no rank came, where Slurm tells their names; else the ranks alone."""
     if not absent:
         return []
@@ -68,7 +68,7 @@ def silent(absent: Sequence[int], control: Control) -> list[Finding]:
     where = f", on {', '.join(hosts)}" if hosts else ""
     ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     remedy = "see whether its processes started, or hang on storage"
-    return [Finding(f"no answer from {ranks}{where} within {MEET_SECONDS:g} s: {remedy}", hosts)]
+    return [NodeFinding(f"no answer from {ranks}{where} within {MEET_SECONDS:g} s: {remedy}", hosts)]
 
 
 def leave_together(control: Control) -> None:
@@ -80,14 +80,14 @@ def leave_together(control: Control) -> None:
         control.read(f"{_ABSENT}/told", what="verdict of the preflight")
 
 
-def misfits(places: Sequence[Attendee]) -> list[Finding]:
+def misfits(places: Sequence[Attendee]) -> list[NodeFinding]:
     """Find names that are no names, and nodes without the GPUs that the others have. Pure."""
     found = []
     for host, count in Counter(place.host for place in places).items():
         if count > 1:
             ranks = ", ".join(str(place.rank) for place in places if place.host == host)
             found.append(
-                Finding(f"{count} nodes call themselves {host}, of ranks {ranks}: give each a host name of its own")
+                NodeFinding(f"{count} nodes call themselves {host}, of ranks {ranks}: give each a host name of its own")
             )
     counts = Counter(place.num_gpus for place in places)
     # of two equally frequent counts the larger: GPUs go missing, none appear
@@ -95,12 +95,12 @@ def misfits(places: Sequence[Attendee]) -> list[Finding]:
     for place in places:
         if place.num_gpus < usual:
             found.append(
-                Finding(
+                NodeFinding(
                     f"{place.host}: {place.num_gpus} GPUs, elsewhere {usual}: look at nvidia-smi and the kernel's log "
                     "there",
                     (place.host,),
                 )
             )
         elif place.complaint:
-            found.append(Finding(place.complaint))
+            found.append(NodeFinding(place.complaint))
     return found

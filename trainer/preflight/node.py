@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeFinding:
     """Names something that is wrong."""
 
     text: str

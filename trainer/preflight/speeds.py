@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from statistics import median_high
 
-from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.node import Node, NodeFinding
 
 SLOW_SHARE = 0.7
 """Of the median node's rate, below which one is slow: well above half, and below what noise does to equal nodes."""
 SLOW_LINK_SHARE = 0.6
 
 
-def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
+def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Find those that compute or copy far below the median node."""
     found = []
     for what, unit, rates in (
@@ -21,7 +21,7 @@ def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
         for host, rate in rates.items():
             if rate < SLOW_SHARE * usual:
                 found.append(
-                    Finding(
+                    NodeFinding(
                         f"{host}: {what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}: look for other "
                         "processes, heat and power caps",
                         (host,),
@@ -30,16 +30,16 @@ def slow_nodes(nodes: Sequence[Node]) -> list[Finding]:
     return found
 
 
-def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[Finding]]:
+def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding]]:
     """Find GPUs that the hardware slows down, by reason, and, under (), those far below the median clock; at work."""
     clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
-    found: dict[tuple[str, ...], list[Finding]] = {}
+    found: dict[tuple[str, ...], list[NodeFinding]] = {}
     usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
     for host, rank, clock in clocks:
         if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
             why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
             found.setdefault(clock.slowed_by, []).append(
-                Finding(
+                NodeFinding(
                     f"{host}: the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at "
                     f"{usual:,.0f}: look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there",
                     (host,),
@@ -48,7 +48,7 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[Finding]]:
     return found
 
 
-def slow_links(nodes: Sequence[Node]) -> list[Finding]:
+def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Find nodes whose best pair is far below the median node's; else single pairs."""
     best = {node.host: node.best_link for node in nodes}
     rates = {host: rate for host, rate in best.items() if rate is not None}
@@ -57,7 +57,7 @@ def slow_links(nodes: Sequence[Node]) -> list[Finding]:
     usual = median_high(rates.values())
     slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
     found = [
-        Finding(
+        NodeFinding(
             f"{host}: its link carries {bits(rates[host])}, the median node's {bits(usual)}: look at cable, port and "
             "interface",
             (host,),
@@ -69,7 +69,7 @@ def slow_links(nodes: Sequence[Node]) -> list[Finding]:
         for other, rate in node.link_bytes_per_second.items():
             # each pair once, from the side whose name comes first
             if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
-                found.append(Finding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
+                found.append(NodeFinding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
     return found
 
 

@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.trainer.input.base import written_keys
-from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.speeds import bits
 from bigbatch.trainer.preflight.verdict import remarks
 
 
 def tell(
     nodes: Sequence[Node],
-    findings: Sequence[Finding],
+    findings: Sequence[NodeFinding],
     arguments: argparse.Namespace,
     *,
     columns: int | None,

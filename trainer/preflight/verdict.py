@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bigbatch.trainer.preflight.node import Finding, Node
+from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.speeds import slow_clocks, slow_links, slow_nodes
 
 LEAST_FREE_GB = 1.0
@@ -13,7 +13,7 @@ LEAST_SHM_GB = 0.5
 IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
 
 
-def judge(nodes: Sequence[Node]) -> list[Finding]:
+def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
     """List all that is wrong; nothing where all nodes are fit."""
     return [
         *shared(_addresses(nodes), nodes),
@@ -27,7 +27,7 @@ def judge(nodes: Sequence[Node]) -> list[Finding]:
     ]
 
 
-def shared(found: list[Finding], nodes: Sequence[Node]) -> list[Finding]:
+def shared(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
     """Join findings of one kind: what all of several nodes have is no node's fault, another one would have it, too."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
@@ -43,11 +43,11 @@ def remarks(nodes: Sequence[Node]) -> list[str]:
     return []
 
 
-def _addresses(nodes: Sequence[Node]) -> list[Finding]:
+def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
     if len(nodes) < 2:
         return []
     return [
-        Finding(
+        NodeFinding(
             f"{node.host}: its address is {node.address}, which other nodes cannot reach: mend /etc/hosts there, or "
             "state --interface",
             (node.host,),
@@ -57,7 +57,7 @@ def _addresses(nodes: Sequence[Node]) -> list[Finding]:
     ]
 
 
-def _reachability(nodes: Sequence[Node]) -> list[Finding]:
+def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Blame a node that most others cannot reach, or that cannot reach most; else name the pair."""
     found, blamed = [], set()
     for node in nodes:
@@ -67,7 +67,7 @@ def _reachability(nodes: Sequence[Node]) -> list[Finding]:
         if others > 1 and max(len(not_reached_by), len(node.unreachable)) > others / 2:
             blamed.add(node.host)
             found.append(
-                Finding(
+                NodeFinding(
                     f"{node.host}: {len(not_reached_by)} of {others} nodes cannot connect to {node.address}, and it "
                     f"cannot connect to {len(node.unreachable)}: look at its interface, cable and firewall",
                     (node.host,),
@@ -76,18 +76,18 @@ def _reachability(nodes: Sequence[Node]) -> list[Finding]:
     for node in nodes:
         for other in node.unreachable:
             if not blamed & {node.host, other}:
-                found.append(Finding(f"{node.host} cannot connect to {other}: a firewall or a route between them"))
+                found.append(NodeFinding(f"{node.host} cannot connect to {other}: a firewall or a route between them"))
     return found
 
 
-def _differences(nodes: Sequence[Node]) -> list[Finding]:
+def _differences(nodes: Sequence[Node]) -> list[NodeFinding]:
     names = dict.fromkeys(name for node in nodes for name in node.versions)
     each: dict[str, dict[str, str]] = {name: {n.host: n.versions.get(name, "none") for n in nodes} for name in names}
     each["device"] = {node.host: node.device for node in nodes}
     found = []
     for name, values in each.items():
         found += [
-            Finding(f"{host}: {name} {values[host]}, elsewhere {usual}: all nodes need the same", (host,))
+            NodeFinding(f"{host}: {name} {values[host]}, elsewhere {usual}: all nodes need the same", (host,))
             for host, usual in odd_ones(values)
         ]
     return found
@@ -100,7 +100,7 @@ def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(host, usual) for host, value in values.items() if str(value) != usual]
 
 
-def _disks(nodes: Sequence[Node]) -> list[Finding]:
+def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Judge disks folder by folder: one that all nodes share says nothing of a folder of their own."""
     folders = dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble))
     return [
@@ -111,26 +111,28 @@ def _disks(nodes: Sequence[Node]) -> list[Finding]:
     ]
 
 
-def _silent_disks(nodes: Sequence[Node], folder: str) -> list[Finding]:
+def _silent_disks(nodes: Sequence[Node], folder: str) -> list[NodeFinding]:
     return [
-        Finding(f"{node.host}: {folder}: {node.disk_trouble[folder]}", (node.host,))
+        NodeFinding(f"{node.host}: {folder}: {node.disk_trouble[folder]}", (node.host,))
         for node in nodes
         if folder in node.disk_trouble
     ]
 
 
-def _full_disks(nodes: Sequence[Node], folder: str) -> list[Finding]:
+def _full_disks(nodes: Sequence[Node], folder: str) -> list[NodeFinding]:
     is_shm = folder == "/dev/shm"
     least = LEAST_SHM_GB if is_shm else LEAST_FREE_GB
     remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
     return [
-        Finding(f"{node.host}: {folder} has {node.free_gb[folder]:g} GB left, below {least:g}: {remedy}", (node.host,))
+        NodeFinding(
+            f"{node.host}: {folder} has {node.free_gb[folder]:g} GB left, below {least:g}: {remedy}", (node.host,)
+        )
         for node in nodes
         if node.free_gb.get(folder, least) < least
     ]
 
 
-def _clocks(nodes: Sequence[Node]) -> list[Finding]:
+def _clocks(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Judge clocks; those that are merely slower than the others are it by themselves."""
     return [
         finding
@@ -139,13 +141,13 @@ def _clocks(nodes: Sequence[Node]) -> list[Finding]:
     ]
 
 
-def _data(nodes: Sequence[Node]) -> list[Finding]:
-    bad = [Finding(f"{node.host}: {node.complaint}", (node.host,)) for node in nodes if node.complaint]
+def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
+    bad = [NodeFinding(f"{node.host}: {node.complaint}", (node.host,)) for node in nodes if node.complaint]
     if len(bad) == len(nodes):  # no node's fault
-        return [Finding(str(nodes[0].complaint))]
+        return [NodeFinding(str(nodes[0].complaint))]
     counts = {node.host: dict(node.images) for node in nodes if not node.complaint}
     odd = [
-        Finding(f"{host}: sees other data, {counts[host]} instead of {usual}", (host,))
+        NodeFinding(f"{host}: sees other data, {counts[host]} instead of {usual}", (host,))
         for host, usual in odd_ones(counts)
     ]
     return bad + odd

@@ -23,7 +23,7 @@ from bigbatch.comm.tuning.measure import measure_links
 from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
 from bigbatch.comm.tuning.report import explain, explain_links, times_head, times_line
 from bigbatch.comm.tuning.tuned import DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
-from bigbatch.comm.tuning.tuner import Findings, choose, elapsed_seconds, measure_times, tune_sizes
+from bigbatch.comm.tuning.tuner import TuningFindings, choose, elapsed_seconds, measure_times, tune_sizes
 from bigbatch.errors import ConfigError, TunedError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
@@ -100,7 +100,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
 
 def _measure(
     config: Config, communicator: Communicator, *, budget_seconds: float, say: Callable[[str], None]
-) -> Findings:
+) -> TuningFindings:
     """Measure all, and make the choice. Collective."""
     start = time.perf_counter()
     links = measure_links(communicator, seconds=LINKS_SHARE * budget_seconds)
@@ -161,7 +161,7 @@ def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
     return num_bytes.most_common(1)[0][0]
 
 
-def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, command: str) -> Tuned:
+def _make_tuned(config: Config, conditions: Conditions, findings: TuningFindings, *, command: str) -> Tuned:
     return Tuned(
         cluster=conditions.cluster,
         model=config.model.name,
@@ -173,7 +173,7 @@ def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, c
     )
 
 
-def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:
+def _evidence(config: Config, conditions: Conditions, findings: TuningFindings) -> dict[str, Any]:
     """State what the choice rests on, as plain values: for people, and for a simulator."""
     f = findings
     return {

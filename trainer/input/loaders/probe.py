@@ -39,7 +39,7 @@ class InputRates:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbedInput:
     """Holds what was found out: rates, and (height, width) of some stored pictures where the loader reads any."""
 
     rates: InputRates
@@ -54,7 +54,7 @@ def probe_input(
     seconds: float,
     num_fill: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Probe | None:
+) -> ProbedInput | None:
     """Measure for about so many seconds; None where a picture is bad, which training meets again at its place.
 
     requests: makes the run's own, at least one; they begin anew where they are too few. num_fill: batches that
@@ -93,7 +93,7 @@ def rate(
 
 def _probe(
     loader: Loader, requests: Iterator[Request], *, prepare: PrepareBatch, seconds: float, timed: Callable[..., float]
-) -> Probe:
+) -> ProbedInput:
     batches: deque[Batch] = deque(maxlen=NUM_KEPT)
     whole = timed(_kept(_ready(loader.load(requests)), batches), seconds=0.4 * seconds)
     encoded: list[EncodedBatch] = []
@@ -115,7 +115,7 @@ def _probe(
     augmented = (_augmented(batch, prepare) for batch in _repeated([copied]))
     augment = timed(_ready(augmented), seconds=0.1 * seconds)
     rates = InputRates(loader=whole, read=read, decode=decode, copy=copy, augment=augment)
-    return Probe(rates, tuple(size for batch in encoded for size in _sizes(batch)))
+    return ProbedInput(rates, tuple(size for batch in encoded for size in _sizes(batch)))
 
 
 def _endless(requests: Callable[[], Iterator[Request]]) -> Iterator[Request]:

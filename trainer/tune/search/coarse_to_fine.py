@@ -20,7 +20,7 @@ from bigbatch.trainer.step.signals import STOP_SIGNALS, handling
 from bigbatch.trainer.tune.search import report
 from bigbatch.trainer.tune.search.experiment import Experiment, Search, make_experiment
 from bigbatch.trainer.tune.search.folder import StudyFolder, alone_in, enter, require_own
-from bigbatch.trainer.tune.search.records import Record, best_record
+from bigbatch.trainer.tune.search.records import TrialRecord, best_record
 from bigbatch.trainer.tune.search.rounds import MakeArgv, RoundRunner, Workplace
 from bigbatch.trainer.tune.search.short_run import differences, gpus_of, train_argv
 from bigbatch.trainer.tune.search.space import Axis, flags, shrink
@@ -35,8 +35,8 @@ Say = Callable[[str], None]
 class Outcome:
     """Says what a whole search found."""
 
-    best: Record
-    records: tuple[Record, ...]
+    best: TrialRecord
+    records: tuple[TrialRecord, ...]
     best_yaml: Path
     """The whole experiment with the best values."""
 
@@ -57,9 +57,9 @@ def search(stated: Search, *, say: Say = print, make_argv: MakeArgv = train_argv
     require_own(folder, experiment.identity())  # before the locks are put there, and again under them
     with alone_in(folder, say=say) as lock, noting_stops() as stops, report.progress(stated.trials, say) as shown:
         enter(folder, experiment.identity())
-        records: list[Record] = []
+        records: list[TrialRecord] = []
 
-        def on_end(record: Record) -> None:
+        def on_end(record: TrialRecord) -> None:
             shown.say(f"trial {record.number}: {record.describe(metric=stated.metric)}")
             shown.advance()
 
@@ -115,7 +115,7 @@ def _gpus(stated: Search) -> list[str]:
     return visible_gpus(torch.cuda.device_count())
 
 
-def _finish(experiment: Experiment, folder: StudyFolder, records: Sequence[Record], *, say: Say) -> Outcome:
+def _finish(experiment: Experiment, folder: StudyFolder, records: Sequence[TrialRecord], *, say: Say) -> Outcome:
     """Write files and words on what came out. Raises: TuneError where no trial finished."""
     metric = experiment.search.metric
     folder.write_text(folder.trials, report.as_json_lines(records))
@@ -134,7 +134,7 @@ def _finish(experiment: Experiment, folder: StudyFolder, records: Sequence[Recor
     return Outcome(best, tuple(records), folder.best)
 
 
-def _explain_failure(records: Sequence[Record], folder: StudyFolder) -> str:
+def _explain_failure(records: Sequence[TrialRecord], folder: StudyFolder) -> str:
     """Explain the failure; reasons that differ in their numbers only count as one."""
     kinds = [re.sub(r"\d[\d.e+-]*", "#", record.ended.reason) for record in records]
     kind, count = Counter(kinds).most_common(1)[0]

@@ -9,7 +9,7 @@ State = Literal["finished", "pruned", "failed"]
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrialEnd:
     """Says how a trial ended. result: of its last evaluation; reason: why it has none, or why it went no further."""
 
     state: State
@@ -20,13 +20,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Record:
+class TrialRecord:
     """Describes a trial that ended."""
 
     number: int
     round: int
     values: dict[str, str]
-    ended: Ended
+    ended: TrialEnd
 
     def describe(self, *, metric: Metric) -> str:
         """Describe a trial in one line, without the number."""
@@ -36,14 +36,14 @@ class Record:
         return f"{show_values(self.values)}: {outcome} ({self.ended.seconds:.1f} s)"
 
 
-def best_record(records: Sequence[Record], *, metric: Metric) -> Record | None:
+def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecord | None:
     """Find the first finished one with the highest top-1 or the lowest loss; None where none finished."""
     finished = [record for record in records if record.ended.state == "finished"]
     sign = -1 if metric == "top1" else 1
     return min(finished, key=lambda record: (sign * result_of(record), record.number), default=None)
 
 
-def ranked(records: Sequence[Record], *, metric: Metric) -> list[Record]:
+def ranked(records: Sequence[TrialRecord], *, metric: Metric) -> list[TrialRecord]:
     """List the finished from the best down, then the others as they came."""
     sign = -1 if metric == "top1" else 1
     finished = [record for record in records if record.ended.state == "finished"]
@@ -51,7 +51,7 @@ def ranked(records: Sequence[Record], *, metric: Metric) -> list[Record]:
     return [*sorted(finished, key=lambda record: (sign * result_of(record), record.number)), *others]
 
 
-def result_of(record: Record) -> float:
+def result_of(record: TrialRecord) -> float:
     """Return the result of one that has one: that finished, or was pruned."""
     assert record.ended.result is not None
     return record.ended.result

@@ -17,14 +17,14 @@ from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.search.experiment import Search
 from bigbatch.trainer.tune.search.records import (
     Metric,
-    Record,
+    TrialRecord,
     ranked,
     result_of,
     show_number,
     show_result,
     show_values,
 )
-from bigbatch.trainer.tune.search.space import Axis, Range
+from bigbatch.trainer.tune.search.space import Axis, SearchRange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def progress(total: int, say: Callable[[str], None]) -> Iterator[Shown]:
         )
 
 
-def table(records: Sequence[Record], *, metric: Metric) -> list[str]:
+def table(records: Sequence[TrialRecord], *, metric: Metric) -> list[str]:
     """List the best trials, aligned, from the best down; then those that did not finish."""
     keys = list(records[0].values)
     unit = "top-1 (%)" if metric == "top1" else "loss (nats)"
@@ -74,7 +74,7 @@ def table(records: Sequence[Record], *, metric: Metric) -> list[str]:
     return [*lines, f"and {left_out} more in trials.jsonl"] if left_out > 0 else lines
 
 
-def _row(record: Record, keys: Sequence[str], *, metric: Metric) -> list[str]:
+def _row(record: TrialRecord, keys: Sequence[str], *, metric: Metric) -> list[str]:
     ended = record.ended
     result = "-" if ended.result is None else show_number(ended.result, metric=metric)
     outcome = ended.state if ended.state == "finished" else f"{ended.state}: {ended.reason}"
@@ -82,13 +82,13 @@ def _row(record: Record, keys: Sequence[str], *, metric: Metric) -> list[str]:
     return [str(record.number), str(record.round), *own, result, f"{ended.seconds:.1f}", outcome]
 
 
-def as_json_lines(records: Sequence[Record]) -> str:
+def as_json_lines(records: Sequence[TrialRecord]) -> str:
     """Write one object a line, flat but for the values."""
     rows = ({**dataclasses.asdict(record), **dataclasses.asdict(record.ended)} for record in records)
     return "".join(json.dumps({key: value for key, value in row.items() if key != "ended"}) + "\n" for row in rows)
 
 
-def best_yaml(config: Config, best: Record, *, folder: Path, search: Search) -> str:
+def best_yaml(config: Config, best: TrialRecord, *, folder: Path, search: Search) -> str:
     """Write the whole experiment, and in a comment where its values are from."""
     where = " ".join(str(folder).split())
     return (
@@ -98,7 +98,7 @@ def best_yaml(config: Config, best: Record, *, folder: Path, search: Search) -> 
     )
 
 
-def plot_search(records: Sequence[Record], axes: Sequence[Axis], path: Path, *, metric: Metric) -> None:
+def plot_search(records: Sequence[TrialRecord], axes: Sequence[Axis], path: Path, *, metric: Metric) -> None:
     """Plot results over each searched value, as a PNG: a colour per round, hollow where a trial was pruned."""
     from matplotlib.figure import Figure
 
@@ -120,7 +120,7 @@ def plot_search(records: Sequence[Record], axes: Sequence[Axis], path: Path, *, 
         figure.savefig(path, dpi=120)
 
 
-def _draw(panel: "Axes", records: Sequence[Record], axis: Axis, *, metric: Metric) -> None:
+def _draw(panel: "Axes", records: Sequence[TrialRecord], axis: Axis, *, metric: Metric) -> None:
     color = COLORS[(records[0].round - 1) % len(COLORS)]
     for state, face in (("finished", color), ("pruned", "none")):
         mine = [record for record in records if record.ended.state == state and record.ended.result is not None]
@@ -130,17 +130,17 @@ def _draw(panel: "Axes", records: Sequence[Record], axis: Axis, *, metric: Metri
             panel.scatter(*zip(*points, strict=True), edgecolors=color, facecolors=face, label=label)
 
 
-def _draw_best(panel: "Axes", best: Record, axis: Axis, *, metric: Metric) -> None:
+def _draw_best(panel: "Axes", best: TrialRecord, axis: Axis, *, metric: Metric) -> None:
     x, y = _point(best, axis, metric=metric)
     panel.scatter([x], [y], marker="*", s=200, color="black", zorder=3, label=f"best: trial {best.number}")
-    if isinstance(axis, Range):
+    if isinstance(axis, SearchRange):
         panel.set_xscale("log" if axis.is_log else "linear")
     else:
         panel.set_xticks(range(len(axis.texts)), labels=list(axis.texts))
 
 
-def _point(record: Record, axis: Axis, *, metric: Metric) -> tuple[float, float]:
+def _point(record: TrialRecord, axis: Axis, *, metric: Metric) -> tuple[float, float]:
     """Place a trial: grids by the index of the value."""
     text, result = record.values[axis.key], result_of(record)
-    x = float(text) if isinstance(axis, Range) else float(axis.texts.index(text))
+    x = float(text) if isinstance(axis, SearchRange) else float(axis.texts.index(text))
     return x, 100 * result if metric == "top1" else result

@@ -8,7 +8,7 @@ from typing import IO
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.tune.search.experiment import Experiment
 from bigbatch.trainer.tune.search.folder import StudyFolder
-from bigbatch.trainer.tune.search.records import Ended, Record
+from bigbatch.trainer.tune.search.records import TrialEnd, TrialRecord
 from bigbatch.trainer.tune.search.running import RunningTrial
 from bigbatch.trainer.tune.search.short_run import Launch, differences, gpus_of, train_argv
 from bigbatch.trainer.tune.search.study import Round
@@ -38,7 +38,7 @@ class Workplace:
     gpus: Sequence[str]
     stops: Sequence[str]
     """Names of the stop signals that came so far."""
-    on_end: Callable[[Record], None]
+    on_end: Callable[[TrialRecord], None]
     make_argv: MakeArgv = train_argv
 
 
@@ -71,12 +71,12 @@ class RoundRunner:
             for active in self._active.values():
                 active.running.end()
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[TrialRecord]:
         """List the round's trials that ended."""
         return [self._record(*each) for each in self._study.ended()]
 
-    def _record(self, index: int, values: dict[str, str], ended: Ended) -> Record:
-        return Record(self._first + index, self._number, values, ended)
+    def _record(self, index: int, values: dict[str, str], ended: TrialEnd) -> TrialRecord:
+        return TrialRecord(self._first + index, self._number, values, ended)
 
     def _free_slots(self) -> list[int]:
         return [slot for slot in range(self._work.experiment.search.parallel) if slot not in self._active]
@@ -88,7 +88,7 @@ class RoundRunner:
         try:
             config = work.experiment.short_config(values, directory=folder)
         except ConfigError as error:  # each value is legal with the others as they were, but not all are together
-            self._end(index, values, Ended("failed", None, str(error), 0.0))
+            self._end(index, values, TrialEnd("failed", None, str(error), 0.0))
             return
         argv = work.make_argv(
             differences(work.experiment.base, config),
@@ -123,18 +123,18 @@ class RoundRunner:
         evaluation = active.running.last_evaluation()
         if code == 0 and evaluation is not None:
             result = float(evaluation[self._work.experiment.search.metric])
-            ended = Ended("finished", result, "", seconds)
+            ended = TrialEnd("finished", result, "", seconds)
             # not ">=": so NaN fails, too
             if not abs(result) < float("inf"):
-                ended = Ended("failed", None, f"its last evaluation's result is {result}", seconds)
+                ended = TrialEnd("failed", None, f"its last evaluation's result is {result}", seconds)
         elif active.pruned_because:
-            ended = Ended("pruned", None, active.pruned_because, seconds)
+            ended = TrialEnd("pruned", None, active.pruned_because, seconds)
         elif self._work.stops:
             return  # it goes on from its checkpoint when the search does
         else:
-            ended = Ended("failed", None, active.running.reason(), seconds)
+            ended = TrialEnd("failed", None, active.running.reason(), seconds)
         self._end(active.index, active.values, ended)
 
-    def _end(self, index: int, values: dict[str, str], ended: Ended) -> None:
+    def _end(self, index: int, values: dict[str, str], ended: TrialEnd) -> None:
         self._study.tell(index, ended)
         self._work.on_end(self._record(index, values, ended))

@@ -22,7 +22,7 @@ SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.ev
 
 
 @dataclass(frozen=True)
-class Range:
+class SearchRange:
     """Spans numbers from low to high."""
 
     key: str
@@ -42,7 +42,7 @@ class Range:
             return str(round(number))
         return f"{min(max(float(f'{number:.{NUM_DIGITS}g}'), self.low), self.high):.12g}"
 
-    def shrunk(self, best: str) -> "Range":
+    def shrunk(self, best: str) -> "SearchRange":
         """Keep a third of the range around best, and within the range."""
         low, high = self._scale(self.low), self._scale(self.high)
         width = (high - low) / SHRINK
@@ -94,7 +94,7 @@ class Grid:
         return f"{self.key} of {', '.join(self.texts)}"
 
 
-Axis = Range | Grid
+Axis = SearchRange | Grid
 
 
 def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
@@ -130,7 +130,7 @@ def parse_axis(text: str) -> Axis:
         # 1e-9: log2 of an exact power may come out just below it
         doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
         return Grid(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
-    return Range(key, low, high, is_log=kind == "log", is_int=is_int)
+    return SearchRange(key, low, high, is_log=kind == "log", is_int=is_int)
 
 
 def shrink(axes: tuple[Axis, ...], best: dict[str, str]) -> tuple[Axis, ...]:

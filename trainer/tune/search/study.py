@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import TuneError
-from bigbatch.trainer.tune.search.records import Ended, State
-from bigbatch.trainer.tune.search.space import Axis, Range
+from bigbatch.trainer.tune.search.records import State, TrialEnd
+from bigbatch.trainer.tune.search.space import Axis, SearchRange
 
 FIRST_JUDGED = 4
 """Trials of a round that finish before any is pruned: a median of fewer says little."""
@@ -84,7 +84,7 @@ class Round:
             trial.report(result, epoch)
         return bool(trial.should_prune())
 
-    def tell(self, index: int, ended: Ended) -> None:
+    def tell(self, index: int, ended: TrialEnd) -> None:
         """Note how a trial ended."""
         trial, states = self._trials[index], self._optuna.trial.TrialState
         for name, value in (("state", ended.state), ("reason", ended.reason), ("seconds", ended.seconds)):
@@ -94,7 +94,7 @@ class Round:
         else:
             self._study.tell(trial, state=states.PRUNED if ended.state == "pruned" else states.FAIL)
 
-    def ended(self) -> list[tuple[int, dict[str, str], Ended]]:
+    def ended(self) -> list[tuple[int, dict[str, str], TrialEnd]]:
         """List index, values and outcome of every trial that ended, in the order of their start."""
         return [
             (trial.number, trial.user_attrs["values"], _ended(trial))
@@ -103,14 +103,14 @@ class Round:
         ]
 
 
-def _ended(trial: Any) -> Ended:
+def _ended(trial: Any) -> TrialEnd:
     state: State = trial.user_attrs["state"]
-    return Ended(state, trial.value, trial.user_attrs["reason"], trial.user_attrs["seconds"])
+    return TrialEnd(state, trial.value, trial.user_attrs["reason"], trial.user_attrs["seconds"])
 
 
 def _distribution(optuna: Any, axis: Axis) -> Any:
     """Make a distribution; grids go by the index of a value, so that all keys share one quasi-random sequence."""
-    if not isinstance(axis, Range):
+    if not isinstance(axis, SearchRange):
         return optuna.distributions.IntDistribution(0, len(axis.texts) - 1)
     if axis.is_int:
         return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
@@ -118,11 +118,11 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
 
 
 def _text(axis: Axis, chosen: float) -> str:
-    return axis.text(chosen) if isinstance(axis, Range) else axis.texts[int(chosen)]
+    return axis.text(chosen) if isinstance(axis, SearchRange) else axis.texts[int(chosen)]
 
 
 def _suggest(trial: Any, axis: Axis, distribution: Any) -> float:
     """Suggest a value of the distribution; what the journal has chosen stays."""
-    if isinstance(axis, Range) and not axis.is_int:
+    if isinstance(axis, SearchRange) and not axis.is_int:
         return float(trial.suggest_float(axis.key, distribution.low, distribution.high, log=distribution.log))
     return float(trial.suggest_int(axis.key, distribution.low, distribution.high, log=distribution.log))

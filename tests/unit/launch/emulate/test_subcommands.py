@@ -14,7 +14,7 @@ from error_texts import naming
 
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, subcommands, supervise
-from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.emulate.launchers import NodeProcess
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, is_alive, load, save, start_ticks, state_root
 from bigbatch.launch.start import main
@@ -258,7 +258,7 @@ linux = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 
 
 def together(*scripts: str) -> int:
-    starts = [Start(0, (sys.executable, "-c", script)) for script in scripts]
+    starts = [NodeProcess(0, (sys.executable, "-c", script)) for script in scripts]
     return supervise.run_together(starts, environ=os.environ, enter=lambda node: None, asks_to_stop=signal.SIGTERM)
 
 
@@ -288,13 +288,13 @@ def test_run_together_kills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) -
 @linux
 def test_run_together_puts_variables_on_top_of_the_environment() -> None:
     check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
-    start = Start(0, (sys.executable, "-c", check), (("RANK", "4"),))
+    start = NodeProcess(0, (sys.executable, "-c", check), (("RANK", "4"),))
     assert supervise.run_together([start], environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM) == 0
 
 
 @linux
 def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:
-    starts = [Start(0, ("sleep", "60")), Start(0, ("no-such-mpirun",))]
+    starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(0, ("no-such-mpirun",))]
     with pytest.raises(LaunchOptionError, match=naming("no-such-mpirun", "bigbatch[mpi]", "--launcher torchrun")):
         supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
 
@@ -305,7 +305,7 @@ def test_run_together_ends_what_was_started_where_one_cannot_enter() -> None:
         if node == 1:
             raise FileNotFoundError
 
-    starts = [Start(0, ("sleep", "60")), Start(1, ("sleep", "60"))]
+    starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(1, ("sleep", "60"))]
     with pytest.raises(subprocess.SubprocessError):
         supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
 
@@ -319,7 +319,7 @@ def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Pat
             os.kill(os.getppid(), signal.SIGINT)
 
     stubborn = "trap '' TERM; touch {}; exec sleep 60"
-    starts = [Start(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
+    starts = [NodeProcess(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
     start = time.monotonic()
     code = supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
     assert code == 128 + signal.SIGINT
@@ -329,9 +329,9 @@ def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Pat
 
 PARENT = """
 import os, signal, sys
-from bigbatch.launch.emulate.launchers import Start
+from bigbatch.launch.emulate.launchers import NodeProcess
 from bigbatch.launch.emulate.supervise import run_together
-starts = [Start(0, (sys.executable, "-c", sys.argv[1]))]
+starts = [NodeProcess(0, (sys.executable, "-c", sys.argv[1]))]
 sys.exit(run_together(starts, environ=os.environ, enter=lambda node: None, asks_to_stop=signal.SIGUSR1))
 """
 CHILD = """

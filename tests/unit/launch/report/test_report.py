@@ -13,7 +13,7 @@ from PIL import Image
 
 from bigbatch.cli import main
 from bigbatch.launch.report.accuracy import to_accuracy
-from bigbatch.launch.report.split import Measured, Step, efficiency_of
+from bigbatch.launch.report.split import MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.report.tables import percent
 
 NAME = "<script>alert('x')</script> & \"co\""
@@ -116,9 +116,9 @@ def test_report_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_report_parts_add_up_exactly(seed: int) -> None:
-    def point(ranks: int, batch: int, *parts: float) -> Measured:
+    def point(ranks: int, batch: int, *parts: float) -> MeasuredPoint:
         named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
-        return Measured((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None)
+        return MeasuredPoint((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None)
 
     base = point(2, 64, 0.5 + seed, 0.1, 0.0, 0.2)
     other = point(6, 60 * (seed + 1), 0.3, 0.05 * seed, 0.4, 0.0)

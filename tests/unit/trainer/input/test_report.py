@@ -9,7 +9,7 @@ import pytest
 
 from bigbatch.trainer.build import input_rates as measure_input
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.input.loaders.probe import InputRates, Probe
+from bigbatch.trainer.input.loaders.probe import InputRates, ProbedInput
 from bigbatch.trainer.input.remedies import InputSettings, input_settings, pixels_left
 from bigbatch.trainer.input.report import (
     MeasuredInput,
@@ -322,7 +322,7 @@ def test_input_report_every_augmentation_is_known() -> None:
     assert settings.augmentations == tuple(f"augment.{key}" for key in COSTLY)
 
 
-MINE = Probe(InputRates(loader=100.0, read=None, decode=300.0, copy=None, augment=500.0), ())
+MINE = ProbedInput(InputRates(loader=100.0, read=None, decode=300.0, copy=None, augment=500.0), ())
 
 
 def ranks(*others: str) -> SimpleNamespace:

@@ -5,16 +5,16 @@ from error_texts import naming
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.tune.search.space import Grid, Range, parse_axis, parse_space, shrink
+from bigbatch.trainer.tune.search.space import Grid, SearchRange, parse_axis, parse_space, shrink
 
 
 @pytest.mark.parametrize(
     ("text", "axis"),
     [
-        ("schedule.base_lr=log:1:40", Range("schedule.base_lr", 1, 40, is_log=True, is_int=False)),
-        ("optimizer.label_smoothing=linear:0:0.2", Range("optimizer.label_smoothing", 0, 0.2, False, False)),
-        ("data.patience_seconds=linear:-1:1", Range("data.patience_seconds", -1, 1, False, False)),
-        ("augment.randaugment_ops=linear:1:4", Range("augment.randaugment_ops", 1, 4, is_log=False, is_int=True)),
+        ("schedule.base_lr=log:1:40", SearchRange("schedule.base_lr", 1, 40, is_log=True, is_int=False)),
+        ("optimizer.label_smoothing=linear:0:0.2", SearchRange("optimizer.label_smoothing", 0, 0.2, False, False)),
+        ("data.patience_seconds=linear:-1:1", SearchRange("data.patience_seconds", -1, 1, False, False)),
+        ("augment.randaugment_ops=linear:1:4", SearchRange("augment.randaugment_ops", 1, 4, is_log=False, is_int=True)),
         ("optimizer.momentum=choice:0.9,0.95", Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)),
         ("optimizer.nesterov=choice:true,false", Grid("optimizer.nesterov", ("true", "false"), is_ordered=False)),
         ("model.width=choice:null,8", Grid("model.width", ("null", "8"), is_ordered=False)),
@@ -77,16 +77,18 @@ def test_space_needs_an_axis_and_names_each_key_once():
     ],
 )
 def test_log_range_shrinks_to_a_third(best, low, high):
-    (shrunk,) = shrink((Range("schedule.base_lr", 1, 100, is_log=True, is_int=False),), {"schedule.base_lr": best})
-    assert isinstance(shrunk, Range)
+    (shrunk,) = shrink(
+        (SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False),), {"schedule.base_lr": best}
+    )
+    assert isinstance(shrunk, SearchRange)
     assert (shrunk.low, shrunk.high) == pytest.approx((low, high))
     assert shrunk.is_log
 
 
 def test_shrink_of_other_axes():
-    linear = Range("optimizer.label_smoothing", 0, 0.3, is_log=False, is_int=False).shrunk("0.2")
+    linear = SearchRange("optimizer.label_smoothing", 0, 0.3, is_log=False, is_int=False).shrunk("0.2")
     assert (linear.low, linear.high) == pytest.approx((0.15, 0.25))
-    whole = Range("augment.randaugment_ops", 1, 13, is_log=False, is_int=True).shrunk("12")
+    whole = SearchRange("augment.randaugment_ops", 1, 13, is_log=False, is_int=True).shrunk("12")
     assert (whole.low, whole.high) == (9, 13)
     grid = Grid("batch.global_batch_size", tuple("abcdef"), is_ordered=True)
     assert [grid.shrunk(best).texts for best in "acf"] == [("a", "b"), ("b", "c"), ("e", "f")]
@@ -96,7 +98,7 @@ def test_shrink_of_other_axes():
 
 
 def test_space_keeps_the_best_in_every_round():
-    axis = Range("schedule.base_lr", 0.1, 30, is_log=True, is_int=False)
+    axis = SearchRange("schedule.base_lr", 0.1, 30, is_log=True, is_int=False)
     for text in (axis.text(0.1), axis.text(3.14159), axis.text(30)):
         shrunk = axis.shrunk(text).shrunk(text).shrunk(text)
         assert shrunk.low <= float(text) * (1 + 1e-12)
@@ -104,17 +106,17 @@ def test_space_keeps_the_best_in_every_round():
 
 
 def test_space_numbers_have_few_digits_and_stay_in_the_range():
-    axis = Range("schedule.base_lr", 1.23456, 40.00009, is_log=True, is_int=False)
+    axis = SearchRange("schedule.base_lr", 1.23456, 40.00009, is_log=True, is_int=False)
     assert axis.text(7.654321) == "7.654"
     assert float(axis.text(1.23456)) >= 1.23456
     assert float(axis.text(40.00009)) <= 40.00009
-    assert Range("augment.randaugment_ops", 1, 9, is_log=False, is_int=True).text(3.0) == "3"
-    small = Range("optimizer.weight_decay", 1e-6, 1e-3, is_log=True, is_int=False).text(3.21987e-5)
+    assert SearchRange("augment.randaugment_ops", 1, 9, is_log=False, is_int=True).text(3.0) == "3"
+    small = SearchRange("optimizer.weight_decay", 1e-6, 1e-3, is_log=True, is_int=False).text(3.21987e-5)
     assert load_config(["--config", "quickstart", "--optimizer.weight_decay", small]).optimizer.weight_decay == 3.22e-5
 
 
 def test_end_of_a_range_is_an_edge():
-    axis = Range("schedule.base_lr", 1, 100, is_log=True, is_int=False)
+    axis = SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False)
     assert [axis.is_edge(text) for text in ("1.2", "1.3", "10", "79", "80")] == [True, False, False, False, True]
     grid = Grid("batch.global_batch_size", ("1", "2", "4"), is_ordered=True)
     assert [grid.is_edge(text) for text in grid.texts] == [True, False, True]

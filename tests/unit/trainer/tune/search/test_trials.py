@@ -16,7 +16,7 @@ from bigbatch.trainer.config.file import dump_config, load_config, packaged_conf
 from bigbatch.trainer.run.folder import read_records
 from bigbatch.trainer.tune.search import running
 from bigbatch.trainer.tune.search.experiment import Search, make_experiment
-from bigbatch.trainer.tune.search.records import Ended, Record, best_record, ranked
+from bigbatch.trainer.tune.search.records import TrialEnd, TrialRecord, best_record, ranked
 from bigbatch.trainer.tune.search.report import table
 from bigbatch.trainer.tune.search.running import RunningTrial, find_reason
 from bigbatch.trainer.tune.search.short_run import (
@@ -27,11 +27,11 @@ from bigbatch.trainer.tune.search.short_run import (
     shorten,
     train_argv,
 )
-from bigbatch.trainer.tune.search.space import Grid, Range
+from bigbatch.trainer.tune.search.space import Grid, SearchRange
 from bigbatch.trainer.tune.search.study import Round
 
 ALONE = Launch((), 1, is_here=True)
-LR = Range("schedule.base_lr", 1, 64, is_log=True, is_int=False)
+LR = SearchRange("schedule.base_lr", 1, 64, is_log=True, is_int=False)
 MOMENTUM = Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
 
 # a trial's config
@@ -272,7 +272,7 @@ def open_round(path, *axes, number=1, maximize=True, prune_from_epoch=1):
 
 
 def finished(result):
-    return Ended("finished", result, "", 1.0)
+    return TrialEnd("finished", result, "", 1.0)
 
 
 def test_study_spreads_values_evenly(tmp_path):
@@ -298,8 +298,8 @@ def test_study_goes_on_with_the_values_of_a_killed_search(tmp_path):
     new = again.ask()
     assert new[0] == 2
     assert new[1] not in (done[1], left[1])
-    again.tell(left[0], Ended("failed", None, "a reason", 2.0))
-    assert open_round(tmp_path).ended()[1] == (*left, Ended("failed", None, "a reason", 2.0))
+    again.tell(left[0], TrialEnd("failed", None, "a reason", 2.0))
+    assert open_round(tmp_path).ended()[1] == (*left, TrialEnd("failed", None, "a reason", 2.0))
 
 
 def test_trial_of_which_nothing_was_chosen_yet_gets_values(tmp_path):
@@ -328,11 +328,11 @@ def test_worse_half_is_pruned_once_four_have_finished(tmp_path, maximize):
     index, _ = study.ask()
     assert not study.should_stop(index, epoch=1, result=sign * 0.0)  # in the warm-up
     assert study.should_stop(index, epoch=2, result=sign * 0.24)  # the median is 0.25
-    study.tell(index, Ended("pruned", None, "worse", 1.0))
+    study.tell(index, TrialEnd("pruned", None, "worse", 1.0))
     better, _ = study.ask()
     assert not study.should_stop(better, epoch=2, result=sign * 0.26)
     assert not study.should_stop(better, epoch=2, result=sign * 0.1)  # a resumed trial comes by again
-    assert study.ended()[-1][2] == Ended("pruned", sign * 0.24, "worse", 1.0)
+    assert study.ended()[-1][2] == TrialEnd("pruned", sign * 0.24, "worse", 1.0)
 
 
 @pytest.mark.parametrize("missing", ["optuna", "scipy.stats.qmc"])
@@ -402,7 +402,9 @@ def test_prune_of_nothing_in_the_warmup(tmp_path, warmup, epoch):
 
 def test_result_ranks_and_table():
     def record(number, result, state="finished"):
-        return Record(number, 1, {"schedule.base_lr": str(number)}, Ended(state, result, "" if result else "nan", 9.87))
+        return TrialRecord(
+            number, 1, {"schedule.base_lr": str(number)}, TrialEnd(state, result, "" if result else "nan", 9.87)
+        )
 
     records = [record(1, 0.25), record(2, None, "failed"), record(3, 0.75), record(4, 0.75)]
     assert [each.number for each in ranked(records, metric="top1")] == [3, 4, 1, 2]
