@@ -12,7 +12,7 @@ from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
-from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
@@ -148,14 +148,15 @@ class Communicator:
         operation = self._operation(collective_, tensor_N, label=label)
         if self.timeline.is_active:
             operation = self._recorded(operation, tensor_N, label=label, algorithm=algorithm, wire=wire)
-        return self.backend.submit(operation, label=label)
+        work = self.backend.submit(operation, label=label)
+        return work if self.staging is None else Staged(work, self.staging)
 
     def _recorded(
         self, operation: Callable[[], None], tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
     ) -> Callable[[], None]:
         self.timeline.mark(label, row="buffers ready")
         facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-        on_host = self.staging is not None or self.backend.name == "mpi"  # both are done when their thread is
+        on_host = self.staging is not None or self.backend.name == "mpi"  # of both the thread knows the time
 
         def recorded() -> None:
             with self.timeline.span(label, row="all-reduce", on_host=on_host, **facts):

@@ -1,7 +1,11 @@
 """GPU tensors by way of host memory, for transports that cannot read the GPU's."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from bigbatch.comm.backends.base import InFlight
 
 
 class HostStaging:
@@ -30,13 +34,30 @@ class HostStaging:
         """Copy to the host what the GPU has computed by the event; return when it is there."""
         self._stream.wait_event(ready)
         self._copy(host_N, device_N)
+        self._stream.synchronize()
 
     def bring_back(self, device_N: Tensor, host_N: Tensor) -> None:
-        """Copy to the GPU; return when it is there."""
+        """Start to copy to the GPU. The host goes on: what comes next is for the GPU (join) or another fetch."""
         self._copy(device_N, host_N)
+
+    def join(self) -> None:
+        """Let what the calling thread gives the GPU from now on come after the copies that were started."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _copy(self, target_N: Tensor, source_N: Tensor) -> None:
         # a thread's current GPU is the first one: to come back to it from a stream alone would make a context there
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             target_N.copy_(source_N, non_blocking=True)
-        self._stream.synchronize()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Stands for an operation by way of the host, whose last copies may be under way when its thread is done."""
+
+    work: InFlight
+    staging: HostStaging
+
+    def wait(self) -> None:
+        """Wait for the thread on the host, and for the copies on the device."""
+        self.work.wait()
+        self.staging.join()

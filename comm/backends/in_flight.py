@@ -40,7 +40,7 @@ class ThreadQueue:
 
     def __init__(self, explain: Explain, *, while_waiting: WhileWaiting) -> None:
         self._explain = explain
-        self._while_waiting = while_waiting
+        self.while_waiting = while_waiting
         self._failure: CommError | None = None
         self._number = 0
         self._current: Pending | None = None
@@ -56,7 +56,7 @@ class ThreadQueue:
         future: futures.Future[None] = futures.Future()
         self._number += 1
         self._jobs.put(_Job(future, operation, label, self._number, ranks))
-        return _ThreadWork(future, label, self._while_waiting)
+        return _ThreadWork(future, label, self)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -94,15 +94,17 @@ class ThreadQueue:
 
 
 class _ThreadWork:
-    def __init__(self, future: "futures.Future[None]", label: str, while_waiting: WhileWaiting) -> None:
+    def __init__(self, future: "futures.Future[None]", label: str, queue: ThreadQueue) -> None:
         self._future = future
         self._label = label
-        self._while_waiting = while_waiting
+        self._queue = queue
 
     def wait(self) -> None:
         start = time.monotonic()
         while not futures.wait([self._future], timeout=POLL_SECONDS).done:
-            self._while_waiting(self._label, time.monotonic() - start)
+            # one further ahead may be what keeps this one waiting
+            running = self._queue.oldest()
+            self._queue.while_waiting(running.label if running else self._label, time.monotonic() - start)
         self._future.result()
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Group
+from bigbatch.comm.backends.host_staging import Staged
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import ExposedTime
 
@@ -31,7 +32,8 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
         all_RN = own_N.new_empty(group_size, own_N.numel())
         operation = _operation(communicator, group, own_N=own_N.contiguous(), all_RN=all_RN, label=label)
         with exposed.measure([own_N]):
-            communicator.backend.submit(operation, label=label, ranks=group.ranks).wait()
+            work = communicator.backend.submit(operation, label=label, ranks=group.ranks)
+            (work if communicator.staging is None else Staged(work, communicator.staging)).wait()
         return all_RN
 
     return gather
@@ -41,7 +43,7 @@ def _operation(
     communicator: Communicator, group: Group, *, own_N: Tensor, all_RN: Tensor, label: str
 ) -> Callable[[], None]:
     backend, staging, timeline = communicator.backend, communicator.staging, communicator.timeline
-    on_host = staging is not None or backend.name == "mpi"  # both are done when their thread is
+    on_host = staging is not None or backend.name == "mpi"  # of both the thread knows the time
     if staging is None:
 
         def run() -> None:

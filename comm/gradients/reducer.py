@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import InFlight, dtype_name
+from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
@@ -80,8 +80,9 @@ class GradientReducer:
         self.exposed = ExposedTime() if exposed is None else exposed
         # None: there is nothing to learn, or it is learned already
         self._learned: list[str] | None = [] if learn_order and order is None else None
-        self._waiting: list[InFlight] = []
-        self._extra: list[InFlight] = []
+        self._num_started = 0
+        self._last: InFlight = Done()
+        """The one started last: a backend runs them one after another, so all are done when it is."""
         self._missing: list[set[str]] = []
         guessed = list(reversed(self._parameters))  # backward finishes the last layer first
         self.order = guessed if order is None else _checked(order, self._parameters)
@@ -124,13 +125,13 @@ class GradientReducer:
 
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
-        self._waiting = []
-        self._extra = []
+        self._num_started = 0
+        self._last = Done()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         index = self._buffer_of[name]
         # its buffer has been started: adding now would change what is on its way
-        if index < len(self._waiting):
+        if index < self._num_started:
             raise RuntimeError(
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
                 "microbatch of a step, and set is_active = False for the others"
@@ -143,7 +144,7 @@ class GradientReducer:
             self._learned.append(name)
         self._missing[index].discard(name)
         # in the plan's order, even where a later buffer is full first: all ranks must start the same ones
-        while len(self._waiting) < len(self.buffers) and not self._missing[len(self._waiting)]:
+        while self._num_started < len(self.buffers) and not self._missing[self._num_started]:
             self._start_next()
 
     def _bring_home(self, name: str) -> None:
@@ -158,15 +159,16 @@ class GradientReducer:
         parameter.grad = view
 
     def _start_next(self) -> None:
-        index = len(self._waiting)
+        index = self._num_started
         for name in self._missing[index]:  # took no part in this backward
             self._bring_home(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
-        self._waiting.append(self._start_sum(self.buffers[index], label=label))
+        self._last = self._start_sum(self.buffers[index], label=label)
+        self._num_started += 1
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
-        self._extra.append(self._exactly.start(tensor_N, label=label))
+        self._last = self._exactly.start(tensor_N, label=label)
 
     def wait(self) -> None:
         """Return when every gradient is the sum over all ranks.
@@ -176,18 +178,17 @@ class GradientReducer:
         """
         if self._unused == "error":
             self._refuse_unused()
-        while len(self._waiting) < len(self.buffers):
+        while self._num_started < len(self.buffers):
             self._start_next()
         with self.exposed.measure(self.buffers):
-            for work in (*self._extra, *self._waiting):
-                work.wait()
+            self._last.wait()
         self._start_over()
         if self._learned is not None:
             self._apply_order(self._learned)
             self._learned = None
 
     def _refuse_unused(self) -> None:
-        unused = [name for missing in self._missing[len(self._waiting) :] for name in missing]
+        unused = [name for missing in self._missing[self._num_started :] for name in missing]
         if unused:
             raise RuntimeError(
                 f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
@@ -301,12 +302,12 @@ class ExposedTime:
     def take_seconds(self) -> float:
         """Return the seconds since the last call. Waits for the device on a GPU: call it only when reporting."""
         while self._events:
+            self._events[0][1].synchronize()
             self._fold(*self._events.popleft())
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _fold(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        end.synchronize()
         self._seconds += start.elapsed_time(end) / 1e3
 
 

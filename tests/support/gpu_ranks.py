@@ -54,6 +54,7 @@ def copy_on_a_thread() -> int:
 
     queue = ThreadQueue(explain, while_waiting=lambda label, seconds: None)
     queue.submit(there_and_back, label="copies").wait()
+    staging.join()
     queue.close()
     assert device_N.tolist() == [2.0] * 1000
     return sum(torch._C._cuda_hasPrimaryContext(index) for index in range(last.index))

@@ -68,8 +68,9 @@ class PlayedGpus:
         """Those that this process has taken up."""
         self.recorded: list[PlayedStream] = []
         """The stream of each event."""
-        self._default = [PlayedStream(torch.device("cuda", index)) for index in range(count)]
         self._thread = threading.local()
+        self._default = [self._make_stream(torch.device("cuda", index)) for index in range(count)]
+        self.contexts.clear()  # a default stream is there without
         played = {
             "is_available": lambda: count > 0,
             "device_count": lambda: count,
@@ -79,7 +80,7 @@ class PlayedGpus:
             "_exchange_device": self._exchange,
             "_maybe_exchange_device": self._exchange_without_context,
             "Stream": self._make_stream,
-            "Event": lambda enable_timing=False: PlayedEvent(self),
+            "Event": self._make_event,
             "current_stream": self.current_stream,
             "set_stream": self._set_stream,
             "is_current_stream_capturing": lambda: False,
@@ -87,9 +88,12 @@ class PlayedGpus:
         }
         for name, value in played.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        self._play_memory(monkeypatch)
+
+    def _play_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, "zeros", _on_host(torch.zeros))
 
-    def current_stream(self, device: torch.device | None = None) -> PlayedStream:
+    def current_stream(self, device: torch.device | None = None) -> Any:
         """Return the stream on which this thread works on a GPU."""
         index = self._current() if device is None else torch.device(device).index
         return getattr(self._thread, "streams", {}).get(index, self._default[index])
@@ -114,6 +118,9 @@ class PlayedGpus:
     def _make_stream(self, device: torch.device) -> PlayedStream:
         self.contexts.add(device.index)
         return PlayedStream(device)
+
+    def _make_event(self, *, enable_timing: bool = False) -> PlayedEvent:
+        return PlayedEvent(self)
 
     def _set_stream(self, stream: PlayedStream) -> None:
         if stream.device.index != self._current():

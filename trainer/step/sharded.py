@@ -124,12 +124,11 @@ class ShardedWeights:
             torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
         works = [
             self._scatter_gather.start_all_gather(buffer_N, label=f"all-gather of weights {index}")
-            # all start before one is waited for, so that they follow each other on the wire without a gap
+            # they run one after another, without a gap on the wire where all start before one is waited for
             for index, buffer_N in enumerate(self._buffers)
         ]
         with self._exposed.measure(self._buffers):
-            for work in works:
-                work.wait()
+            works[-1].wait()
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
         """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective."""

@@ -79,6 +79,9 @@ class PlayedStaging:
         assert device_N.is_meta
         self.content_N.copy_(host_N)
 
+    def join(self) -> None:
+        """Do nothing."""
+
 
 @pytest.mark.parametrize("hosts", [["a"], ["a", "b"]])
 def test_sum_of_a_gpus_tensor_goes_by_way_of_the_host_for_a_rank_alone_in_its_node_group(hosts: list[str]) -> None:

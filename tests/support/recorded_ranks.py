@@ -1,0 +1,63 @@
+"""One rank of several whose sums are those of torch's fake process group: nothing travels, but all is asked for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from recorded_gpu import GPU
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.comm.timeline import Timeline
+
+NCCL_HOSTS = ("a", "a", "b", "b")
+STAGED_HOSTS = ("a", "b", "c", "d")
+"""None of which has two ranks, which would have to share memory."""
+
+
+@contextmanager
+def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicator]:
+    """The first of four ranks with a GPU each: by NCCL on two hosts, or on four by gloo and the host's memory."""
+    is_staged = library == "gloo"
+    hosts = STAGED_HOSTS if is_staged else NCCL_HOSTS
+    env = replace(ALONE, world_size=len(hosts), host="a")
+    new_group = dist.new_group
+
+    def fake_group(ranks: Sequence[int], *, backend: str, **options: Any) -> Any:
+        return new_group(ranks, backend="fake", **options)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=len(hosts))
+    try:
+        with patch.object(dist, "new_group", fake_group), patch.object(dist, "barrier", lambda **_: None):
+            alone = connect(env=ALONE, device=torch.device("cpu"))
+            control: Any = SimpleNamespace(
+                gather_text=lambda text, **_: [text] * len(hosts), timeout_seconds=8, explain=None, heed_others=None
+            )
+            backend = TorchDistributedBackend(env, control, library=library, device=GPU)
+            topology = make_topology(hosts, rank=0)
+            communicator = replace(
+                alone,
+                env=env,
+                control=control,
+                backend=backend,
+                topology=topology,
+                memory=NodeMemory(topology, control) if is_staged else None,
+                staging=HostStaging(GPU) if is_staged else None,
+                device=GPU,
+                timeline=Timeline(GPU),
+            )
+            yield communicator.with_algorithm(algorithm)
+            communicator.backend.close()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""Sums of a GPU's tensors: whatever their order on the device depends on is waited for, and nothing else is."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from recorded_gpu import GPU, RecordedGpu
+from recorded_ranks import first_rank
+from stream_order import require_every_wait
+from torch import Tensor, nn
+
+from bigbatch.comm.backends.host_staging import HostStaging
+from bigbatch.comm.backends.in_flight import StreamQueue
+from bigbatch.comm.gradients.group_gather import make_group_gather
+from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
+
+LIBRARIES = ("nccl", "gloo")
+"""gloo: by way of the host."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedGpu]:
+    """One that this thread uses."""
+    played = RecordedGpu(monkeypatch)
+    with played.running():
+        yield played
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_reducer_waits_for_what_it_must(gpu: RecordedGpu, library: str, algorithm: str) -> None:
+    with first_rank(algorithm=algorithm, library=library) as communicator:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(GPU)
+        reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=32, buffer_bytes=32)
+        assert len(reducer.buffers) > 2
+        for _ in range(2):
+            reducer.zero_grad()
+            model(torch.ones(2, 4, device=GPU)).sum().backward()
+            reducer.wait()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad)
+            assert reducer.exposed.take_seconds() > 0
+        require_every_wait(gpu.trace)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_gather_of_a_group_waits_for_what_it_must(gpu: RecordedGpu, library: str) -> None:
+    with first_rank(algorithm="native", library=library) as communicator:
+        gather = make_group_gather(communicator, group_size=2, exposed=ExposedTime(), what="statistics")
+        for _ in range(2):
+            own_N = torch.ones(3, device=GPU)
+            all_RN = gather(own_N.mul_(2))
+            assert all_RN.shape == (2, 3)
+            own_N.copy_(all_RN.sum(0))
+        require_every_wait(gpu.trace)
+
+
+# --- the recorder is not blind ---
+
+
+def test_order_of_two_streams_is_seen(gpu: RecordedGpu) -> None:
+    side, tensor_N = torch.cuda.Stream(GPU), torch.zeros(3, device=GPU)
+    with torch.cuda.stream(side):
+        tensor_N.add_(1)
+    assert len(gpu.trace.objections()) == 1
+
+
+def test_memory_that_another_stream_still_reads_is_seen(gpu: RecordedGpu) -> None:
+    """torch gives what is freed to the next allocation on the stream that had made it."""
+    kept, queue = [torch.zeros(3, device=GPU)], StreamQueue(GPU)
+    queue.submit(lambda: torch.zeros(3, device=GPU).copy_(kept[0]), label="copy")
+    kept.clear()
+    assert gpu.trace.objections() == []
+    torch.zeros(3, device=GPU)
+    assert "an allocation for" in gpu.trace.objections()[0]
+
+
+def test_a_host_that_reads_or_writes_too_early_is_seen(gpu: RecordedGpu) -> None:
+    host_N = torch.zeros(3, pin_memory=True)
+    device_N = host_N.to(GPU, non_blocking=True)
+    assert gpu.trace.objections() == []
+    host_N.add_(1)
+    assert "add_" in gpu.trace.objections()[0]
+    host_N.copy_(device_N)
+    assert len(gpu.trace.objections()) == 1  # which waits by itself
+
+
+def test_a_mark_behind_what_another_thread_may_not_have_launched_is_seen(gpu: RecordedGpu) -> None:
+    """Such as a wait on the device that comes before the one on the host."""
+    with first_rank(algorithm="native", library="gloo") as communicator:
+        staging, device_N = HostStaging(GPU), torch.zeros(3, device=GPU)
+        host_N: Tensor = torch.zeros(3, pin_memory=True)
+        work = communicator.backend.submit(lambda: staging.bring_back(device_N, host_N), label="copy")
+        work.wait()
+        staging.join()
+        device_N.add_(1)
+    at = [at for at, place in gpu.trace.waits().items() if "join" not in place]
+    assert [bool(gpu.trace.objections(without=each)) for each in at] == [True]
