@@ -222,9 +222,10 @@ class Communicator:
 
     def close(self) -> None:
         """End communication after a run that went well. Collective. MPI ends with the last connection."""
+        self.backend.close()
+        # not before: nobody else would end a wait in NCCL's last barrier
         if self.inspector is not None:
             self.inspector.close()
-        self.backend.close()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_controls.discard(self.control)
         # mpirun takes a rank that ends without finalizing for failed; MPI cannot be started again

@@ -132,21 +132,28 @@ class StreamQueue:
         device = self._stream.device
         self._number += 1
         is_watched = not torch.cuda.is_current_stream_capturing()  # a replay is not: its number would be that of now
+        if is_watched:
+            with self._lock:
+                self._take_out_done()
+                # before it, as it may stop the host: a barrier does, and groups that connect
+                self._enqueued.append(Pending(self._number, label, time.monotonic(), ranks))
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # in a script whose current GPU is another, the stream alone would make a context there as it ends
         with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.profiler.record_function(label):
-            operation()
+            try:
+                operation()
+            except BaseException:
+                if is_watched:
+                    with self._lock:
+                        self._enqueued.pop()  # nothing is under way
+                raise
             event = torch.cuda.Event()
             event.record()
             if is_watched:
                 # behind the event: what waits for the operation need not wait for this
                 self._number_1.fill_(self._number)
                 self._done_1.copy_(self._number_1, non_blocking=True)
-        if is_watched:
-            with self._lock:
-                self._take_out_done()
-                self._enqueued.append(Pending(self._number, label, time.monotonic(), ranks))
         return _StreamWork(event, device)
 
     def oldest(self) -> Pending | None:

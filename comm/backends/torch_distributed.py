@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
-from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control, first_line
-from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface
-from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.comm.rendezvous.control import Control, first_line
+from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
+from bigbatch.comm.rendezvous.stall import VERDICT_SECONDS, Pending
 from bigbatch.errors import CommError
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
@@ -42,10 +42,12 @@ class TorchDistributedBackend:
         self._control = control
         self._made: list[Any] = []
         self._gpus = [device.index] if library == "nccl" else None
-        # NCCL's own watchdog comes after our verdict, which takes a roll call
-        grace = ROLL_CALL_SECONDS + LINGER_SECONDS if library == "nccl" else 0.0
+        # NCCL's own watchdog comes after our verdict
+        grace = VERDICT_SECONDS if library == "nccl" else 0.0
         self._timeout = timedelta(seconds=control.timeout_seconds + grace)
         prefer_interface(interface, is_one_host=env.is_one_host)
+        if library == "nccl":
+            record_flights()
         everyone = tuple(range(env.world_size))
         try:
             owns_default = not dist.is_initialized()
@@ -78,12 +80,17 @@ class TorchDistributedBackend:
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make the families' process groups, but for those that are there; torch wants every rank to make all."""
         missing = [ranks for ranks in map(tuple, families) if ranks not in self._groups]
-        if missing and self.name == "nccl" and _bound_gpu() is not None:
+        if missing:
+            # in the queue, where it is watched: ranks wait for each other
+            self.submit(lambda: self._connect(missing), label=f"connection of {len(missing)} groups of ranks").wait()
+        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
+        return Group(mine, self._groups[mine])
+
+    def _connect(self, missing: Sequence[tuple[int, ...]]) -> None:
+        if self.name == "nccl" and _bound_gpu() is not None:
             self._groups |= dict.fromkeys(missing, self._split(missing))
         else:
             self._groups |= {ranks: self._make(ranks) for ranks in missing}
-        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
-        return Group(mine, self._groups[mine])
 
     def _make(self, ranks: tuple[int, ...]) -> Any:
         self._made.append(dist.new_group(list(ranks), backend=self.name, timeout=self._timeout))
@@ -138,8 +145,12 @@ class TorchDistributedBackend:
         return AllOf(tuple(dist.batch_isend_irecv(some)) if some else ())  # type: ignore[arg-type]
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation beside backward: on a thread for gloo, on a stream for NCCL."""
-        return self._queue.submit(operation, label=label, ranks=ranks)
+        """Start the operation beside backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
+        start = time.monotonic()
+        try:
+            return self._queue.submit(operation, label=label, ranks=ranks)
+        except dist.DistError as error:  # of NCCL, whose operations begin here
+            raise self._control.explain(label, time.monotonic() - start, error) from error
 
     def oldest(self) -> Pending | None:
         """Return what the queue is at."""
@@ -152,12 +163,8 @@ class TorchDistributedBackend:
         """
         if self._queue.is_closed:
             return
+        self.submit(self._barrier, label="the last barrier").wait()
         self._queue.close()
-        start = time.monotonic()
-        try:
-            self._barrier()
-        except RuntimeError as error:
-            raise self._control.explain("the last barrier", time.monotonic() - start, error) from error
         self._destroy()
 
     def _barrier(self) -> None:

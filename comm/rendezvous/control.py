@@ -3,7 +3,7 @@
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -159,14 +159,15 @@ class Control:
         except (RuntimeError, TimeoutError) as error:
             raise self.explain(what, time.monotonic() - start, error) from error
 
-    def answer_roll_call(self, *, is_waiting: bool) -> None:
+    def answer_roll_call(self, *, is_waiting: bool, tell: Callable[[], None] = lambda: None) -> None:
         """Say, after another rank's failure, that this one lives; is_waiting: in an operation, for others itself.
 
         After the loss of a rank all answer. After a time limit only those who wait: who does something else is the
-        one that is missed.
+        one that is missed. tell is called before, whether or not it answers.
         """
         if self._has_answered or not self.store.check([_FAILED]):
             return
+        tell()
         if is_waiting or self.store.get(_FAILED) == b"lost":
             self._has_answered = True
             self.store.set(f"bigbatch/alive/{self.rank}", "1")

@@ -169,6 +169,17 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
     return name == "cpu"
 
 
+def record_flights() -> None:
+    """Let torch keep its last collectives in memory for a stall's message, as its later releases do by themselves."""
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # the older name, which all know
+
+
+def flight_prefix() -> str | None:
+    """Return the path, but for the rank behind it, to which torch's flight recorder is told to write."""
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
 def _launcher(variables: Mapping[str, str]) -> str | None:
     for launcher, names in LAUNCHER_VARIABLES.items():
         if launcher == "srun" and "SLURM_STEP_ID" not in variables:

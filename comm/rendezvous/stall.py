@@ -1,17 +1,20 @@
 """Who keeps the others waiting: named on every rank before the time limit ends the job."""
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control
+from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
 from bigbatch.errors import CommError
 
 T = TypeVar("T")
@@ -20,10 +23,13 @@ LOOK_SECONDS = 1.0
 """Longest pause between two looks at an operation."""
 ANSWER_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 1.0
 """Longest wait for the control's explanation: its own limits, and some time for its requests."""
-VERDICT_SECONDS = LOOK_SECONDS + ANSWER_SECONDS
+FLIGHT_SECONDS = 2.0
+"""Longest wait for torch's flight recorder and the file that it goes to."""
+VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + ANSWER_SECONDS
 """How long after the time limit the verdict may take: a library's own limit must come after it."""
 
 _FLAG = "bigbatch/stall/operation"
+_FLIGHTS = "bigbatch/stall/flights"
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class StallInspector:
     waiting rank names the late ones, and a late one that still runs says that it is waited for. Costs one small
     request per look. ends_job: also end this process after the control's timeout, for transports that only enqueue
     (NCCL), where no thread of ours waits that could give up; a second thread counts then, which asks nobody, so that
-    a store that is gone or hangs delays the end by no more than the verdict takes.
+    a store that is gone or hangs delays the end by no more than the verdict takes. Before the end torch's flight
+    recorder is written to a file, and what ranks have begun is compared.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class StallInspector:
         self._said: set[int] = set()
         self._verdicts: dict[int, str] = {}
         """What was said of the late ranks of an operation, for when the store can be asked no more."""
+        self._ends_job, self._has_told = ends_job, False
         self._closed = Event()
         rounds = [self._ask, self.count] if ends_job else [self._ask]
         self._threads = [
@@ -122,24 +130,60 @@ class StallInspector:
 
     def _last_words(self, pending: Pending) -> str:
         seconds = pending.seconds
-        late = TimeoutError("some rank has not come to it")
-        error: CommError | None = _within(ANSWER_SECONDS, lambda: self._control.explain(pending.label, seconds, late))
-        text = (
-            str(error)
-            if error
-            else (
-                f"rank {self._control.rank}: {pending.label} failed after {seconds:.1f} s; no answer from "
-                f"{self._control.holder}, which holds the rendezvous"
-            )
+        flight, path = _within(FLIGHT_SECONDS, self._keep_flight) or (None, None)
+        text = _within(ANSWER_SECONDS, lambda: self._explain(pending, seconds, flight)) or (
+            f"rank {self._control.rank}: {pending.label} failed after {seconds:.1f} s; no answer from "
+            f"{self._control.holder}, which holds the rendezvous"
         )
         seen = self._verdicts.get(pending.number)
-        return f"{text}; last seen: {seen}" if seen else text
+        record = f"; torch's flight recorder: {path}" if path else ""
+        return f"{text}{f'; last seen: {seen}' if seen else ''}{record}"
+
+    def _explain(self, pending: Pending, seconds: float, flight: Flight | None) -> str:
+        with suppress(RuntimeError):  # where the store is gone, the control says so
+            self._tell(flight)
+        late = TimeoutError("some rank has not come to it")
+        error: CommError = self._control.explain(pending.label, seconds, late)
+        compared = ""
+        if flight is not None:
+            with suppress(RuntimeError):
+                compared = compare(flight, self._told())
+        return f"{error}; {compared}" if compared else str(error)
+
+    def _keep_flight(self) -> tuple[Flight | None, Path | None]:
+        """Write torch's record of collectives to a file, and read it; nothing where there is none."""
+        flight = path = None
+        text = dump_flight()
+        if text:
+            # neither a full disk nor a release that writes otherwise may keep the verdict back
+            with suppress(OSError):
+                path = keep_flight(text, rank=self._control.rank)
+            with suppress(ValueError, LookupError, TypeError):
+                flight = read_flight(text)
+        return flight, path
+
+    def _tell(self, flight: Flight | None) -> None:
+        """Tell the others, once, what this rank has begun."""
+        if flight is not None and not self._has_told:
+            self._has_told = True
+            line = json.dumps([self._control.rank, flight.begun]) + "\n"
+            self._control.store.append(_FLIGHTS, line)  # type: ignore[attr-defined]
+
+    def _told(self) -> dict[int, dict[str, int]]:
+        """Return what ranks have begun, of those that told."""
+        text = self._control.store.get(_FLIGHTS).decode() if self._control.store.check([_FLIGHTS]) else ""
+        return dict(json.loads(line) for line in text.splitlines())
+
+    def _answer_with_flight(self) -> None:
+        if self._ends_job and not self._has_told:
+            with suppress(ValueError, LookupError, TypeError):
+                self._tell(read_flight(dump_flight()))
 
     def look(self) -> None:
         """Take one look at this rank's operation and at the flags."""
         pending = self._oldest()
         waited = pending.seconds if pending else 0.0
-        self._control.answer_roll_call(is_waiting=pending is not None)
+        self._control.answer_roll_call(is_waiting=pending is not None, tell=self._answer_with_flight)
         flagged = _flagged(self._control.store)
         if pending and waited > self._warn_seconds and flagged != pending.number:
             self._control.store.set(f"bigbatch/stall/{pending.number}/label", pending.label)

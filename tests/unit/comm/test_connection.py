@@ -380,6 +380,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
 
     monkeypatch.setattr(connection, "meet", meet_both)
     monkeypatch.setattr(stall.os, "_exit", end_process)
+    monkeypatch.setattr(stall, "dump_flight", str)  # of what other tests did
     monkeypatch.setattr(torch.distributed, "init_process_group", wait_for_ever)
     monkeypatch.setattr(torch_distributed, "prefer_interface", lambda interface, *, is_one_host: None)
     with pytest.raises(CommError):
@@ -400,3 +401,13 @@ def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CommError):
         connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)
     assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-stall" and thread.is_alive()]
+
+
+def test_inspector_watches_until_the_transport_is_closed() -> None:
+    """The last barrier waits for all ranks."""
+    closed: list[str] = []
+    inspector = SimpleNamespace(close=lambda: closed.append("inspector"))
+    met = connect(env=ALONE, device=CPU)
+    backend = SimpleNamespace(close=lambda: closed.append("backend"), name="nccl")
+    replace(met, inspector=inspector, backend=backend).close()  # type: ignore[arg-type]
+    assert closed == ["backend", "inspector"]

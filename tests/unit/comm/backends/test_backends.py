@@ -143,7 +143,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
     )
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
-        backend._control = met
+        backend._queue._explain = met.explain  # type: ignore[union-attr]
         with pytest.raises(PeerLostError, match=naming("rank 0", "barrier", "rank 1 on node1")):
             backend.close()
     finally:

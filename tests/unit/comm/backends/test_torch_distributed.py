@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from error_texts import naming
 from played_gpus import PlayedGpus
 from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,9 +25,11 @@ from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous import control, stall
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.errors import PeerLostError
 
 GPU = torch.device("cuda", 2)
 
@@ -202,3 +205,55 @@ def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(li
     assert second.world.handle in groups()
     second.close()
     assert not dist.is_initialized()
+
+
+# --- what NCCL raises, and what it waits for ---
+
+
+def test_error_of_the_library_gets_the_jobs_words(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL raises where an operation is enqueued: in the midst of backward."""
+    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    backend = backend_of("nccl")
+
+    def fail() -> None:
+        raise dist.DistBackendError("NCCL error in: x.cpp:7, remote process exited")
+
+    with pytest.raises(PeerLostError, match=naming("rank 0", "buffer 3", "NCCL error", "exited")):
+        backend.submit(fail, label="buffer 3")
+    assert backend.oldest() is None
+
+
+def test_groups_are_connected_under_watch(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for each other in NCCL, without a limit."""
+    backend = backend_of("nccl")
+    seen: list[str] = []
+
+    def split(families: object) -> None:
+        pending = backend.oldest()
+        assert pending is not None
+        seen.append(pending.label)
+
+    monkeypatch.setattr(backend, "_split", split)
+    backend.new_group([(0, 1), (2, 3)])
+    assert seen == ["connection of 2 groups of ranks"]
+
+
+def test_last_barrier_is_watched(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops the host until the last rank has come, which may never."""
+    backend = backend_of("nccl")
+    seen: list[str | None] = []
+
+    def wait_for_ever(**_: object) -> None:
+        pending = backend.oldest()
+        seen.append(pending and pending.label)
+
+    monkeypatch.setattr(dist, "barrier", wait_for_ever)
+    backend.close()
+    assert seen == ["the last barrier"]
+
+
+def test_limit_of_nccl_comes_after_the_verdict(library: PlayedLibrary) -> None:
+    """Its watchdog would end the process before a word is said."""
+    took = stall.LOOK_SECONDS + control.ROLL_CALL_SECONDS + control.LINGER_SECONDS
+    assert backend_of("nccl")._timeout.total_seconds() > 5 + took

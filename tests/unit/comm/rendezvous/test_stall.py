@@ -1,7 +1,9 @@
 """The stall inspector, look by look: two or three ranks that share a store in one process."""
 
+import json
 import re
 import time
+from pathlib import Path
 from queue import Queue
 from threading import Event
 
@@ -18,6 +20,12 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.stall import Pending, StallInspector
 from bigbatch.errors import PeerLostError
+
+
+@pytest.fixture(autouse=True)
+def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flight recorder of this process may hold what other tests did."""
+    monkeypatch.setattr(stall, "dump_flight", str)
 
 
 class Rank:
@@ -207,9 +215,9 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     first.waits(3, seconds=5)
     late.waits(2, seconds=0.1)
     look(first, late)
-    let_time_pass(monkeypatch)
-    look(first, late)
-    monkeypatch.undo()
+    with monkeypatch.context() as later:
+        let_time_pass(later)
+        look(first, late)
     monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.5)
     first.control.store = gone = GoneStore(hangs=hangs)  # type: ignore[assignment]
     first.control.holder = "rank 7"
@@ -266,3 +274,65 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 9)
     assert end_of(rank, monkeypatch) == [1]
     assert "the sums of a replayed step" in rank.said[-1]
+
+
+def recorded(*numbers: int) -> str:
+    """A dump of torch's flight recorder, in which the last collective has not ended."""
+    entries = [
+        {
+            "collective_seq_id": number,
+            "is_p2p": False,
+            "process_group": ["0", "default_pg"],
+            "profiling_name": "nccl:all_reduce",
+            "retired": False,
+            "state": "started" if number == numbers[-1] else "completed",
+        }
+        for number in numbers
+    ]
+    return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": entries})
+
+
+def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 runs and is busy elsewhere, one collective behind; rank 2 is gone."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
+    store = HashStore()
+    first, behind, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
+    first.waits(3, seconds=9)
+    store.set("bigbatch/failed", "late")  # the first has called the roll
+    monkeypatch.setattr(stall, "dump_flight", lambda: recorded(40, 41))
+    look(behind)
+    mine = recorded(40, 41, 42)
+    monkeypatch.setattr(stall, "dump_flight", lambda: mine)
+    assert end_of(first, monkeypatch) == [1]
+    parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 does not tell", tmp_path / "trace_0.json"
+    assert re.search(naming("no answer from rank 1 on node1", *parts), first.said[-1]), first.said[-1]
+    assert (tmp_path / "trace_0.json").read_text() == mine
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "{}"])
+def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/no-such-folder/trace_")
+    monkeypatch.setattr(stall, "dump_flight", lambda: text)
+    store = HashStore()
+    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [1]
+    assert naming_lost(first.said[-1]) == ["1 on node1"]
+
+
+def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = Event()
+    monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=20) else "late")
+    first, _ = ranks(2)
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [1]
+    hangs.set()
+    assert naming_lost(first.said[-1]) == ["1 on node1"]
+
+
+def test_verdict_has_time_for_all_that_it_takes() -> None:
+    parts = stall.LOOK_SECONDS, stall.FLIGHT_SECONDS, control.ROLL_CALL_SECONDS, control.LINGER_SECONDS
+    assert sum(parts) < stall.VERDICT_SECONDS

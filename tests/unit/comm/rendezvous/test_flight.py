@@ -1,0 +1,122 @@
+"""torch's flight recorder: read in its JSON form, kept in a file, compared between ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.rendezvous import environ, flight
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.flight import Waiting, compare, dump_flight, keep_flight, read_flight
+
+VARIABLES = (
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+)
+
+
+@pytest.fixture(autouse=True)
+def none_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment tells torch's recorder nothing."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def entry(number: int, state: str, *, group: str = "0", is_p2p: bool = False, retired: bool = False) -> dict[str, Any]:
+    """A collective, in the words of torch 2.14's ProcessGroupNCCL."""
+    return {
+        "collective_seq_id": number,
+        "is_p2p": is_p2p,
+        "process_group": [group, "default_pg"],
+        "profiling_name": "nccl:all_reduce",
+        "retired": retired,
+        "state": state,
+    }
+
+
+def dump(*entries: dict[str, Any], ranks: str | None = "[0, 1, 2]") -> str:
+    """What a rank's recorder holds."""
+    groups = {} if ranks is None else {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    return json.dumps({"version": "2.10", "pg_config": groups, "pg_status": {}, "entries": list(entries)})
+
+
+def test_flight_finds_the_first_collective_that_has_not_ended() -> None:
+    text = dump(
+        entry(1, "scheduled", retired=True),  # gloo's, which have no state of their own
+        entry(5, "started", is_p2p=True),
+        entry(2, "completed"),
+        entry(3, "started"),
+        entry(4, "scheduled"),
+        entry(1, "scheduled", group="2"),
+    )
+    found = read_flight(text)
+    assert found.begun == {"0": 4, "2": 1}
+    assert found.waiting == Waiting("0", 3, "nccl:all_reduce", (0, 1, 2))
+    assert read_flight(dump(entry(1, "completed"))).waiting is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"entries": [{}]}', '{"entries": [{"is_p2p": false}]}'])
+def test_flight_that_is_written_otherwise_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, LookupError, TypeError)):
+        read_flight(text)
+
+
+def test_flight_of_other_ranks_tells_who_is_behind() -> None:
+    mine = read_flight(dump(entry(3, "started"), entry(4, "scheduled")))
+    told = {0: {"0": 4}, 1: {"0": 2}, 7: {"0": 1}}
+    expected = "it waits in collective 3 (nccl:all_reduce) of process group 0, rank 1 has begun 2, rank 2 does not tell"
+    assert compare(mine, told) == expected
+    nobodys = read_flight(dump(entry(3, "started"), ranks=None))
+    assert compare(nobodys, told).endswith("rank 1 has begun 2, rank 7 has begun 1"), (
+        "ranks that told, as torch does not"
+    )
+    assert compare(read_flight(dump(entry(3, "completed"))), told) == ""
+
+
+@pytest.mark.parametrize("name", VARIABLES[2:])
+def test_flight_is_kept_beside_torchs_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, f"{tmp_path}/trace_")
+    path = keep_flight("{}", rank=3)
+    assert path == tmp_path / "trace_3.json"
+    assert path.read_text() == "{}"
+
+
+def test_flight_is_kept_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight.tempfile, "tempdir", str(tmp_path))
+    paths = [keep_flight("{}", rank=3) for _ in range(2)]
+    assert len(set(paths)) == 2, "two jobs of a host"
+    assert all(path.parent == tmp_path and "rank-3" in path.name and path.read_text() == "{}" for path in paths)
+
+
+def test_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    environ.record_flights()
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ.os.environ
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
+    environ.record_flights()
+    assert environ.os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    environ.record_flights()
+    assert int(environ.os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+
+
+@pytest.mark.skipif(not hasattr(flight._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only")
+def test_flight_of_real_collectives_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+    met.store = dist.HashStore()
+    before = read_flight(dump_flight()).begun if dump_flight() else {}
+    backend = TorchDistributedBackend(ALONE, met, library="gloo", device=torch.device("cpu"))
+    for _ in range(3):
+        backend.all_reduce_(torch.ones(4), backend.world)
+    begun = read_flight(dump_flight()).begun
+    backend.abandon()
+    assert [number - before.get(group, 0) for group, number in begun.items() if number != before.get(group)] == [3]
