@@ -33,8 +33,8 @@ def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, num_s
     if len(node.ranks) == num_shards and buffer_N.numel() % num_shards == 0:
         if not buffer_N.numel():
             return
-        # apart from buffer_N: MPI forbids a result that lies within its input
-        shard_M = shards[place].clone()
+        # MPI forbids a result that lies within its input
+        shard_M = shards[place] if backend.capabilities.in_place else shards[place].clone()
         backend.reduce_scatter(shard_M, buffer_N, node)
         across(shard_M, (), lambda part: None)
         backend.all_gather(buffer_N, shard_M, node)

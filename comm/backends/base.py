@@ -34,6 +34,8 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     has_messages: bool = True
     """Ranks can send to one another: what every algorithm but the transport's own is made of."""
+    in_place: bool = False
+    """The shard of a reduce-scatter or an all-gather may lie in its place within the whole tensor."""
 
 
 class InFlight(Protocol):

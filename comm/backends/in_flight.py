@@ -117,7 +117,8 @@ class StreamQueue:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        # high: what the other ranks wait for goes before kernels of backward that have not begun
+        self._stream = torch.cuda.Stream(device, priority=-1)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._number_1 = torch.zeros(1, dtype=torch.int64, device=device)
             self._done_1 = torch.zeros(1, dtype=torch.int64, pin_memory=True)

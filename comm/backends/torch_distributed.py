@@ -38,7 +38,7 @@ class TorchDistributedBackend:
         self.name = library
         self.rank = env.rank
         self.world_size = env.world_size
-        self.capabilities = Capabilities(("cuda",) if library == "nccl" else ("cpu",))
+        self.capabilities = Capabilities(("cuda",) if library == "nccl" else ("cpu",), in_place=library == "nccl")
         self._control = control
         self._made: list[Any] = []
         self._gpus = [device.index] if library == "nccl" else None
@@ -59,6 +59,7 @@ class TorchDistributedBackend:
                     world_size=env.world_size,
                     timeout=self._timeout,
                     device_id=device if library == "nccl" else None,
+                    pg_options=self._options(),
                 )
                 _defaults_of_ours.add(dist.group.WORLD)
             shares_default = owns_default and library == "nccl"  # gloo's must not mix with a script's, or DDP's
@@ -93,8 +94,17 @@ class TorchDistributedBackend:
             self._groups |= {ranks: self._make(ranks) for ranks in missing}
 
     def _make(self, ranks: tuple[int, ...]) -> Any:
-        self._made.append(dist.new_group(list(ranks), backend=self.name, timeout=self._timeout))
+        options = self._options()
+        self._made.append(dist.new_group(list(ranks), backend=self.name, timeout=self._timeout, pg_options=options))
         return self._made[-1]
+
+    def _options(self) -> Any:
+        """Make what NCCL's groups are made with, each by its own; parts of a group have those of the whole."""
+        if self.name != "nccl":
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # where messages run
+        options._timeout = self._timeout
+        return options
 
     def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
         """Make the groups of all families at once, as NCCL splits the whole world each time; return this rank's own."""

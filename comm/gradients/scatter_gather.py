@@ -14,7 +14,7 @@ class ScatterGather:
 
     Each rank has the rank-th of equal parts of a buffer. They go by the backend's own collectives, in the tensors' own
     precision, whatever algorithm and wire the communicator has. Buffers from communicator.allocate() travel without
-    copies.
+    copies, but for a rank's own part where the transport wants that apart (Capabilities.in_place).
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -57,6 +57,9 @@ def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> 
     Collective. By the transport's own reduce-scatter: each rank sends nbytes * (n - 1) / n.
     """
     part_M = own_part(buffer_N, rank=backend.rank, world_size=backend.world_size)
+    if backend.capabilities.in_place:
+        backend.reduce_scatter(part_M, buffer_N, backend.world)
+        return
     shard_M = staging.take("shard", part_M.numel(), buffer_N, buffer_N.dtype)
     backend.reduce_scatter(shard_M, buffer_N, backend.world)
     part_M.copy_(shard_M)
@@ -65,5 +68,8 @@ def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> 
 def all_gather_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> None:
     """Spread each rank's part to all ranks, in place. Collective. Each rank sends nbytes * (n - 1) / n, or less."""
     part_M = own_part(buffer_N, rank=backend.rank, world_size=backend.world_size)
+    if backend.capabilities.in_place:
+        backend.all_gather(buffer_N, part_M, backend.world)
+        return
     shard_M = staging.take("shard", part_M.numel(), buffer_N, buffer_N.dtype)
     backend.all_gather(buffer_N, shard_M.copy_(part_M), backend.world)

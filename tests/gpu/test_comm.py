@@ -22,6 +22,7 @@ from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.rendezvous.environ import ALONE, visible_gpus
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +82,13 @@ def test_nccl_sums_beside_backward(nccl: Communicator) -> None:
     while nccl.backend.oldest() is not None:  # the GPU's last number may come a moment after
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def test_halves_of_a_sum_are_where_the_whole_is(nccl: Communicator) -> None:
+    buffer_N, halves = torch.arange(1000.0, device="cuda"), ScatterGather(nccl)
+    halves.start_reduce_scatter(buffer_N, label="test").wait()
+    halves.all_gather_(buffer_N, label="test")
+    assert torch.equal(buffer_N, torch.arange(1000.0, device="cuda"))
 
 
 def test_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:

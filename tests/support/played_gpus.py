@@ -17,8 +17,9 @@ import torch
 class PlayedStream:
     """A stream; what it is told to wait for is written down."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
+        self.priority = priority
         self.waited: list[Any] = []
 
     def wait_event(self, event: "PlayedEvent") -> None:
@@ -115,9 +116,9 @@ class PlayedGpus:
         before, self._thread.device = self._current(), index
         return before
 
-    def _make_stream(self, device: torch.device) -> PlayedStream:
+    def _make_stream(self, device: torch.device, priority: int = 0) -> PlayedStream:
         self.contexts.add(device.index)
-        return PlayedStream(device)
+        return PlayedStream(device, priority)
 
     def _make_event(self, *, enable_timing: bool = False) -> PlayedEvent:
         return PlayedEvent(self)

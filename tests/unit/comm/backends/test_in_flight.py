@@ -172,6 +172,15 @@ def test_wait_names_the_operation_that_runs(monkeypatch: pytest.MonkeyPatch) -> 
     queue.close()
 
 
+def test_sums_on_a_gpu_go_before_the_kernels_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a full buffer waits until backward leaves the GPU room."""
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    queue = StreamQueue(torch.device("cuda", 0))
+    streams: list[Any] = []
+    queue.submit(lambda: streams.append(torch.cuda.current_stream()), label="buffer 0")
+    assert [stream.priority for stream in streams] == [-1]  # below 0 is high
+
+
 @pytest.mark.gpu
 def test_stream_runs_behind_its_callers_kernels() -> None:
     device = torch.device("cuda", 0)

@@ -7,6 +7,7 @@ played; that the real one does as it is told is tests/gpu's affair.
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,14 @@ from bigbatch.errors import PeerLostError
 GPU = torch.device("cuda", 2)
 
 
+class PlayedOptions:
+    """What torch lets one choose of a group of NCCL's."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+
+
 class PlayedLibrary:
     """torch.distributed, in which each NCCL or gloo group is a fake one; what is asked of it is written down."""
 
@@ -43,13 +52,15 @@ class PlayedLibrary:
         """The GPU of the default group: with one, NCCL is connected from the start, and its groups can be split."""
         init, new_group = dist.init_process_group, dist.new_group
 
-        def init_fake(library: str, *, device_id: torch.device | None, store: object, **options: Any) -> None:
-            self.asked.append(("init", device_id))
+        def init_fake(
+            library: str, *, device_id: torch.device | None, store: object, pg_options: Any = None, **options: Any
+        ) -> None:
+            self.asked += [("init", device_id), ("options", pg_options)]
             init("fake", store=FakeStore(), **options)
             self.bound = device_id
 
-        def new_fake(ranks: list[int], *, backend: str, **options: Any) -> Any:
-            self.asked.append(("new", ranks))
+        def new_fake(ranks: list[int], *, backend: str, pg_options: Any = None, **options: Any) -> Any:
+            self.asked += [("new", ranks), ("options", pg_options)]
             return new_group(ranks, backend="fake", **options)
 
         def split_fake(parent: Any, families: list[list[int]], *, timeout: timedelta) -> Any:
@@ -66,6 +77,7 @@ class PlayedLibrary:
         monkeypatch.setattr(dist, "split_group", split_fake)
         monkeypatch.setattr(torch_distributed, "_bound_gpu", lambda: self.bound, raising=False)
         monkeypatch.setattr(dist, "barrier", barrier)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=PlayedOptions), raising=False)
 
     def of(self, what: str) -> list[Any]:
         """What it was asked to do, of one kind."""
@@ -106,6 +118,24 @@ def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedLibr
 def test_barrier_of_gloo_names_no_gpu(library: PlayedLibrary) -> None:
     backend_of("gloo").close()
     assert library.of("barrier") == [None]
+
+
+# --- what a group of NCCL's is made with ---
+
+
+@pytest.mark.parametrize("is_in_script", [False, True])
+def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, library: PlayedLibrary) -> None:
+    """Collectives are enqueued on the queue's stream; messages run on one of the group's own."""
+    if is_in_script:
+        start_script()
+    backend = backend_of("nccl")
+    made = library.of("options")[-1]
+    assert (made.is_high_priority_stream, made._timeout) == (True, backend._timeout)  # torch warns where they differ
+
+
+def test_gloo_is_made_as_it_is(library: PlayedLibrary) -> None:
+    backend_of("gloo")
+    assert library.of("options") == [None, None]
 
 
 # --- groups are made once ---
