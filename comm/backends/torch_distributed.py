@@ -81,17 +81,12 @@ class TorchDistributedBackend:
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make the families' process groups, but for those that are there; torch wants every rank to make all."""
         missing = [ranks for ranks in map(tuple, families) if ranks not in self._groups]
-        if missing:
-            # in the queue, where it is watched: ranks wait for each other
-            self.submit(lambda: self._connect(missing), label=f"connection of {len(missing)} groups of ranks").wait()
-        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
-        return Group(mine, self._groups[mine])
-
-    def _connect(self, missing: Sequence[tuple[int, ...]]) -> None:
-        if self.name == "nccl" and _bound_gpu() is not None:
+        if missing and self.name == "nccl" and _bound_gpu() is not None:
             self._groups |= dict.fromkeys(missing, self._split(missing))
         else:
             self._groups |= {ranks: self._make(ranks) for ranks in missing}
+        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
+        return Group(mine, self._groups[mine])
 
     def _make(self, ranks: tuple[int, ...]) -> Any:
         options = self._options()

@@ -254,21 +254,6 @@ def test_error_of_the_library_gets_the_jobs_words(library: PlayedLibrary, monkey
     assert backend.oldest() is None
 
 
-def test_groups_are_connected_under_watch(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks wait for each other in NCCL, without a limit."""
-    backend = backend_of("nccl")
-    seen: list[str] = []
-
-    def split(families: object) -> None:
-        pending = backend.oldest()
-        assert pending is not None
-        seen.append(pending.label)
-
-    monkeypatch.setattr(backend, "_split", split)
-    backend.new_group([(0, 1), (2, 3)])
-    assert seen == ["connection of 2 groups of ranks"]
-
-
 def test_last_barrier_is_watched(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops the host until the last rank has come, which may never."""
     backend = backend_of("nccl")
