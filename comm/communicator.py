@@ -156,7 +156,10 @@ class Communicator:
     ) -> Callable[[], None]:
         self.timeline.mark(label, row="buffers ready")
         facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-        on_host = self.staging is not None or self.backend.name == "mpi"  # of both the thread knows the time
+        on_host = self.staging is not None or self.backend.name in (
+            "mpi",
+            "horovod",
+        )  # of both the thread knows the time
 
         def recorded() -> None:
             with self.timeline.span(label, row="all-reduce", on_host=on_host, **facts):

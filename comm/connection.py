@@ -29,22 +29,31 @@ WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """Choose this rank's GPU where the host has one for it, else the CPU. gloo, horovod and env may keep to the CPU.
+    """Choose this rank's GPU where the host has one for it, else the CPU.
 
+    env may keep to the CPU; gloo and a Horovod without NCCL do.
     The only GPU that a rank sees is taken for its own, as launchers bind it; connect() looks whether that is so.
-    Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, and where their driver is too
-    old for this torch.
+    Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, where their driver is too
+    old for this torch, and where horovod is to sum on GPUs and is not there.
     """
-    if env.keeps_to_cpu or backend in ("gloo", "horovod"):
+    if env.keeps_to_cpu or backend == "gloo":
         return torch.device("cpu")
     num_gpus = _count_gpus()
     if backend != "nccl" and num_gpus == 0:
+        return torch.device("cpu")
+    if backend == "horovod" and not _horovod_sums_on_gpus():
         return torch.device("cpu")
     if num_gpus < env.local_size and num_gpus != 1:
         raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
     device = torch.device("cuda", 0 if num_gpus == 1 else env.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _horovod_sums_on_gpus() -> bool:
+    from bigbatch.comm.backends.horovod import sums_on_gpus
+
+    return sums_on_gpus()
 
 
 def only_gpu(device: torch.device) -> str:
@@ -202,10 +211,11 @@ def _require_own_interface(backend: str, interface: str | None) -> None:
 
 
 def _require_device(backend: str, device: torch.device) -> None:
-    if (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"), ("horovod", "cuda")):
+    is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
+    if is_odd or ((backend, device.type) == ("horovod", "cuda") and not _horovod_sums_on_gpus()):
         raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo and horovod for CPUs, "
-            "tcp and mpi for both"
+            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo for CPUs, tcp and mpi for "
+            "both, and so is a horovod that was built with NCCL"
         )
 
 

@@ -1,5 +1,6 @@
-"""Horovod as a transport for host tensors: for clusters that are set up for it, and to measure against."""
+"""Horovod as a transport: for clusters that are set up for it, and to measure against."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
-from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import answer_of, mpi_world
 from bigbatch.comm.rendezvous.control import Control, first_line
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -37,26 +38,41 @@ def import_horovod() -> Any:
     return hvd
 
 
+def sums_on_gpus() -> bool:
+    """Tell whether Horovod was built to sum the tensors of GPUs by NCCL. Raises: CommError as import_horovod()."""
+    return bool(import_horovod().nccl_built())
+
+
 class HorovodBackend:
-    """Sums by Horovod 0.28's collectives on host memory, over MPI; groups are its process sets.
+    """Sums by Horovod 0.28's collectives: on host memory over MPI, on GPUs by NCCL; groups are its process sets.
 
     Its background thread agrees with the others on what to do once per HOROVOD_CYCLE_TIME (1 ms), so that is the
     least an operation takes. It has no messages between two ranks, no bf16, and no time limit of its own: wait()
     gives up after the control's.
-    Raises: CommError for a GPU, without a Horovod that can do this or with one that is initialized, and where MPI
-    sees another job than the launcher's.
+    Where it keeps to the CPU beside GPUs, rank 0 says so on standard error.
+    Raises: CommError for a GPU where it was built without NCCL, without a Horovod that can do this or with one that is
+    initialized, and where MPI sees another job than the launcher's.
     """
 
     name = "horovod"
-    capabilities = Capabilities(("cpu",), (torch.float64, torch.float32, torch.float16), has_messages=False)
 
     def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device) -> None:
-        if device.type not in self.capabilities.device_types:
-            raise CommError(
-                f"the Horovod backend sums tensors of the host, not of {device}: set comm.backend to nccl, or hide the "
-                "GPUs by CUDA_VISIBLE_DEVICES= to train on the CPU"
-            )
         self._hvd = import_horovod()
+        device_types = ("cpu", "cuda") if sums_on_gpus() else ("cpu",)
+        dtypes = (torch.float64, torch.float32, torch.float16)
+        self.capabilities = Capabilities(device_types, dtypes, has_messages=False)
+        self._gpu = device if device.type == "cuda" else None
+        if device.type not in device_types:
+            raise CommError(
+                f"Horovod was built without NCCL and sums tensors of the host, not of {device}: build it with "
+                f"HOROVOD_GPU_OPERATIONS=NCCL ({HOW_TO_BUILD}), set comm.backend to nccl, or hide the GPUs by "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
+        if "cuda" not in device_types and torch.cuda.is_available() and env.rank == 0 and not env.keeps_to_cpu:
+            text = (
+                "Horovod was built without NCCL, so training keeps to the CPU: docs/from-horovod.md says what a build"
+            )
+            print(f"bigbatch: {text} needs, and comm.backend nccl takes the GPUs", file=sys.stderr, flush=True)
         if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
         mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before we do
@@ -116,7 +132,9 @@ class HorovodBackend:
         raise _no_messages()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation on a thread, beside backward."""
+        """Start the operation on a thread, beside backward; behind what the GPU has been given so far."""
+        if self._gpu is not None:  # Horovod's own look at the stream is at that of the thread
+            operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:

@@ -108,6 +108,23 @@ class _ThreadWork:
         self._future.result()
 
 
+def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:
+    """Make an operation on a GPU's memory safe for another thread and a library that knows nothing of streams.
+
+    It begins behind what the calling thread has given the GPU so far, and returns when the GPU has done it.
+    """
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(gpu))
+
+    def on_gpu() -> None:
+        with torch.cuda.device(gpu):  # a thread starts with the first GPU as its current one
+            ready.synchronize()
+            operation()
+            torch.cuda.current_stream(gpu).synchronize()
+
+    return on_gpu
+
+
 class StreamQueue:
     """Enqueues operations on a CUDA stream of its own, so that they run beside backward's kernels.
 

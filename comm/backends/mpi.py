@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight
-from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control, first_line
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -194,19 +194,9 @@ class MpiBackend:
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start the operation on a thread, beside backward; behind what the GPU has been given so far."""
-        gpu = self._gpu
-        if gpu is None:
-            return self._queue.submit(operation, label=label, ranks=ranks)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(gpu))
-
-        def on_gpu() -> None:
-            with torch.cuda.device(gpu):  # a thread starts with the first GPU as its current one
-                ready.synchronize()  # MPI knows nothing of streams
-                operation()
-                torch.cuda.current_stream(gpu).synchronize()
-
-        return self._queue.submit(on_gpu, label=label, ranks=ranks)
+        if self._gpu is not None:
+            operation = behind_kernels(operation, self._gpu)
+        return self._queue.submit(operation, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
         """Return what the queue is at."""

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from played_gpus import PlayedGpus
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends import horovod
 from bigbatch.comm.backends.base import ALL_DTYPES, Capabilities, Group
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
@@ -169,7 +171,8 @@ def test_wire_by_name() -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda:0"), ("horovod", "cuda:0")])
-def test_backend_for_other_devices_is_refused(backend: str, device: str) -> None:
+def test_backend_for_other_devices_is_refused(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod, "import_horovod", lambda: SimpleNamespace(nccl_built=lambda: False))
     with pytest.raises(ValueError, match=naming(f"'{backend}'", f"on {device}")):
         connect(backend=backend, env=ALONE, device=torch.device(device))
 
@@ -205,7 +208,14 @@ def test_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("auto", "nccl", "tcp", "mpi"):
         assert choose_device(third, backend=backend) == torch.device("cuda", 2)
     assert chosen == [torch.device("cuda", 2)] * 4
-    assert choose_device(third, backend="gloo") == choose_device(third, backend="horovod") == CPU
+    for has_nccl in (False, True):
+        hvd = SimpleNamespace(nccl_built=lambda has_nccl=has_nccl: has_nccl)
+        monkeypatch.setattr(horovod, "import_horovod", lambda hvd=hvd: hvd)
+        chosen_for_horovod = torch.device("cuda", 2) if has_nccl else CPU
+        assert (choose_device(third, backend="gloo"), choose_device(third, backend="horovod")) == (
+            CPU,
+            chosen_for_horovod,
+        )
     with pytest.raises(CommError, match=naming("8 ranks", "here", "4 GPUs", "--comm.backend gloo")):
         choose_device(ProcessEnv("openmpi", 6, 8, 6, 8, "here", None))
 

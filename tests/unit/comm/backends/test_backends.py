@@ -335,7 +335,12 @@ def test_mpi_is_given_the_gpu_only_if_cuda_aware(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_horovod_setup_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
-    names: dict[str, Any] = {"is_initialized": lambda: False, "rank": lambda: 0, "size": lambda: 2}
+    names: dict[str, Any] = {
+        "is_initialized": lambda: False,
+        "rank": lambda: 0,
+        "size": lambda: 2,
+        "nccl_built": lambda: False,
+    }
     hvd = SimpleNamespace(**names, init=forever, global_process_set="all", add_process_set=forever)
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
