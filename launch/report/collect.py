@@ -187,11 +187,6 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
         raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
     if "wire_wait_fraction" not in found[0]:
         raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
-    if found[0]["wire_wait_fraction"] is None:
-        raise RunFolderError(
-            f"{run.metrics} does not split its steps: they were replayed as CUDA graphs; set compute.cuda_graph to "
-            "false to see where their time goes"
-        )
     return [
         record | {"steps": record["step"] - before["step"]}
         for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])

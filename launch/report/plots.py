@@ -15,6 +15,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's, which colour-blind readers tell apart."""
 MARKERS = "osD^vP*"
 PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
+UNSPLIT_COLOUR = "#DDDDDD"
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
@@ -46,10 +47,13 @@ def draw_split(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
-    for part in PARTS:
-        values = [100 * each.losses[part] for each in points]
+    bars = [(legend_of(part, points), PART_COLOURS[part], [each.losses[part] for each in points]) for part in PARTS]
+    if any(each.unsplit is not None for each in points):
+        bars.append(("not measured", UNSPLIT_COLOUR, [each.unsplit for each in points]))
+    for label, colour, shares in bars:
+        values = [100 * (share or 0.0) for share in shares]
         starts = [right[i] if value >= 0 else left[i] for i, value in enumerate(values)]
-        axes.barh(names, values, left=starts, color=PART_COLOURS[part], label=legend_of(part, points))
+        axes.barh(names, values, left=starts, color=colour, label=label)
         for i, value in enumerate(values):
             if value >= 0:
                 right[i] += value
@@ -57,9 +61,9 @@ def draw_split(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
                 left[i] += value
     axes.invert_yaxis()
     axes.axvline(0, color="0.3", linewidth=1)
-    label = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
-    axes.set(xlabel=label, title=_title("Where it goes", name))
-    figure.legend(loc="outside lower center", ncols=len(PARTS), fontsize=8)
+    xlabel = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
+    axes.set(xlabel=xlabel, title=_title("Where it goes", name))
+    figure.legend(loc="outside lower center", ncols=len(bars), fontsize=8)
     return figure
 
 

@@ -20,8 +20,9 @@ class Step:
     """A step takes so many seconds, and so its parts; medians over reports."""
 
     seconds: float
-    parts: dict[str, float]
-    """Of PARTS; they add up to seconds."""
+    parts: dict[str, float | None]
+    """Of PARTS; they add up to seconds, but for those that are None: not measured, of a step that is replayed as CUDA
+    graphs."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,21 @@ class Efficiency:
     point: MeasuredPoint
     base: MeasuredPoint
     efficiency: float
-    losses: dict[str, float]
-    """Of PARTS, as shares of the step; negative where a part takes less than its share of the ideal step."""
+    losses: dict[str, float | None]
+    """Of PARTS, as shares of the step; negative where a part takes less than its share of the ideal step; None where
+    it was not measured."""
 
     @property
     def lacks_base(self) -> bool:
         """Say whether the point that should be the base has no figures; the next one is it then."""
         return self.base.ranks > self.base.fewest_ranks
+
+    @property
+    def unsplit(self) -> float | None:
+        """Return what the parts that were not measured lose together; None where all were."""
+        if None not in self.losses.values():
+            return None
+        return 1 - self.efficiency - sum(share for share in self.losses.values() if share is not None)
 
     @property
     def speedup(self) -> float:
@@ -86,14 +95,18 @@ class Efficiency:
 def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) -> Step:
     """Take the median of a run's train records."""
     seconds = median(global_batch_size / record["images_per_second"] for record in records)
-    shares = {
-        "communication": median(record["wire_wait_fraction"] for record in records),
-        "input": median(record["input_wait_fraction"] for record in records),
-        "stragglers": median(record["straggler_fraction"] for record in records),
-    }
+    keys = {"communication": "wire_wait_fraction", "input": "input_wait_fraction", "stragglers": "straggler_fraction"}
+    shares = {part: _median([record[key] for record in records]) for part, key in keys.items()}
+    told = [share for share in shares.values() if share is not None]
     # computing is what the others leave, so that the parts add up
-    parts = {"computing": seconds * (1 - sum(shares.values()))}
-    return Step(seconds, parts | {name: seconds * share for name, share in shares.items()})
+    shares["computing"] = 1 - sum(told) if len(told) == len(keys) else None
+    return Step(seconds, {part: None if share is None else seconds * share for part, share in shares.items()})
+
+
+def _median(shares: Sequence[float | None]) -> float | None:
+    """Return None where any report does not tell."""
+    told = [share for share in shares if share is not None]
+    return median(told) if len(told) == len(shares) else None
 
 
 def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:
@@ -112,7 +125,10 @@ def efficiency_of(point: MeasuredPoint, base: MeasuredPoint) -> Efficiency:
     """Divide by the base's images per second and rank."""
     # a rank with more images is not slower for that alone: what its step has beyond the base's, scaled, is lost
     scale = point.local_batch / base.local_batch
-    losses = {part: (point.step.parts[part] - scale * base.step.parts[part]) / point.step.seconds for part in PARTS}
+    losses: dict[str, float | None] = {}
+    for part in PARTS:
+        own, ideal = point.step.parts[part], base.step.parts[part]
+        losses[part] = None if own is None or ideal is None else (own - scale * ideal) / point.step.seconds
     return Efficiency(point, base, scale * base.step.seconds / point.step.seconds, losses)
 
 

@@ -18,6 +18,8 @@ from bigbatch.launch.report.split import PARTS, Efficiency, by_variant
 WORTH_NAMING = 0.005
 """A loss of less of the step is not named in a sentence."""
 
+NOT_MEASURED = "Not measured"
+
 
 @dataclass(frozen=True)
 class Table:
@@ -45,9 +47,12 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
             if last.lacks_base
             else ""
         )
-        lost = {last.name_of(part): share for part, share in last.losses.items() if share >= WORTH_NAMING}
+        told = {last.name_of(part): share for part, share in last.losses.items() if share is not None}
+        lost = {name: share for name, share in told.items() if share >= WORTH_NAMING}
         causes = sorted(lost, key=lambda name: -lost[name])
         rest = f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in causes)}." if causes else ""
+        if last.unsplit is not None:
+            rest += f" {NOT_MEASURED}: the parts of steps that are replayed as CUDA graphs, but for input."
         lines.append(
             f"{label}: {count(last.point.ranks, 'rank')} on {count(last.point.nodes, 'node')} train "
             f"{last.speedup:.2f} times as fast as {last.base.ranks} ({percent(last.efficiency)} efficiency)."
@@ -95,11 +100,15 @@ def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
             str(each.point.ranks),
             f"{1000 * each.point.step.seconds:,.1f} ms",
             percent(each.efficiency),
-            *(percent(each.losses[part]) for part in PARTS),
+            *(_share(each.losses[part]) for part in PARTS),
         )
         for each in points
     ]
     return Table(_title("What is lost, as shares of the step", name), head, tuple(rows))
+
+
+def _share(share: float | None) -> str:
+    return NOT_MEASURED.lower() if share is None else percent(share)
 
 
 def _title(title: str, name: str | None) -> str:
@@ -109,7 +118,7 @@ def _title(title: str, name: str | None) -> str:
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:
     """List points without figures."""
     rows = [(str(sweep.folder), *each) for sweep in results for each in sweep.unmeasured]
-    return Table("Not measured", ("sweep", "point", "why"), tuple(rows))
+    return Table(NOT_MEASURED, ("sweep", "point", "why"), tuple(rows))
 
 
 def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:

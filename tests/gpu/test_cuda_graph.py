@@ -44,11 +44,13 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-def make_run(tmp_path: Path, settings: dict[str, str], *, is_captured: bool, nccl: bool) -> tuple[Plan, Parts]:
+def make_run(
+    tmp_path: Path, settings: dict[str, str], *, is_captured: bool, nccl: bool, num_microbatches: int = 1
+) -> tuple[Plan, Parts]:
     config = load_config(
         [
             *("--config", "quickstart", f"--run.directory={tmp_path}", "--comm.algorithm=native", "--run.epochs=12"),
-            *("--batch.global_batch_size=32", "--batch.microbatch_size=32", "--batch.bn_span=16"),
+            *(f"--batch.global_batch_size={32 * num_microbatches}", "--batch.microbatch_size=32", "--batch.bn_span=16"),
             *("--schedule.base_lr=0.5", "--schedule.warmup_epochs=8", "--compute.cudnn_benchmark=false"),
             f"--compute.cuda_graph={str(is_captured).lower()}",
             *(f"--optimizer.{key}={value}" for key, value in settings.items()),
@@ -57,7 +59,7 @@ def make_run(tmp_path: Path, settings: dict[str, str], *, is_captured: bool, ncc
     communicator, tuned = build.join_job(config, ALONE)
     if nccl:
         communicator = over_nccl(communicator)
-    plan = build.make_plan(config, communicator, num_samples=32, first_step=0)
+    plan = build.make_plan(config, communicator, num_samples=32 * num_microbatches, first_step=0)
     parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
     parts.model.train()
     return plan, parts
@@ -87,7 +89,8 @@ def weights_of(parts: Parts) -> Tensor:
 def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
     """Where the weights went in as many steps; replays wait for nothing."""
     before, train_step = weights_of(parts), TrainStep(plan, parts)
-    stream, seen = InputStream(iter([*batches(sizes)])), dict.fromkeys(sizes, 0)
+    each_size = tuple(size for size in sizes for _ in range(plan.accumulation_steps))
+    stream, seen = InputStream(iter([*batches(each_size)])), dict.fromkeys(sizes, 0)
     for step, size in enumerate(sizes):
         is_replay = (
             not parts.execution.measures_waits and seen[size] > WARM_UP_STEPS
@@ -98,7 +101,7 @@ def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
             train_step(step, stream)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert train_step.window.sums_3[2] == 32 * len(sizes)
+    assert train_step.window.sums_3[2] == plan.global_batch_size * len(sizes)
     assert train_step.window.finite_steps == len(sizes)
     return weights_of(parts) - before
 
@@ -110,10 +113,13 @@ def require_same_way(
     sizes: tuple[int, ...] = (32,) * 8,
     change: Callable[[Parts], object] = lambda parts: None,
     nccl: bool = False,
+    num_microbatches: int = 1,
 ) -> None:
     ways = []
     for is_captured in (False, True):
-        plan, parts = make_run(tmp_path, settings, is_captured=is_captured, nccl=nccl)
+        plan, parts = make_run(
+            tmp_path, settings, is_captured=is_captured, nccl=nccl, num_microbatches=num_microbatches
+        )
         change(parts)
         ways.append(way_of(plan, parts, sizes=sizes))
         parts.close()  # first: NCCL waits for graphs that have captured its sums
@@ -134,15 +140,22 @@ def test_graph_captures_sums_of_nccl(name: str, tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES[name], nccl=True)
 
 
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("name", ["lars fp32", "lars sharded fp16", "sgd fp16"])
+def test_graph_of_several_microbatches(name: str, num_microbatches: int, tmp_path: Path) -> None:
+    require_same_way(tmp_path, CASES[name], nccl=True, num_microbatches=num_microbatches)
+
+
 def test_graph_of_each_size_of_images(tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES["lars sharded fp16"], sizes=(*(32,) * 5, *(48,) * 5, 32, 48))
 
 
-def test_graph_with_dropout_draws_what_it_draws_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_graph_with_dropout_draws_what_it_draws_at_once(num_microbatches: int, tmp_path: Path) -> None:
     def drop_images(parts: Parts) -> None:
         parts.model.register_forward_pre_hook(lambda model, args: (F.dropout(args[0], 0.5),))
 
-    require_same_way(tmp_path, {}, change=drop_images)
+    require_same_way(tmp_path, {}, change=drop_images, num_microbatches=num_microbatches)
 
 
 def test_graph_replay_of_a_failed_input_changes_nothing(tmp_path: Path) -> None:

@@ -5,12 +5,16 @@ those of the capture; the capture itself leaves every value as it was; and a rea
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from bigbatch.trainer.step.execution import Cut
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 
@@ -25,18 +29,25 @@ class RecordedCapture:
         self.num_warm_ups += 1
         return work()
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self.num_captures += 1
-        recording = _Recording()
-        with torch.random.fork_rng(devices=[]), recording:  # a capture draws nothing
-            result = work()
-        recording.undo_()
+    def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
+        recordings: list[_Recording] = []
+        recorded = ExitStack()
 
-        def replay() -> None:
-            self.num_replays += 1
-            recording.replay_()
+        def cut() -> None:
+            recorded.close()
+            self.num_captures += 1
+            recordings.append(recorded.enter_context(_Recording()))
 
-        return replay, result
+        with torch.random.fork_rng(devices=[]), recorded:  # a capture draws nothing
+            cut()
+            result = work(cut)
+        for recording in reversed(recordings):
+            recording.undo_()
+        return [partial(self._replay, recording) for recording in recordings], result
+
+    def _replay(self, recording: "_Recording") -> None:
+        self.num_replays += 1
+        recording.replay_()
 
 
 class _Recording(TorchDispatchMode):

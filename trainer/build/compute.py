@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ComputeError, ConfigError
-from bigbatch.trainer.config.compute import require_one_microbatch
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import ComputeConfig
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
@@ -63,7 +62,7 @@ def set_up_compute_(
     return notes
 
 
-def require_capturable(communicator: Communicator, *, accumulation_steps: int) -> None:
+def require_capturable(communicator: Communicator) -> None:
     """Raise ConfigError where steps cannot be captured as CUDA graphs."""
     remedy = "set compute.cuda_graph to false"
     if communicator.device.type != "cuda":
@@ -73,16 +72,18 @@ def require_capturable(communicator: Communicator, *, accumulation_steps: int) -
             f"compute.cuda_graph=True cannot capture the sums of {communicator.backend.name}, which the host takes "
             f"part in: {remedy}, or comm.backend to nccl"
         )
-    require_one_microbatch(accumulation_steps)
 
 
-def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
+def make_execution(
+    config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer, *, num_microbatches: int
+) -> Execution:
     """Make what gets steps to the device."""
     if not config.compute.cuda_graph:
         return EagerExecution()
-    # no operation of its own: the stall inspector sees when the device has not come to the end of the replay
+    # no operation of its own: the stall inspector sees when the device has not come to the end of the replays
     watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
-    return CudaGraphExecution(CudaCapture(communicator.device), optimizer=optimizer, watch=watch)
+    capture = CudaCapture(communicator.device)
+    return CudaGraphExecution(capture, optimizer=optimizer, num_microbatches=num_microbatches, watch=watch)
 
 
 def _run_once(

@@ -243,7 +243,7 @@ def make_parts(
     ComputeError.
     """
     if config.compute.cuda_graph:
-        require_capturable(communicator, accumulation_steps=plan.accumulation_steps)
+        require_capturable(communicator)
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
     if config.model.weights is not None and plan.first_step == 0:
@@ -284,7 +284,7 @@ def make_parts(
             stop=StopRequest(),
             average=_make_average(config, precision),
             energy=make_energy_meter(communicator.device),
-            execution=make_execution(config, communicator, optimizer),
+            execution=make_execution(config, communicator, optimizer, num_microbatches=plan.accumulation_steps),
             notes=tuple(notes),
         )
     except BaseException:  # where memory ends, hooks would keep what there is of it

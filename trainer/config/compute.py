@@ -32,15 +32,6 @@ def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> 
         raise ConfigError(f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}")
 
 
-def require_one_microbatch(accumulation_steps: int) -> None:
-    """Raise ConfigError where steps have more than compute.cuda_graph can capture."""
-    if accumulation_steps > 1:
-        raise ConfigError(
-            f"compute.cuda_graph=True captures steps of one microbatch, and these have {accumulation_steps}: set "
-            f"compute.cuda_graph to false, or batch.microbatch_size to {accumulation_steps} times as much"
-        )
-
-
 def check_cuda_graph(optimizer: OptimizerConfig, comm: CommConfig) -> None:
     """Refuse what a captured step cannot have. Raises: ConfigError."""
     if is_foreign(optimizer.name):

@@ -179,8 +179,8 @@ class ComputeConfig:
     compile_fallback: bool = False
     """Go on without, and say so, where this machine cannot compile; else end there. false without compile."""
     cuda_graph: bool = False
-    """Capture the whole step, the sums over ranks included, and replay it by one launch: for small local batches, where
-    launches take longer than the work. Needs a GPU, one microbatch a step, and NCCL where there are several ranks."""
+    """Capture the whole step, the sums over ranks included, and replay it by one launch for each microbatch: for small
+    local batches, where launches take longer than the work. Needs a GPU, and NCCL where there are several ranks."""
     channels_last: bool = True
     """Pictures and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
     cudnn_benchmark: bool = True

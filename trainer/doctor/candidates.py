@@ -7,7 +7,6 @@ from typing import Any
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
-from bigbatch.trainer.config.compute import require_one_microbatch
 from bigbatch.trainer.config.schema import Config
 
 MOST_MICROBATCHES = 8
@@ -74,9 +73,7 @@ def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Con
         changed = dataclasses.replace(
             config, **{name: dataclasses.replace(getattr(config, name), **each) for name, each in sections.items()}
         )
-        steps = accumulation_steps(changed.batch, world_size=world_size)
-        if changed.compute.cuda_graph:
-            require_one_microbatch(steps)
+        accumulation_steps(changed.batch, world_size=world_size)
     except ConfigError as error:
         return str(error)
     return changed

@@ -129,15 +129,10 @@ def _compile(config: Config, machine: Machine) -> Tried:
 
 
 def _graph(config: Config, machine: Machine) -> Tried:
-    """Try a graph of a step in one microbatch, since a captured one has no more."""
     if not machine.is_gpu:
         yield Unmeasured("graph", "CUDA graphs need a GPU")
     elif not config.compute.cuda_graph:
-        whole = config.batch.global_batch_size // machine.world_size
-        if whole == config.batch.microbatch_size:
-            yield Candidate("graph", {"compute.cuda_graph": True})
-        else:
-            yield Candidate("graph", {"compute.cuda_graph": True, "batch.microbatch_size": whole}, ROUNDS)
+        yield Candidate("graph", {"compute.cuda_graph": True})
 
 
 def _microbatch(config: Config, machine: Machine) -> Tried:

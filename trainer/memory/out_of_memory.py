@@ -24,7 +24,7 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     """
     free_memory(device)
     batch = config.batch
-    # a graph cannot hold two microbatches, and to compile at each size would take longer than the search may
+    # a capture comes after steps that warm up, and to compile at each size would take longer than the search may
     at_once = replace(config.compute, compile=None, compile_fallback=False, cuda_graph=False)
     tried = replace(config, compute=at_once)
     found = largest_fitting(
@@ -83,8 +83,6 @@ def propose(config: Config, fitting: int, *, world_size: int) -> str:
 
 def _option(words: str, steps: int, config: Config) -> str:
     plural = "s" if steps > 1 else ""
-    if config.compute.cuda_graph and steps > 1:  # which build_compute.require_capturable refuses
-        words += " --compute.cuda_graph false"
     return f"with {words} ({steps} accumulation step{plural}) the global batch stays {config.batch.global_batch_size}"
 
 

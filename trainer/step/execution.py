@@ -1,10 +1,11 @@
-"""How the work of a training step gets to the device: at once, or as a CUDA graph that is captured and replayed."""
+"""How the work of a training step gets to the device: at once, or as CUDA graphs that are captured and replayed."""
 
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeAlias
 
 import torch
@@ -19,6 +20,8 @@ optimizer allocates its state, NCCL connects. None of this may happen within a c
 
 Work: TypeAlias = Callable[[Iterable[Prepared]], Tensor]
 """What a step does on the device with its microbatches."""
+Cut: TypeAlias = Callable[[], None]
+"""Ends one graph within a capture, and starts the next."""
 
 
 class Execution(Protocol):
@@ -56,16 +59,17 @@ class Capture(Protocol):
         """Run the work as the capture will, and return what it returns."""
         ...
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Return a function that runs the work's kernels again, and the tensor into which these write what it returned.
+    def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
+        """Return functions that run the work's kernels again, and the tensor into which these write what it returned.
 
-        The work itself is not done here, and may not wait for the device.
+        One function for each part of the work, between its calls of cut: call all, in their order. The work itself is
+        not done here, and may not wait for the device.
         """
         ...
 
 
 class CudaCapture:
-    """Makes CUDA graphs of one device, in memory that they share: they may be replayed in any order, one at a time."""
+    """Makes CUDA graphs of one device, in memory that all share: works may be replayed in any order, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -81,65 +85,86 @@ class CudaCapture:
         current.wait_stream(self._stream)
         return result
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture, and wait for the device once. Other threads may go on: they decode pictures and watch NCCL."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+    def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
+        """Capture; wait for the device before each graph. Other threads may go on: they decode and watch NCCL."""
+        current, graphs, capturing = torch.cuda.current_stream(self._stream.device), [], ExitStack()
+
+        def cut() -> None:
+            capturing.close()
+            graph = torch.cuda.CUDAGraph()
+            capturing.enter_context(
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            )
+            graphs.append(graph)
+
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                result = work()
+            with capturing:
+                cut()
+                result = work(cut)
         finally:
             torch.cuda.set_stream(current)  # which torch forgets where a capture fails
-        return graph.replay, result
+        return [graph.replay for graph in graphs], result
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _Graphs:
     batch: Prepared
-    """Where the work reads its microbatch."""
-    replay: Callable[[], None]
+    """Where the work reads each microbatch, one after the other."""
+    replays: list[Callable[[], None]]
+    """One for each microbatch; the last one's includes the update."""
     result: Tensor
 
 
 class CudaGraphExecution:
-    """Captures the work once for each shape of the microbatch, and replays it from then on: one launch for a step.
+    """Captures the work once for each shape of microbatches, and replays it from then on: one launch for each of them.
 
-    One microbatch a step. The work has to be the same in each call: the tensors that it works on are those of the
-    capture, and so are its Python numbers, but for the optimizer's learning rates, which are fp32 tensors here, warm-up
-    included. What else changes from step to step is read from tensors that the caller writes in place, or drawn from
-    the device's default generator, which the caller seeds. watch is called after each replay.
+    A microbatch has a graph of its own, cut where the work asks for the next one, and the last one's goes on to the
+    update. So each can be drawn, and seeded, just before its replay, and all are read from one place. The work has to
+    be the same in each call: the tensors that it works on are those of the capture, and so are its Python numbers, but
+    for the optimizer's learning rates, which are fp32 tensors here, warm-up included. What else changes from step to
+    step is read from tensors that the caller writes in place, or drawn from the device's default generator, which the
+    caller seeds. watch is called after the replays of a step.
     Raises: ComputeError where the work cannot be captured.
     """
 
     measures_waits = False
 
     def __init__(
-        self, capture: Capture, *, optimizer: torch.optim.Optimizer, watch: Callable[[], object] = lambda: None
+        self,
+        capture: Capture,
+        *,
+        optimizer: torch.optim.Optimizer,
+        num_microbatches: int,
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
         self._capture = capture
         self._optimizer = optimizer
+        self._num_microbatches = num_microbatches
         self._watch = watch
         self._warm_ups: Counter[object] = Counter()
-        self._graphs: dict[object, _Graph] = {}
+        self._graphs: dict[object, _Graphs] = {}
         self._rates: list[Tensor] = []
 
     def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
         """Warm up, or replay, at first after a capture: which does nothing by itself."""
-        (batch,) = microbatches
-        self._fill_rates(device=batch.images_BCHW.device)
-        shape = _shape_of(batch)
+        first = next(microbatches)
+        microbatches = chain([first], microbatches)
+        self._fill_rates(device=first.images_BCHW.device)
+        shape = _shape_of(first)
         if self._warm_ups[shape] < WARM_UP_STEPS:
             self._warm_ups[shape] += 1
             with _rates_in_place(self._optimizer, self._rates):
-                return self._capture.warm_up(lambda: work([batch]))
+                return self._capture.warm_up(lambda: work(microbatches))
         if shape not in self._graphs:
-            self._graphs[shape] = self._make_graph(work, batch)
-        graph = self._graphs[shape]
-        for static, tensor in zip(_tensors_of(graph.batch), _tensors_of(batch), strict=True):
-            # a replay reads the addresses of the capture, wherever this batch lies
-            static.copy_(tensor)
-        graph.replay()
+            self._graphs[shape] = self._make_graphs(work, first)
+        graphs = self._graphs[shape]
+        for batch, replay in zip(microbatches, graphs.replays, strict=True):
+            for static, tensor in zip(_tensors_of(graphs.batch), _tensors_of(batch), strict=True):
+                # a replay reads the addresses of the capture, wherever this batch lies
+                static.copy_(tensor)
+            replay()
         self._watch()
-        return graph.result
+        return graphs.result
 
     def close(self) -> None:
         """Destroy the graphs: NCCL does not close while one has captured its sums."""
@@ -153,14 +178,21 @@ class CudaGraphExecution:
         for tensor, group in zip(self._rates, groups, strict=True):
             tensor.fill_(group["lr"])
 
-    def _make_graph(self, work: Work, batch: Prepared) -> _Graph:
+    def _make_graphs(self, work: Work, batch: Prepared) -> _Graphs:
         static = Prepared(*(tensor.clone() for tensor in _tensors_of(batch)))
+
+        def microbatches(cut: Cut) -> Iterator[Prepared]:
+            for index in range(self._num_microbatches):
+                if index:
+                    cut()
+                yield static
+
         try:
             with _rates_in_place(self._optimizer, self._rates):
-                replay, result = self._capture(lambda: work([static]))
+                replays, result = self._capture(lambda cut: work(microbatches(cut)))
         except Exception as error:
             raise _explained(error, batch) from error
-        return _Graph(static, replay, result)
+        return _Graphs(static, replays, result)
 
 
 def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:

@@ -324,22 +324,15 @@ def graphs(config: Config) -> list[dict[str, Any]]:
     return [dict(each.values) for each in find(config, GPU)[0] if each.name == "graph"]
 
 
-def test_graph_is_tried_on_steps_of_one_microbatch() -> None:
-    size = QUICKSTART.batch.global_batch_size
+def test_graph_is_tried_on_steps_of_any_number_of_microbatches() -> None:
+    size, span = QUICKSTART.batch.global_batch_size, RESNET.batch.bn_span
     alone = {"compute.cuda_graph": True}
-    assert graphs(QUICKSTART) == [{**alone, "batch.microbatch_size": size}]
+    assert graphs(QUICKSTART) == [alone]
     assert graphs(of(QUICKSTART, {"batch.microbatch_size": size})) == [alone]
     assert graphs(of(QUICKSTART, {"batch.microbatch_size": size, **alone})) == []
-
-
-def test_graph_that_the_whole_batch_cannot_have_is_not_tried() -> None:
-    span = RESNET.batch.bn_span
     odd = of(RESNET, {"batch.global_batch_size": 31 * span, "batch.microbatch_size": span})
     assert part_of_step(odd, world_size=1).batch.global_batch_size == span
-    tried, reasons = find(odd, GPU)
-    assert "graph" not in names(tried)
-    (why,) = (each.why for each in reasons if each.name == "graph")
-    assert "steps of one microbatch, and these have 31" in why
+    assert graphs(odd) == [alone]
 
 
 ALEXNET = of(RESNET, {"model.name": "alexnet_bn", "model.zero_gamma": None, "model.blurpool": None})
@@ -418,7 +411,6 @@ def test_report_recommends_a_command_line() -> None:
         (["--run.epoch", "2"], ConfigError, (" run.epoch;", " run.epochs")),
         (["--json", "/proc/no/where.json"], RunFolderError, (" /proc/no/where.json: ",)),
         (["--out", "/proc"], RunFolderError, (" /proc: ",)),
-        (["--compute.cuda_graph=true"], ConfigError, ("compute.cuda_graph=True ", " 4: ", "batch.microbatch_size")),
     ],
 )
 def test_doctor_refuses_options(options: list[str], error: type[Exception], named: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import graph_notes, speed
-from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, EagerExecution
+from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut, EagerExecution
 from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -41,20 +41,21 @@ CASES: dict[str, dict[str, str]] = {
 }
 
 
-def make_run(tmp_path: Path, settings: dict[str, str]) -> tuple[Plan, Parts]:
+def make_run(tmp_path: Path, settings: dict[str, str], *, num_microbatches: int = 1) -> tuple[Plan, Parts]:
     """The rates of the schedule, of 4 steps up and 4 down, have few digits: fp32 holds them as fp64 does."""
     schedule = {"name": "one_cycle", "base_lr": "0.25", "warmup_epochs": "4", "power": "null", "end_lr": "0.0"}
     arguments = [
         *("--config", "quickstart", f"--run.directory={tmp_path}", "--model.width=2", "--comm.algorithm=native"),
         *(f"--run.epochs={NUM_STEPS}", "--run.log_every_steps=3", "--run.eval_every_epochs=4"),
-        *("--batch.global_batch_size=8", "--batch.microbatch_size=8", "--batch.bn_span=4", "--data.bind_numa=false"),
+        *(f"--batch.global_batch_size={8 * num_microbatches}", "--batch.microbatch_size=8", "--batch.bn_span=4"),
+        "--data.bind_numa=false",
         *(f"--schedule.{key}={value}" for key, value in schedule.items()),
         *(f"--optimizer.{key}={value}" for key, value in settings.items()),
     ]
     config = load_config(arguments)
     communicator, tuned = build.join_job(config, ALONE)
     torch.set_num_threads(1)  # for a few pixels, more only wait for each other
-    plan = build.make_plan(config, communicator, num_samples=8, first_step=0)
+    plan = build.make_plan(config, communicator, num_samples=8 * num_microbatches, first_step=0)
     parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
     if hasattr(parts.optimizer, "norms"):
         # LARS as on a GPU: on a CPU it goes by portions, for which the host reads its scales
@@ -107,18 +108,24 @@ def require_same_bits(ours: Outcome, theirs: Outcome) -> None:
     assert odd == []
 
 
+def captured(capture: RecordedCapture, parts: Parts, *, num_microbatches: int = 1, **others: Any) -> CudaGraphExecution:
+    return CudaGraphExecution(capture, optimizer=parts.optimizer, num_microbatches=num_microbatches, **others)
+
+
 def run_both(
     tmp_path: Path,
     settings: dict[str, str],
     make_batches: Callable[[], Iterator[Batch]] = batches,
     change: Callable[[Parts], object] = lambda parts: None,
+    *,
+    num_microbatches: int = 1,
 ) -> tuple[Outcome, Outcome, RecordedCapture]:
     outcomes, capture = [], RecordedCapture()
     for is_captured in (False, True):
-        plan, parts = make_run(tmp_path, settings)
+        plan, parts = make_run(tmp_path, settings, num_microbatches=num_microbatches)
         change(parts)
         if is_captured:
-            parts = replace(parts, execution=CudaGraphExecution(capture, optimizer=parts.optimizer))
+            parts = replace(parts, execution=captured(capture, parts, num_microbatches=num_microbatches))
         outcomes.append(Outcome(plan, parts, make_batches()))
     return outcomes[0], outcomes[1], capture
 
@@ -135,14 +142,37 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-def test_cuda_graph_skips_an_overflow_like_any(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("name", ["lars fp32", "lars outside bf16", "lars fp16", "sgd fp16"])
+def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
+    name: str, num_microbatches: int, tmp_path: Path
+) -> None:
+    """Gradients add up, half ones in fp32; each microbatch has its own share in the running statistics."""
+
+    def source() -> Iterator[Batch]:
+        return batches((16,) * NUM_STEPS * num_microbatches)
+
+    at_once, replayed, capture = run_both(tmp_path, CASES[name], source, num_microbatches=num_microbatches)
+    require_same_bits(replayed, at_once)
+    assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
+    assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, num_microbatches)
+    assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_cuda_graph_skips_an_overflow_like_any(num_microbatches: int, tmp_path: Path) -> None:
     settings = CASES["sgd fp16"] | {"loss_scale": str(2**23)}
-    at_once, replayed, _ = run_both(tmp_path, settings)
+
+    def source() -> Iterator[Batch]:
+        return batches((16,) * NUM_STEPS * num_microbatches)
+
+    at_once, replayed, _ = run_both(tmp_path, settings, source, num_microbatches=num_microbatches)
     require_same_bits(replayed, at_once)
     assert at_once.records[0]["overflow_steps"] < at_once.records[-1]["overflow_steps"] < NUM_STEPS
 
 
-def test_cuda_graph_draws_dropout_anew_in_each_replay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_cuda_graph_draws_dropout_anew_in_each_replay(num_microbatches: int, tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     def drop_images(parts: Parts) -> None:
@@ -152,11 +182,14 @@ def test_cuda_graph_draws_dropout_anew_in_each_replay(tmp_path: Path) -> None:
 
         parts.model.register_forward_pre_hook(drop)
 
-    at_once, replayed, capture = run_both(tmp_path, {}, change=drop_images)
+    num_batches = NUM_STEPS * num_microbatches
+    at_once, replayed, capture = run_both(
+        tmp_path, {}, lambda: batches((16,) * num_batches), drop_images, num_microbatches=num_microbatches
+    )
     require_same_bits(replayed, at_once)
-    patterns = [(dropped == 0).flatten() for dropped in seen[:NUM_STEPS]]
+    patterns = [(dropped == 0).flatten() for dropped in seen[:num_batches]]
     assert all(not torch.equal(patterns[0], other) for other in patterns[1:])
-    assert capture.num_replays == NUM_STEPS - WARM_UP_STEPS
+    assert capture.num_replays == num_batches - WARM_UP_STEPS * num_microbatches
 
 
 def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
@@ -172,18 +205,24 @@ def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
         plan, parts = make_run(tmp_path, settings)
         plan = replace(plan, num_steps=len(sizes))
         if is_captured:
-            parts = replace(parts, execution=CudaGraphExecution(capture, optimizer=parts.optimizer))
+            parts = replace(parts, execution=captured(capture, parts))
         outcomes.append(Outcome(plan, parts, source()))
     require_same_bits(outcomes[1], outcomes[0])
     assert (capture.num_warm_ups, capture.num_captures) == (2 * WARM_UP_STEPS, 2)
     assert capture.num_replays == len(sizes) - 2 * WARM_UP_STEPS
 
 
-@pytest.mark.parametrize("num_good", [4, 5])
-def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(num_good: int, tmp_path: Path) -> None:
-    at_once, replayed, capture = run_both(tmp_path, {}, lambda: batches((16,) * num_good, error="the disk is gone"))
+@pytest.mark.parametrize(("num_good", "num_microbatches", "num_more"), [(4, 1, 0), (5, 1, 0), (4, 2, 1)])
+def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(
+    num_good: int, num_microbatches: int, num_more: int, tmp_path: Path
+) -> None:
+    """num_more: microbatches of the step that fails."""
+    sizes = (16,) * (num_good * num_microbatches + num_more)
+    at_once, replayed, capture = run_both(
+        tmp_path, {}, lambda: batches(sizes, error="the disk is gone"), num_microbatches=num_microbatches
+    )
     require_same_bits(replayed, at_once)
-    assert capture.num_captures == 1
+    assert capture.num_captures == num_microbatches
     assert at_once.error == f"the disk is gone. The run stopped after step {num_good} and goes on from there."
 
 
@@ -197,7 +236,7 @@ def test_cuda_graph_leaves_the_rates_of_the_optimizer_as_numbers(tmp_path: Path)
 def test_cuda_graph_is_gone_with_its_parts(tmp_path: Path) -> None:
     before = num_alive("_Recording")
     plan, parts = make_run(tmp_path, {})
-    parts = replace(parts, execution=CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer))
+    parts = replace(parts, execution=captured(RecordedCapture(), parts))
     train(plan, parts, Recorder().hooks(), batches())
     assert num_alive("_Recording") == before + 1
     parts.close()
@@ -239,7 +278,7 @@ class BrokenCapture(RecordedCapture):
         super().__init__()
         self._first = first
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, work: Callable[[Cut], Tensor]) -> tuple[list[Callable[[], None]], Tensor]:
         try:
             raise self._first
         finally:
@@ -258,7 +297,7 @@ def test_cuda_graph_tells_the_first_error_of_a_capture(
     first: Exception, told: str, kind: type[Exception], tmp_path: Path
 ) -> None:
     plan, parts = make_run(tmp_path, {})
-    parts = replace(parts, execution=CudaGraphExecution(BrokenCapture(first), optimizer=parts.optimizer))
+    parts = replace(parts, execution=captured(BrokenCapture(first), parts))
     with pytest.raises(kind, match=naming(told)):
         train(plan, parts, Recorder().hooks(), batches())
 
@@ -266,7 +305,7 @@ def test_cuda_graph_tells_the_first_error_of_a_capture(
 def test_cuda_graph_replays_are_all_watched(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {})
     calls: list[None] = []
-    execution = CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer, watch=lambda: calls.append(None))
+    execution = captured(RecordedCapture(), parts, watch=lambda: calls.append(None))
     train(plan, replace(parts, execution=execution), Recorder().hooks(), batches())
     assert len(calls) == NUM_STEPS - WARM_UP_STEPS
 
@@ -274,7 +313,7 @@ def test_cuda_graph_replays_are_all_watched(tmp_path: Path) -> None:
 def test_graph_notes_say_what_is_not_measured(tmp_path: Path) -> None:
     _, parts = make_run(tmp_path, {})
     assert graph_notes(parts) == []
-    execution = CudaGraphExecution(RecordedCapture(), optimizer=parts.optimizer)
+    execution = captured(RecordedCapture(), parts)
     [note] = graph_notes(replace(parts, execution=execution))
     assert note.endswith("what ranks wait for each other: not measured")
 
@@ -288,22 +327,21 @@ class Place:
 
 
 @pytest.mark.parametrize(
-    ("place", "accumulation_steps", "named"),
+    ("place", "named"),
     [
-        (Place("cpu", "single"), 1, ("GPU", "compute.cuda_graph to false")),
-        (Place("cuda", "gloo"), 1, ("gloo", "compute.cuda_graph to false", "comm.backend to nccl")),
-        (Place("cuda", "nccl"), 4, (" 4: ", "compute.cuda_graph to false", "batch.microbatch_size to 4 ")),
+        (Place("cpu", "single"), ("GPU", "compute.cuda_graph to false")),
+        (Place("cuda", "gloo"), ("gloo", "compute.cuda_graph to false", "comm.backend to nccl")),
     ],
 )
-def test_require_capturable_refuses_what_cannot_be(place: Any, accumulation_steps: int, named: tuple[str, ...]) -> None:
+def test_require_capturable_refuses_what_cannot_be(place: Any, named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True ", *named)):
-        require_capturable(place, accumulation_steps=accumulation_steps)
+        require_capturable(place)
 
 
 @pytest.mark.parametrize("backend", ["single", "nccl"])
 def test_require_capturable_takes_what_can_be(backend: str) -> None:
     place: Any = Place("cuda", backend)
-    require_capturable(place, accumulation_steps=1)
+    require_capturable(place)
 
 
 @pytest.mark.parametrize(
