@@ -26,6 +26,7 @@ WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """What torch says of a driver, and the newest CUDA that it supports: 12080 is 12.8."""
 WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+REDUCE_DTYPES = ("fp32", "wire")
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
@@ -96,6 +97,7 @@ def connect(
     group_size: int | None = None,
     wire_dtype: str | None = None,
     predivide: float = 1.0,
+    reduce_dtype: str = "fp32",
     table: HybridTable | None = None,
     interface: str | None = None,
     timeout_seconds: float = 60.0,
@@ -110,6 +112,7 @@ def connect(
     bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or auto: what the table says, without one NCCL's own,
     and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
+    reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
     Without a device it is choose_device's, and ranks that have the same GPU are refused.
     After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
@@ -121,7 +124,7 @@ def connect(
     env = env or read_process_env()
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    wire = make_wire(wire_dtype, predivide)
+    wire = make_wire(wire_dtype, predivide, reduce_dtype)
     warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
     _require_own_interface(backend, interface)
     interface = env.interface or interface
@@ -219,14 +222,16 @@ def _require_device(backend: str, device: torch.device) -> None:
         )
 
 
-def make_wire(wire_dtype: str | None, predivide: float = 1.0) -> Wire:
+def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str = "fp32") -> Wire:
     """Make the precision between ranks. Raises: ValueError for an unknown name, or a factor that is not positive."""
+    if reduce_dtype not in REDUCE_DTYPES:
+        raise ValueError(f"reduce_dtype {reduce_dtype!r} is unknown; choose {' or '.join(REDUCE_DTYPES)}")
     if wire_dtype not in WIRE_DTYPES:
         known = ", ".join(str(name) for name in WIRE_DTYPES if name)
         raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")
     if not 0 < predivide < float("inf"):
         raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
-    return Wire(WIRE_DTYPES[wire_dtype], predivide)
+    return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
 
 
 def _connect_watched(

@@ -5,7 +5,8 @@
 
 Gradients are drawn from a normal distribution, one million per rank: "small", all with a standard deviation of 1e-3;
 "spread", with magnitudes over six decades, from 1 down to 1e-6, as layers differ; "large", with a standard deviation of
-3e4, near fp16's largest number, so that sums overflow unless predivided. Prints the relative error of the whole sum
+3e4, near fp16's largest number, so that sums overflow unless predivided. Partial sums are rounded at each hop
+(comm.reduce_dtype: wire; benchmarks/comm/rounding.py has both). Prints the relative error of the whole sum
 (2-norm, without what overflowed), the share of sums that are zero, and of those that overflowed.
 """
 
@@ -44,7 +45,7 @@ def measure(
     communicator: Communicator, kind: str, algorithm: str, wire: str | None, predivide: float
 ) -> dict[str, object]:
     """Sum once and compare. Collective."""
-    other = communicator.with_algorithm(algorithm, wire=make_wire(wire, predivide))
+    other = communicator.with_algorithm(algorithm, wire=make_wire(wire, predivide, "wire"))
     sum_N = communicator.allocate(NUM_VALUES, torch.float32)
     sum_N.copy_(draw(kind, rank=communicator.rank))
     other.sum_(sum_N, label=f"{kind} {algorithm} {wire}")

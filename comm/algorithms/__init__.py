@@ -50,7 +50,7 @@ def make_allreduce(
     if name == "doubling":
         node = backend.new_group(topology.groups)
         across = _make_across(name, topology.leaders, backend=backend, wire=wire)
-        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across)
+        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)
     if name in ("hierarchical", "sharded"):
         return _make_hierarchical(name, backend=backend, topology=topology, memory=memory, wire=wire)
     if name == "hybrid":
@@ -59,10 +59,15 @@ def make_allreduce(
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:
-    """Sum by the backend's own all-reduce, in the precision of the wire; how it sums is the backend's affair."""
+    """Sum by the backend's own all-reduce, in the precision of the wire; how it sums is the backend's affair.
+
+    One that would round each addition gets fp32 where sums are to be made so: a narrow wire saves nothing with it.
+    """
     dtype = wire.of(buffer_N)
-    if dtype == buffer_N.dtype:
-        backend.all_reduce_(buffer_N, backend.world)
+    if dtype == buffer_N.dtype or wire.widens(backend):
+        with wire.widened(buffer_N, backend) as sum_N:
+            backend.all_reduce_(sum_N, backend.world)
+        wire.round_(buffer_N)
         return
     packed_N = staging.take("packed", buffer_N.numel(), buffer_N, dtype)
     wire.divide_(buffer_N)
@@ -92,8 +97,8 @@ def _make_hierarchical(
         return lambda buffer_N: shared_allreduce_(buffer_N, backend=backend, memory=memory, node=ranks, owners=owners)
     node = backend.new_group(topology.groups)
     if count == 1:
-        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across)
-    return lambda buffer_N: sharded_allreduce_(buffer_N, backend, node=node, num_shards=count, across=across)
+        return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)
+    return lambda buffer_N: sharded_allreduce_(buffer_N, backend, node=node, num_shards=count, across=across, wire=wire)
 
 
 def _make_hybrid(

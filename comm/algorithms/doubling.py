@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.ring import Announce, require_flat
@@ -24,10 +25,18 @@ def doubling_allreduce_(
     Collective over ranks. log2(n) hops of nbytes each; where n is no power of two, the ranks beyond the largest one
     hand their values to a partner first and get the sum last. Both partners add the same two values, and a + b
     rounds as b + a, so all ranks end with identical bits.
+    With sums in fp32 partial sums travel so, too: it is for tensors whose bytes do not count.
     Raises: ValueError if own_N is not flat and contiguous.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.
     """
     require_flat(own_N)
+    if wire.sums_in_fp32(own_N):
+        sum_N = own_N if own_N.dtype == torch.float32 else own_N.float()
+        doubling_allreduce_(sum_N, backend, ranks, wire=Wire(), staging=staging, others=others)
+        own_N.copy_(sum_N)
+        wire.round_(own_N)
+        announce(0)
+        return
     dtype, place = wire.of(own_N), list(ranks).index(backend.rank)
     packed_N = own_N if dtype == own_N.dtype else staging.take("packed", own_N.numel(), own_N, dtype)
     incoming_N = staging.take("incoming", own_N.numel(), own_N, dtype)

@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from bigbatch.comm.algorithms.shared import Across
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, Group
 
 
-def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, across: Across) -> None:
+def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, across: Across, wire: Wire) -> None:
     """Sum buffer_N over all ranks, in place: reduce to each node's leader, sum over leaders, broadcast.
 
     Collective. Between nodes each leader sends 2 * nbytes * (m - 1) / m for m nodes. With a ring across, p ranks in
@@ -14,13 +15,16 @@ def hierarchical_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, 
     Source: Jia et al. 2018, section on hierarchical all-reduce.
     """
     leader = node.ranks[0]
-    backend.reduce_(buffer_N, node, root=leader)
+    with wire.widened(buffer_N, backend) as sum_N:
+        backend.reduce_(sum_N, node, root=leader)
     if backend.rank == leader:
         across(buffer_N, (), lambda part: None)
     backend.broadcast_(buffer_N, node, root=leader)
 
 
-def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, num_shards: int, across: Across) -> None:
+def sharded_allreduce_(
+    buffer_N: Tensor, backend: Backend, *, node: Group, num_shards: int, across: Across, wire: Wire
+) -> None:
     """Sum buffer_N over all ranks, in place: reduce-scatter inside a node, sum across, all-gather inside.
 
     Collective. Rank i of each node sums the i-th of num_shards shards with its like in the other nodes, the 2D-torus
@@ -35,13 +39,15 @@ def sharded_allreduce_(buffer_N: Tensor, backend: Backend, *, node: Group, num_s
             return
         # MPI forbids a result that lies within its input
         shard_M = shards[place] if backend.capabilities.in_place else shards[place].clone()
-        backend.reduce_scatter(shard_M, buffer_N, node)
+        with wire.widened(shard_M, backend) as sum_M:
+            backend.reduce_scatter(sum_M, buffer_N.to(sum_M.dtype), node)
         across(shard_M, (), lambda part: None)
         backend.all_gather(buffer_N, shard_M, node)
         return
     for owner, shard_M in zip(node.ranks, shards, strict=False):
         if shard_M.numel():
-            backend.reduce_(shard_M, node, root=owner)
+            with wire.widened(shard_M, backend) as sum_M:
+                backend.reduce_(sum_M, node, root=owner)
     # ranks beyond the smallest node's size have no like in every other node, and own no shard
     if place < num_shards:
         across(shards[place], (), lambda part: None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.wire import Staging, Wire
@@ -31,7 +32,8 @@ def ring_allreduce_(
 ) -> None:
     """Sum own_N over ranks (in ring order), in place, in two passes around the ring.
 
-    Collective over ranks. others are further tensors of this rank's node that it brings into the sum.
+    Collective over ranks. With sums in fp32 (see Wire) the first pass goes straight from each rank to the one that sums
+    a part, with as many bytes and messages. others are further tensors of this rank's node that it brings into the sum.
     Sends 2 * nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. Each part is summed along one path and then copied,
     so all ranks end with identical bits.
     Raises: ValueError if own_N is not flat and contiguous.
@@ -39,11 +41,7 @@ def ring_allreduce_(
     """
     require_flat(own_N)
     ring = _Ring(own_N, backend, ranks, wire, staging, others)
-    pending = [ring.fold_and_pass_on(0, segment, received=False) for segment in ring.segments]
-    for hop in range(1, ring.num_ranks):
-        for segment in ring.segments:
-            pending[segment].wait()
-            pending[segment] = ring.fold_and_pass_on(hop, segment, received=True)
+    pending = ring.sum_in_fp32() if wire.sums_in_fp32(own_N) else ring.sum_hop_by_hop()
     # the part that completed its sum here is final one hop before the first copy arrives
     announce(ring.part(ring.num_ranks - 1))
     for hop in range(ring.num_ranks, 2 * ring.num_ranks - 1):
@@ -72,7 +70,7 @@ class _Ring:
     ) -> None:
         self.num_ranks = n = len(ranks)
         self._place = list(ranks).index(backend.rank)
-        self._backend, self._wire = backend, wire
+        self._backend, self._wire, self._ranks = backend, wire, ranks
         self._left, self._right = ranks[self._place - 1], ranks[(self._place + 1) % n]
         dtype = wire.of(own_N)
         # the first parts may have one element more, and all must be cut into equally many segments
@@ -84,19 +82,80 @@ class _Ring:
         packed_N = own_N if dtype == own_N.dtype else staging.take("packed", own_N.numel(), own_N, dtype)
         self._packed = _cut(packed_N, n, num_segments)
         slot = -(-largest // num_segments)
-        # room for one part only: parts arrive one after another, and each is summed before the next
-        self._slots = staging.take("incoming", slot * num_segments, own_N, dtype).split(slot) if largest else ()
+        # room for one part only: parts arrive one after another, and each is summed before the next, or beside it
+        room = slot * num_segments * (2 if wire.sums_in_fp32(own_N) else 1)
+        self._slots = staging.take("incoming", room, own_N, dtype).split(slot) if largest else ()
 
     def part(self, hop: int) -> int:
         return (self._place - hop) % self.num_ranks
 
-    def fold_and_pass_on(self, hop: int, segment: int, *, received: bool) -> InFlight:
+    def sum_hop_by_hop(self) -> list[InFlight]:
+        """Sum each part along the ring, rounded to the wire's precision at each hop; return what spreads it."""
+        pending = [self._fold_and_pass_on(0, segment, received=False) for segment in self.segments]
+        for hop in range(1, self.num_ranks):
+            for segment in self.segments:
+                pending[segment].wait()
+                pending[segment] = self._fold_and_pass_on(hop, segment, received=True)
+        return pending
+
+    def sum_in_fp32(self) -> list[InFlight]:
+        """Send each part straight to the rank where the ring would complete it, which sums; return what spreads it.
+
+        In the order of the hops, not that of arrival: addition rounds, and runs must repeat.
+        """
+        n, mine = self.num_ranks, self.part(self.num_ranks - 1)
+        totals = [self._start_total(mine, segment) for segment in self.segments]
+        coming: list[list[InFlight]] = []
+        for hop in range(1, n + 1):
+            if hop < n:
+                coming.append([self._hand_over(hop, segment) for segment in self.segments])
+            if hop > 1:  # one hop travels while the one before is added
+                for segment, work in enumerate(coming[hop - 2]):
+                    work.wait()
+                    totals[segment].add_(self._incoming(mine, segment, hop=hop - 1))
+        return [self._complete(mine, segment, total_S) for segment, total_S in enumerate(totals)]
+
+    def _start_total(self, part: int, segment: int) -> Tensor:
+        """Return this node's share of a part in fp32, not rounded: own_S itself where that is fp32."""
+        own_S = self._own[part][segment]
+        if own_S.dtype == torch.float32:
+            return self._fold_node(part, segment)[0]
+        total_S = own_S.float()
+        for other in self._others:
+            total_S.add_(other[part][segment])
+        return total_S
+
+    def _hand_over(self, hop: int, segment: int) -> InFlight:
+        """Send this node's share to the rank so many places to the right, and receive that of one to the left."""
+        n, ranks = self.num_ranks, self._ranks
+        own_S, packed_S = self._fold_node(self.part(-hop - 1), segment)
+        return self._backend.start_exchange(
+            send=self._wire.pack(own_S, packed_S),
+            to=ranks[(self._place + hop) % n],
+            receive=self._incoming(self.part(n - 1), segment, hop=hop),
+            source=ranks[self._place - hop],
+        )
+
+    def _complete(self, part: int, segment: int, total_S: Tensor) -> InFlight:
+        own_S, packed_S = self._own[part][segment], self._packed[part][segment]
+        if total_S is not own_S:
+            own_S.copy_(total_S)
+        outgoing_S = self._wire.pack(own_S, packed_S)
+        self._wire.unpack_(own_S, outgoing_S)
+        return self._pass_on(self.num_ranks - 1, segment, outgoing_S)
+
+    def _fold_node(self, part: int, segment: int) -> tuple[Tensor, Tensor]:
+        """Add the others of this node to a segment of own_N; return it, and where it is packed."""
+        own_S, packed_S = self._own[part][segment], self._packed[part][segment]
+        self._wire.divide_(own_S)
+        # each hop visits another part, so every value is divided, and every other rank added, once
+        self._wire.add_(own_S, [other[part][segment] for other in self._others], scaled=True)
+        return own_S, packed_S
+
+    def _fold_and_pass_on(self, hop: int, segment: int, *, received: bool) -> InFlight:
         """Add this node's share of a part to what came from the left, and send it to the right."""
         part, wire = self.part(hop), self._wire
-        own_S, packed_S = self._own[part][segment], self._packed[part][segment]
-        wire.divide_(own_S)
-        # each hop visits another part, so every value is divided, and every other rank added, once
-        wire.add_(own_S, [other[part][segment] for other in self._others], scaled=True)
+        own_S, packed_S = self._fold_node(part, segment)
         if received:
             wire.add_(own_S, [self._incoming(part, segment)])
         outgoing_S = wire.pack(own_S, packed_S)
@@ -111,9 +170,11 @@ class _Ring:
         self._wire.unpack_(self._own[part][segment], self._packed[part][segment])
         return self._pass_on(hop, segment, self._packed[part][segment])
 
-    def _incoming(self, part: int, segment: int) -> Tensor:
-        """Return where the segment of a part waits to be added; the slot was read a hop ago."""
-        return self._slots[segment][: self._own[part][segment].numel()] if self._slots else self._own[part][segment]
+    def _incoming(self, part: int, segment: int, *, hop: int = 0) -> Tensor:
+        """Return where the segment of a part waits to be added; the slot was read a hop ago, or two."""
+        own_S = self._own[part][segment]
+        slots = self._slots[hop % 2 * len(self.segments) :]
+        return slots[segment][: own_S.numel()] if slots else own_S
 
     def _pass_on(self, hop: int, segment: int, outgoing_S: Tensor) -> InFlight:
         if hop == 2 * self.num_ranks - 2:  # everybody has it

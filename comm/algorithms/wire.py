@@ -1,30 +1,51 @@
 """In which precision values travel, and how they are summed on the way."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import HALF
+from bigbatch.comm.backends.base import HALF, Backend
 
 
 @dataclass(frozen=True)
 class Wire:
     """States the precision of fp32 values between ranks; dtype None leaves it, and other dtypes always keep theirs.
 
-    A narrower wire halves the bytes. Sums are made in the tensor's own precision (fp32 for half-precision
-    tensors) and rounded to the wire once per hop, so for n terms the error is at most n roundings of partial sums.
+    A narrower wire halves the bytes. With in_fp32 a sum over ranks is made in fp32: a node's share of it is rounded to
+    the wire once, and so is the result, however many ranks there are. Without, partial sums are rounded to the wire
+    once per hop, so for n terms the error is at most n roundings of partial sums. Wider tensors know no difference.
     With predivide f each term is divided by f before the sum, and the sum multiplied by it after: without, partial
     sums beyond 65,504 overflow fp16. A power of two loses nothing but the smallest values.
     """
 
     dtype: torch.dtype | None = None
     predivide: float = 1.0
+    in_fp32: bool = True
 
     def of(self, tensor_N: Tensor) -> torch.dtype:
         """Return the dtype in which this tensor travels."""
         return self.dtype if self.dtype is not None and tensor_N.dtype == torch.float32 else tensor_N.dtype
+
+    def sums_in_fp32(self, tensor_N: Tensor) -> bool:
+        """Tell whether this tensor travels in half precision and is to be summed in fp32."""
+        return self.in_fp32 and self.of(tensor_N) in HALF
+
+    def widens(self, backend: Backend) -> bool:
+        """Tell whether the backend's own sums of half precision are to be given fp32, as it would round each."""
+        return self.in_fp32 and not backend.capabilities.sums_half_in_fp32
+
+    @contextmanager
+    def widened(self, tensor_N: Tensor, backend: Backend) -> Iterator[Tensor]:
+        """Lend tensor_N as the backend's own sum is to get it: as it is, or as an fp32 copy that is rounded after."""
+        if tensor_N.dtype not in HALF or not self.widens(backend):
+            yield tensor_N
+            return
+        wide_N = tensor_N.float()
+        yield wide_N
+        tensor_N.copy_(wide_N)
 
     def divide_(self, own_S: Tensor) -> None:
         """Divide a term of this rank's own, made ready for a sum in the wire's precision."""
@@ -53,6 +74,11 @@ class Wire:
             own_S.copy_(packed_S)
             if self.predivide != 1.0:
                 own_S.mul_(self.predivide)
+
+    def round_(self, own_N: Tensor) -> None:
+        """Round a sum that has travelled in fp32 to a value that the wire can carry, as other sums are."""
+        self.divide_(own_N)
+        self.unpack_(own_N, own_N.to(self.of(own_N)))
 
 
 class Staging:

@@ -36,6 +36,8 @@ class Capabilities:
     """Ranks can send to one another: what every algorithm but the transport's own is made of."""
     in_place: bool = False
     """The shard of a reduce-scatter or an all-gather may lie in its place within the whole tensor."""
+    sums_half_in_fp32: bool = True
+    """Its own sums of half precision are made in fp32 and rounded once; else each addition rounds."""
 
 
 class InFlight(Protocol):

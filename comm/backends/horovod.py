@@ -60,7 +60,7 @@ class HorovodBackend:
         self._hvd = import_horovod()
         device_types = ("cpu", "cuda") if sums_on_gpus() else ("cpu",)
         dtypes = (torch.float64, torch.float32, torch.float16)
-        self.capabilities = Capabilities(device_types, dtypes, has_messages=False)
+        self.capabilities = Capabilities(device_types, dtypes, has_messages=False, sums_half_in_fp32=False)
         self._gpu = device if device.type == "cuda" else None
         if device.type not in device_types:
             raise CommError(

@@ -38,7 +38,8 @@ class TorchDistributedBackend:
         self.name = library
         self.rank = env.rank
         self.world_size = env.world_size
-        self.capabilities = Capabilities(("cuda",) if library == "nccl" else ("cpu",), in_place=library == "nccl")
+        is_nccl = library == "nccl"
+        self.capabilities = Capabilities(("cuda",) if is_nccl else ("cpu",), in_place=is_nccl, sums_half_in_fp32=False)
         self._control = control
         self._made: list[Any] = []
         self._gpus = [device.index] if library == "nccl" else None

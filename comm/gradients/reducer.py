@@ -4,13 +4,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
@@ -63,7 +63,8 @@ class GradientReducer:
         # a reduce-scatter wants equal parts
         self._multiple = communicator.world_size if scatter else 1
         is_narrow = communicator.wire.dtype is not None
-        self._exactly = communicator.with_algorithm(communicator.algorithm, wire=Wire()) if is_narrow else communicator
+        exact = replace(communicator.wire, dtype=None, predivide=1.0)
+        self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact) if is_narrow else communicator
         self._parameters = _by_name(named_parameters)
         _require_device(self._parameters, communicator.device)
         self._plan_fusion = partial(

@@ -13,13 +13,16 @@ class ScatterGather:
     """Does reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
 
     Each rank has the rank-th of equal parts of a buffer. They go by the backend's own collectives, in the tensors' own
-    precision, whatever algorithm and wire the communicator has. Buffers from communicator.allocate() travel without
-    copies, but for a rank's own part where the transport wants that apart (Capabilities.in_place).
+    precision, whatever algorithm and wire_dtype the communicator has; sums of half precision are made in fp32 where
+    its wire says so. Buffers from communicator.allocate() travel without copies, but for a rank's own part where the
+    transport wants that apart (Capabilities.in_place).
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._reduce_scatter_ = partial(reduce_scatter_, backend=communicator.backend, staging=Staging())
+        self._reduce_scatter_ = partial(
+            reduce_scatter_, backend=communicator.backend, staging=Staging(), wire=communicator.wire
+        )
         self._all_gather_ = partial(all_gather_, backend=communicator.backend, staging=Staging())
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
@@ -51,18 +54,18 @@ def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
     return buffer_N.view(world_size, -1)[rank]
 
 
-def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> None:
+def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging, wire: Wire) -> None:
     """Leave this rank's part of the sum over all ranks in its place; the other parts are undefined after.
 
     Collective. By the transport's own reduce-scatter: each rank sends nbytes * (n - 1) / n.
     """
     part_M = own_part(buffer_N, rank=backend.rank, world_size=backend.world_size)
-    if backend.capabilities.in_place:
-        backend.reduce_scatter(part_M, buffer_N, backend.world)
-        return
-    shard_M = staging.take("shard", part_M.numel(), buffer_N, buffer_N.dtype)
-    backend.reduce_scatter(shard_M, buffer_N, backend.world)
-    part_M.copy_(shard_M)
+    is_apart = not backend.capabilities.in_place
+    shard_M = staging.take("shard", part_M.numel(), buffer_N, buffer_N.dtype) if is_apart else part_M
+    with wire.widened(shard_M, backend) as sum_M:
+        backend.reduce_scatter(sum_M, buffer_N.to(sum_M.dtype), backend.world)
+    if is_apart:
+        part_M.copy_(shard_M)
 
 
 def all_gather_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> None:

@@ -23,6 +23,7 @@ NARROW = (
     Wire(torch.float16, predivide=4.0),
     Wire(torch.bfloat16),
     Wire(torch.bfloat16, predivide=3.0),
+    Wire(torch.bfloat16, predivide=3.0, in_fp32=False),
 )
 TABLE = HybridTable((HybridRow(4096, "doubling"), HybridRow(500_000, "hierarchical"), HybridRow(None, "sharded")))
 
@@ -53,6 +54,7 @@ def cases() -> Iterator[Case]:
         yield Case(1000, torch.float64, wire)
     yield Case(1000, torch.float64, Wire(torch.float32, predivide=2.0))
     yield Case(1000, torch.float16, Wire(torch.bfloat16, predivide=2.0))  # of one width: travels as it is
+    yield from (Case(1000, dtype, Wire(in_fp32=False)) for dtype in (torch.float16, torch.bfloat16))
     yield Case(100_003, torch.float32, NARROW[1], is_shared=False)
 
 

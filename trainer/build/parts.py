@@ -70,6 +70,7 @@ def join_job(
             group_size=config.comm.group_size,
             wire_dtype=config.comm.wire_dtype,
             predivide=config.comm.predivide,
+            reduce_dtype=config.comm.reduce_dtype,
             interface=config.comm.interface,
             warn_seconds=config.comm.warn_seconds,
             timeout_seconds=config.comm.timeout_seconds,

@@ -285,6 +285,8 @@ class CommConfig:
     """Precision of fp32 gradients between ranks; null for their own."""
     predivide: Annotated[float, POSITIVE] = 1.0
     """Gradients are divided by this before a sum in wire_dtype and multiplied after, against overflow."""
+    reduce_dtype: Literal["fp32", "wire"] = "fp32"
+    """Precision of sums over ranks of gradients that travel in half precision: fp32, or rounded at each hop."""
     threshold_bytes: Annotated[int | None, POSITIVE] = 26_214_400
     """Gradients larger than this travel alone; null for what table says."""
     buffer_bytes: Annotated[int | None, POSITIVE] = 26_214_400

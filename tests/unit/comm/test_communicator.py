@@ -155,6 +155,9 @@ def test_connect_refuses_unknown_choices() -> None:
         connect(algorithm="tree", env=ALONE, device=CPU)
     with pytest.raises(ValueError, match=naming("algorithm", "'hybrid'", "bigbatch comm tune")):
         connect(algorithm="hybrid", env=ALONE, device=CPU)
+    assert make_wire("float16", reduce_dtype="wire") == Wire(torch.float16, in_fp32=False)
+    with pytest.raises(ValueError, match=naming("reduce_dtype", "'float64'", "fp32 or wire")):
+        connect(reduce_dtype="float64", env=ALONE, device=CPU)
     with pytest.raises(ValueError, match=naming("wire_dtype", "'int8'", "float32, float16, bfloat16", "null")):
         connect(wire_dtype="int8", env=ALONE, device=CPU)
 

@@ -1,14 +1,13 @@
 """All-reduce algorithms over ranks that are threads: what they send, in which precision, and what they refuse."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 
 import pytest
 import torch
 from error_texts import naming
+from thread_ranks import Post, PostBackend, sum_by_threads
 from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, make_allreduce
@@ -16,70 +15,12 @@ from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
-from bigbatch.comm.backends.base import AllOf, Done, InFlight
+from bigbatch.comm.backends.base import Capabilities, Group
 from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.gradients.scatter_gather import reduce_scatter_
 from bigbatch.comm.rendezvous.topology import make_topology
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
-
-@dataclass
-class Post:
-    """Letterboxes between ranks, and a record of what went through: (from, to) -> (messages, bytes)."""
-
-    boxes: dict[tuple[int, int], "SimpleQueue[Tensor]"] = field(default_factory=dict)
-    messages: Counter[tuple[int, int]] = field(default_factory=Counter)
-    num_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
-
-    def box(self, source: int, to: int) -> "SimpleQueue[Tensor]":
-        """Made on first use; dict.setdefault is atomic."""
-        return self.boxes.setdefault((source, to), SimpleQueue())
-
-
-class PostBackend(SingleBackend):
-    """Messages of one rank by Post."""
-
-    def __init__(self, rank: int, post: Post) -> None:
-        self.rank = rank  # type: ignore[misc]
-        self._post = post
-
-    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """A copy into the box."""
-        self._post.messages[self.rank, to] += 1
-        self._post.num_bytes[self.rank, to] += tensor_N.nbytes
-        self._post.box(self.rank, to).put(tensor_N.clone())
-        return Done()
-
-    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Taken out when waited for."""
-        return _Letter(tensor_N, self._post.box(source, self.rank))
-
-    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Both."""
-        return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
-
-
-@dataclass(frozen=True)
-class _Letter:
-    tensor_N: Tensor
-    box: "SimpleQueue[Tensor]"
-
-    def wait(self) -> None:
-        letter_N = self.box.get(timeout=10)
-        assert letter_N.dtype == self.tensor_N.dtype
-        self.tensor_N.copy_(letter_N)
-
-
-def run(algorithm: Callable[..., None], tensors: Sequence[Tensor], *, wire: Wire = Wire(), **options: object) -> Post:  # noqa: B008
-    """Sum the tensors, one per rank, in place."""
-    post, ranks = Post(), tuple(range(len(tensors)))
-
-    def one(rank: int) -> None:
-        algorithm(tensors[rank], PostBackend(rank, post), ranks, wire=wire, staging=Staging(), **options)
-
-    with ThreadPoolExecutor(len(tensors)) as pool:
-        list(pool.map(one, ranks))
-    return post
 
 
 def numbers(num_ranks: int, num_elements: int, dtype: torch.dtype = FP32) -> list[Tensor]:
@@ -91,12 +32,12 @@ def numbers(num_ranks: int, num_elements: int, dtype: torch.dtype = FP32) -> lis
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
-@pytest.mark.parametrize("wire", [Wire(), Wire(FP16)])
+@pytest.mark.parametrize("wire", [Wire(), Wire(FP16, in_fp32=False)])
 def test_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
     num_elements = 840 * 3  # divides by every number of ranks
     tensors = numbers(num_ranks, num_elements)
     expected_N = torch.stack(tensors).sum(0)
-    post = run(ring_allreduce_, tensors, wire=wire)
+    post = sum_by_threads(ring_allreduce_, tensors, wire=wire)
     for tensor_N in tensors:
         assert torch.equal(tensor_N, expected_N)
     width = 2 if wire.dtype else 4
@@ -109,7 +50,7 @@ def test_ring_sends_no_more_than_it_must(num_ranks: int, wire: Wire) -> None:
 
 def test_ring_sends_a_long_part_in_segments() -> None:
     num_elements = 2 * 5 * SEGMENT_BYTES // 4
-    post = run(ring_allreduce_, tensors := numbers(2, num_elements))
+    post = sum_by_threads(ring_allreduce_, tensors := numbers(2, num_elements), wire=Wire())
     assert torch.equal(tensors[0], tensors[1])
     assert post.messages[0, 1] == 2 * 5
     assert post.num_bytes[0, 1] == num_elements * 4
@@ -138,7 +79,7 @@ def test_ring_announces_each_part_once_when_it_is_final(num_ranks: int) -> None:
 def test_doubling_takes_the_logarithm_of_the_ranks_in_hops(num_ranks: int, hops: int) -> None:
     tensors = numbers(num_ranks, 10)
     expected_N = torch.stack(tensors).sum(0)
-    post = run(doubling_allreduce_, tensors)
+    post = sum_by_threads(doubling_allreduce_, tensors, wire=Wire())
     for tensor_N in tensors:
         assert torch.equal(tensor_N, expected_N)
     sent = [sum(n for (source, _), n in post.messages.items() if source == rank) for rank in range(num_ranks)]
@@ -147,13 +88,15 @@ def test_doubling_takes_the_logarithm_of_the_ranks_in_hops(num_ranks: int, hops:
 
 
 @pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
-@pytest.mark.parametrize("wire", [Wire(), Wire(FP16), Wire(BF16, predivide=4.0)])
+@pytest.mark.parametrize(
+    "wire", [Wire(), Wire(FP16), Wire(BF16, predivide=4.0), Wire(FP16, predivide=2.0, in_fp32=False)]
+)
 def test_doubling_brings_the_other_ranks_of_a_node_into_the_sum(algorithm: Callable[..., None], wire: Wire) -> None:
     tensors = numbers(2, 101)
     other_N = torch.arange(101.0).remainder(5)
     expected_N = torch.stack([*tensors, other_N, other_N]).sum(0)
     before_N = other_N.clone()
-    run(algorithm, tensors, wire=wire, others=[other_N])
+    sum_by_threads(algorithm, tensors, wire=wire, others=[other_N])
     assert torch.equal(tensors[0], expected_N)
     assert torch.equal(tensors[1], expected_N)
     assert torch.equal(other_N, before_N)
@@ -185,6 +128,94 @@ def test_wire_in_half_precision_is_summed_in_fp32_and_rounded_once() -> None:
     ones = [torch.ones(1, dtype=FP16)] * 3
     Wire().add_(own_S, ones)
     assert own_S.item() == 2052.0  # 2051, rounded; one by one each 2049 would have gone back to 2048
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
+def test_wire_with_sums_in_fp32_keeps_ones_beside_a_large_value(
+    algorithm: Callable[..., None], dtype: torch.dtype
+) -> None:
+    tensors = [torch.full((11,), value, dtype=dtype) for value in (256.0, 1.0, 1.0, 1.0, 1.0)]  # bf16 has no 257
+    sum_by_threads(algorithm, tensors, wire=Wire(BF16))
+    for tensor_N in tensors:
+        assert tensor_N.tolist() == [260.0] * 11
+
+
+@pytest.mark.parametrize("wire", [Wire(FP16), Wire(BF16, predivide=3.0)])
+@pytest.mark.parametrize("algorithm", [ring_allreduce_, doubling_allreduce_])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_elements", [1, 3, 101, SEGMENT_BYTES])
+def test_wire_with_sums_in_fp32_rounds_each_share_and_the_sum_once(
+    algorithm: Callable[..., None], num_ranks: int, num_elements: int, wire: Wire
+) -> None:
+    assert wire.dtype is not None
+    for dtype in (FP32, wire.dtype):
+        generator = torch.Generator().manual_seed(num_ranks)
+        tensors = [(1 + torch.rand(num_elements, generator=generator)).to(dtype) for _ in range(num_ranks + 1)]
+        *tensors, other_N = tensors
+        exact_N = torch.stack([*tensors, *[other_N] * num_ranks]).double().sum(0)
+        sum_by_threads(algorithm, tensors, wire=wire, others=[other_N])
+        # half an eps for each rounding of a value, all of one sign; and those of fp32, of which there are few
+        bound = torch.finfo(wire.dtype).eps + (3 * num_ranks + 3) * torch.finfo(FP32).eps
+        assert float(((tensors[0].double() - exact_N) / exact_N).abs().max()) <= bound
+        assert all(torch.equal(tensor_N, tensors[0]) for tensor_N in tensors)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_wire_with_sums_in_fp32_sends_no_more_than_the_ring(num_ranks: int) -> None:
+    num_elements = 840 * 3  # divides by every number of ranks
+    post = sum_by_threads(ring_allreduce_, numbers(num_ranks, num_elements), wire=Wire(FP16))
+    for rank in range(num_ranks):
+        sent = sum(n for (source, _), n in post.num_bytes.items() if source == rank)
+        assert sent == 2 * num_elements * 2 * (num_ranks - 1) // num_ranks
+        assert sum(n for (source, _), n in post.messages.items() if source == rank) == 2 * (num_ranks - 1)
+
+
+class RoundingBackend(SingleBackend):
+    """Stands for a library that sums in the tensors' own precision: adds twice 1 to each value, one by one."""
+
+    capabilities = Capabilities(("cpu",), sums_half_in_fp32=False)
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        """Rounded twice."""
+        tensor_N.add_(1).add_(1)
+
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Rounded twice."""
+        self.all_reduce_(tensor_N, group)
+
+    def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
+        """Rounded twice."""
+        self.all_reduce_(shard_M.copy_(tensor_N), group)
+
+
+@pytest.mark.parametrize(("in_fp32", "sum_"), [(True, 258.0), (False, 256.0)])
+@pytest.mark.parametrize("name", ["native", "hierarchical", "sharded", "doubling", "reduce_scatter"])
+def test_wire_with_sums_in_fp32_gives_fp32_to_a_library_that_rounds_each_addition(
+    name: str, in_fp32: bool, sum_: float
+) -> None:
+    wire, backend = Wire(in_fp32=in_fp32), RoundingBackend()
+    all_reduce_ = (
+        partial(reduce_scatter_, backend=backend, staging=Staging(), wire=wire)
+        if name == "reduce_scatter"
+        else make_allreduce(name, backend=backend, topology=make_topology(["here"], rank=0), wire=wire)
+    )
+    all_reduce_(half_N := torch.full((3,), 256.0, dtype=BF16))  # bf16 has no 257
+    assert half_N.tolist() == [sum_] * 3
+    all_reduce_(full_N := torch.full((3,), 256.0))
+    assert full_N.tolist() == [258.0] * 3
+
+
+def test_wire_with_sums_in_fp32_leaves_a_narrow_wire_to_libraries_that_sum_in_fp32() -> None:
+    wire = Wire(BF16)
+    make_allreduce("native", backend=SingleBackend(), topology=make_topology(["here"], rank=0), wire=wire)(
+        narrow_N := torch.tensor([257.0])
+    )
+    assert narrow_N.tolist() == [256.0]
+    make_allreduce("native", backend=RoundingBackend(), topology=make_topology(["here"], rank=0), wire=wire)(
+        wide_N := torch.tensor([257.0])
+    )
+    assert wide_N.tolist() == [260.0]  # 259 in fp32
 
 
 def test_wire_factor_divides_what_travels_narrow_and_nothing_else() -> None:

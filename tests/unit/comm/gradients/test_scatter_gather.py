@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.hierarchical import sharded_allreduce_
-from bigbatch.comm.algorithms.wire import Staging
+from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Capabilities, Group
 from bigbatch.comm.gradients.scatter_gather import all_gather_, own_part, reduce_scatter_
 
@@ -39,7 +39,7 @@ class SecondOfTwo:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_shard_lies_in_its_place_where_the_transport_takes_it_there(in_place: bool) -> None:
     backend, staging, buffer_N = SecondOfTwo(Capabilities(("cuda",), in_place=in_place)), Staging(), torch.arange(6.0)
-    reduce_scatter_(buffer_N, backend=backend, staging=staging)  # type: ignore[arg-type]
+    reduce_scatter_(buffer_N, backend=backend, staging=staging, wire=Wire())  # type: ignore[arg-type]
     assert own_part(buffer_N, rank=1, world_size=2).tolist() == [6.0, 8.0, 10.0]
     all_gather_(buffer_N, backend=backend, staging=staging)  # type: ignore[arg-type]
     assert buffer_N.tolist() == [6.0, 8.0, 10.0] * 2
@@ -54,6 +54,6 @@ def test_shard_of_a_node_lies_in_its_place_as_well(in_place: bool) -> None:
     def across(own_M: Tensor, others: object, announce: object) -> None:
         own_M.add_(1)
 
-    sharded_allreduce_(buffer_N, backend, node=backend.world, num_shards=2, across=across)  # type: ignore[arg-type]
+    sharded_allreduce_(buffer_N, backend, node=backend.world, num_shards=2, across=across, wire=Wire())  # type: ignore[arg-type]
     assert buffer_N.tolist() == [7.0, 9.0, 11.0] * 2
     assert [shard == N // 2 for shard in backend.shards] == [in_place] * 2
