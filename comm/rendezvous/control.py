@@ -77,25 +77,23 @@ class Control:
         self._has_answered = False
         self.store.set(f"bigbatch/host/{self.rank}", env.host)
 
-    def gather_text(
-        self, text: str, *, what: str = "comparison of a text over all ranks", timeout_seconds: float | None = None
-    ) -> list[str]:
+    def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
         """Gather a short text of every rank, in rank order. Collective.
 
         Rank 0 collects and publishes, so the cost is linear in ranks; it, which may hold the store, returns last:
-        it can fail next without taking the answer with it. timeout_seconds: another limit than the connection's.
+        it can fail next without taking the answer with it.
         Raises: PeerLostError naming the missing ranks.
         """
         with self._explained(what):
-            key, all_texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
+            key, all_texts = self._collect(text, what=what)
             if self.rank != 0:
-                all_texts = self._take(key, what=what, timeout_seconds=timeout_seconds).split("\0")
+                all_texts = self._take(key, what=what).split("\0")
                 self.store.set(f"{key}/read/{self.rank}", "1")
                 return all_texts
             self._put(key, "\0".join(all_texts))
             for rank in range(1, self.world_size):
                 # rank 0 may hold the store, so it stays until all have read
-                self._await(f"{key}/read/{rank}", what=what, timeout_seconds=timeout_seconds)
+                self._await(f"{key}/read/{rank}", what=what)
             return all_texts
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
@@ -103,15 +101,31 @@ class Control:
         with self._explained(what):
             return self._collect(text, what=what)[1]
 
-    def _collect(self, text: str, *, what: str, timeout_seconds: float | None = None) -> tuple[str, list[str]]:
-        """Return the key of this exchange, and collect_text's answer."""
+    def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
+        """Return the first rank's text on all ranks, which wait for it as long as timeout_seconds. Collective.
+
+        The first one waits for nobody: what comes next shows sooner than any limit that a rank was lost meanwhile.
+        Raises: PeerLostError.
+        """
+        with self._explained(what):
+            key = self._next_key()
+            if self.rank != 0:
+                return self._take(key, what=what, timeout_seconds=timeout_seconds)
+            self._put(key, text)
+            return text
+
+    def _next_key(self) -> str:
+        """Name the next exchange of texts, alike on all ranks."""
         self._texts += 1
-        key = f"bigbatch/text/{self._texts}"
+        return f"bigbatch/text/{self._texts}"
+
+    def _collect(self, text: str, *, what: str) -> tuple[str, list[str]]:
+        """Return the key of this exchange, and collect_text's answer."""
+        key = self._next_key()
         if self.rank != 0:
             self._put(f"{key}/{self.rank}", text)
             return key, []
-        others = range(1, self.world_size)
-        return key, [text, *(self._take(f"{key}/{r}", what=what, timeout_seconds=timeout_seconds) for r in others)]
+        return key, [text, *(self._take(f"{key}/{rank}", what=what) for rank in range(1, self.world_size))]
 
     def _put(self, key: str, text: str) -> None:
         """Write a text in pieces that the store takes."""
@@ -122,7 +136,7 @@ class Control:
         # last: who waits for this key finds all pieces there
         self.store.set(key, str(len(pieces)))
 
-    def _take(self, key: str, *, what: str, timeout_seconds: float | None) -> str:
+    def _take(self, key: str, *, what: str, timeout_seconds: float | None = None) -> str:
         """Wait for a text and read it."""
         self._await(key, what=what, timeout_seconds=timeout_seconds)
         count = int(self.store.get(key))

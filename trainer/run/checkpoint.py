@@ -79,8 +79,8 @@ def write_on_first(write: Callable[[], object], control: Control, *, what: str, 
             write()
         except CheckpointError as error:
             failure = str(error)
-    failure = control.gather_text(failure, what=what, timeout_seconds=timeout_seconds)[0]
-    if failure:
+    if failure := control.tell_all(failure, what=what, timeout_seconds=timeout_seconds):
+        control.gather_text("", what=what)  # the first rank may hold the store: it ends when all have read why
         raise CheckpointError(failure)
 
 

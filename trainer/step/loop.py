@@ -227,5 +227,6 @@ class Loop:
         # a second checkpoint of a step would lack the accuracy of the first
         if done > self.totals.saved_step:
             self.parts.set_lr_(step=done - 1)
-            # returns when it is on disk: a launcher that sees another rank end would kill the one that writes
             self.hooks.save(done, None)
+        # the first rank writes, and tells the others what to raise: none ends before all know
+        self.parts.communicator.gather_text("saved")

@@ -247,3 +247,11 @@ def test_checkpoint_that_fails_is_told_to_all_ranks() -> None:
 
     told = "CheckpointError: cannot write checkpoint x/step-3: disk full"
     assert ranks_that_write(write, limit=5) == [told, told]
+
+
+def test_checkpoint_waits_for_no_lost_rank() -> None:
+    control = Control(ALONE, timeout_seconds=0.2, find_master=meet_by_mpi)
+    control.world_size = 2  # the other one never comes
+    written: list[str] = []
+    write_on_first(lambda: written.append("step 3"), control, what="checkpoint of step 3", timeout_seconds=60)
+    assert written == ["step 3"]
