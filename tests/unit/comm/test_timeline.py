@@ -43,7 +43,7 @@ def test_spans_and_marks_have_rows_and_microseconds() -> None:
     assert title["args"] == {"name": "rank 5 on here"}
     assert {row["tid"]: row["args"]["name"] for row in rows} == {0: "step", 1: "marks"}
     assert (span["ph"], span["name"], span["tid"], span["pid"], span["args"]) == ("X", "sleep", 0, 5, {"bytes": 3})
-    assert 20_000 <= span["dur"] < 200_000
+    assert 20_000 <= span["dur"] < 10_000_000  # microseconds, on a busy machine too
     assert before <= span["ts"] < before + 1e6
     assert (mark["ph"], mark["tid"]) == ("i", 1)
     assert mark["ts"] >= span["ts"] + span["dur"]
@@ -57,7 +57,7 @@ def test_timeline_of_the_host_beside_a_gpu_has_the_hosts_clock() -> None:
         time.sleep(0.02)
     span = events(timeline)[-1]
     assert (span["name"], span["args"]) == ("sleep", {"bytes": 3})
-    assert 20_000 <= span["dur"] < 200_000
+    assert 20_000 <= span["dur"] < 10_000_000  # microseconds, on a busy machine too
 
 
 class NamedMpi(SingleBackend):
@@ -68,7 +68,7 @@ class NamedMpi(SingleBackend):
 
 def staged() -> Communicator:
     """As for tensors of a GPU over a transport of the host's."""
-    return replace(connect(env=ALONE, device=CPU), staging=SimpleNamespace(), memory=None)  # type: ignore[arg-type]
+    return replace(connect(env=ALONE, device=CPU), staging=SimpleNamespace(join=lambda: None), memory=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [staged, lambda: replace(connect(env=ALONE, device=CPU), backend=NamedMpi())])
