@@ -58,6 +58,9 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
 BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
     ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
+    ".venv/bin/python -m benchmarks.comm.messages ": (
+        "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe"
+    ),
     ".venv/bin/python -m benchmarks.jobs ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
     ".venv/bin/python -m benchmarks.preflight ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
     ".venv/bin/python -m benchmarks.gpu.precision ": (

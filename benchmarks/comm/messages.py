@@ -1,0 +1,182 @@
+"""What a rank sends in a step, per recipe and algorithm, at more ranks than there are: counted, without any arithmetic.
+
+    python -m benchmarks.comm.messages --nodes 256 --ranks-per-node 8
+
+The algorithms run as they are, over a transport that counts and sends nothing, on the fusion buffers of each recipe's
+gradients as tensors without memory; the form is that of GPUs, with collectives inside nodes. Recipes with the same
+buffers share a row. What runs in parallel over a node's links is one message here: a time does not follow from it.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, plan_fusion
+from bigbatch.comm.gradients.reducer import tensor_spec
+from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.comm.rendezvous.topology import Topology
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
+
+COUNTED = ("native", "ring", "hierarchical", "sharded", "doubling")
+"""hybrid is these, by the size of each buffer."""
+RECIPES = sorted(Path(__file__).parents[2].glob("configs/imagenet/*.yaml"))
+
+WITHOUT_MEMORY = Capabilities(("meta",))
+
+
+@dataclass
+class CountingBackend:
+    """Plays one rank of a world where every other one does its part: counts what it starts."""
+
+    rank: int
+    world_size: int
+    name: str = "counted"
+    capabilities: Capabilities = WITHOUT_MEMORY
+    messages: int = 0
+    """Sent to one rank each."""
+    message_bytes: int = 0
+    collectives: int = 0
+    groups: list[Group] = field(default_factory=list)
+    """Those made beside the world, as far as this rank is in them."""
+
+    @property
+    def world(self) -> Group:
+        """Return the group of all ranks."""
+        return Group(tuple(range(self.world_size)))
+
+    def new_group(self, families: Sequence[Sequence[int]]) -> Group:
+        """Make this rank's own."""
+        self.groups.append(Group(tuple(next(family for family in families if self.rank in family))))
+        return self.groups[-1]
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        """Count it."""
+        self._count_collective(group)
+
+    def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Count it."""
+        self._count_collective(group)
+
+    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
+        """Count it."""
+        self._count_collective(group)
+
+    def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
+        """Count it."""
+        self._count_collective(group)
+
+    def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
+        """Count it."""
+        self._count_collective(group)
+
+    def _count_collective(self, group: Group) -> None:
+        self.collectives += len(group.ranks) > 1
+
+    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
+        """Count it."""
+        self.messages += 1
+        self.message_bytes += tensor_N.nbytes
+        return Done()
+
+    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
+        """Do nothing: it counts where it is sent."""
+        return Done()
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """Count what is sent."""
+        return self.start_send(send, to=to)
+
+    def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
+        """Run it at once."""
+        operation()
+        return Done()
+
+    def oldest(self) -> Pending | None:
+        """Return nothing: nothing is ever under way."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+    def abandon(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+def place(rank: int, *, nodes: int, ranks_per_node: int) -> Topology:
+    """Put ranks into nodes of one size, one after the other."""
+    k = ranks_per_node
+    return Topology(rank, tuple(tuple(range(node * k, (node + 1) * k)) for node in range(nodes)))
+
+
+def count(algorithm: str, topology: Topology, buffers: Iterable[Tensor]) -> CountingBackend:
+    """Sum all buffers, tensors of the device meta, as one rank; return what it sent."""
+    backend = CountingBackend(topology.rank, topology.world_size)
+    all_reduce_ = make_allreduce(algorithm, backend=backend, topology=topology)
+    for buffer_N in buffers:
+        all_reduce_(buffer_N)
+    return backend
+
+
+def plan_of(recipe: str) -> tuple[BufferPlan, ...]:
+    """Plan the fusion buffers of a recipe, before their order is learned."""
+    config = load_config(["--config", recipe])
+    with torch.device("meta"):
+        # what else a recipe says of its model changes no gradient's size
+        width = {} if config.model.width is None else {"width": config.model.width}
+        model = build_model(config.model.name, num_classes=config.data.num_classes, norm=nn.BatchNorm2d, **width)
+        to_half_(model, COMPUTE_DTYPES[config.optimizer.precision])
+    sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}
+    return plan_fusion([tensor_spec(*each) for each in reversed([*model.named_parameters()])], **sizes).buffers
+
+
+def empty(plan: Iterable[BufferPlan]) -> list[Tensor]:
+    """Make the buffers of a plan, without memory."""
+    dtypes = [getattr(torch, buffer.tensors[0].dtype) for buffer in plan]
+    return [
+        torch.empty(buffer.num_elements, dtype=dtype, device="meta") for buffer, dtype in zip(plan, dtypes, strict=True)
+    ]
+
+
+def cell(algorithm: str, plan: Iterable[BufferPlan], *, nodes: int, ranks_per_node: int) -> str:
+    """Write what a leader sends in a step; and what the others of its node do, where that is another number."""
+    size = {"nodes": nodes, "ranks_per_node": ranks_per_node}
+    leader, last = (count(algorithm, place(rank, **size), empty(plan)) for rank in (0, ranks_per_node - 1))
+    collectives = f"{leader.collectives} collectives" if leader.collectives else ""
+    told = f"{leader.messages:,} of {leader.message_bytes / 1e6:,.1f} MB in all" if leader.messages else ""
+    others = f" (others {last.messages:,})" if last.messages != leader.messages else ""
+    return ", ".join(part for part in (collectives, told + others) if part)
+
+
+def table(recipes: Iterable[str], *, nodes: int, ranks_per_node: int) -> list[str]:
+    """Write the rows of a Markdown table."""
+    plans: dict[tuple[BufferPlan, ...], list[str]] = {}
+    for recipe in recipes:
+        plans.setdefault(plan_of(recipe), []).append(recipe.removeprefix("imagenet/"))
+    rows = [("recipes", "buffers", *COUNTED), ("---",) * (2 + len(COUNTED))]
+    for plan, names in plans.items():
+        buffers = f"{len(plan)} of {sum(buffer.num_bytes for buffer in plan) / 1e6:,.1f} MB in all"
+        cells = [cell(algorithm, plan, nodes=nodes, ranks_per_node=ranks_per_node) for algorithm in COUNTED]
+        rows.append((", ".join(names), buffers, *cells))
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=256)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--recipes", nargs="+", default=[f"imagenet/{path.stem}" for path in RECIPES])
+    options = parser.parse_args()
+    print("\n".join(table(options.recipes, nodes=options.nodes, ranks_per_node=options.ranks_per_node)))
+
+
+if __name__ == "__main__":
+    main()
