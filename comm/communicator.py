@@ -14,6 +14,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
 from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
 from bigbatch.comm.rendezvous.stall import StallInspector
@@ -49,6 +50,8 @@ class Communicator:
     """Where the tensors to sum must be."""
     timeline: Timeline
     inspector: StallInspector | None = None
+    registered: RegisteredMemory | None = None
+    """Where allocate() takes memory, for NCCL to sum without copies."""
     why: str = ""
     """What chose the algorithm, where nobody named it."""
     calibration: str = ""
@@ -118,13 +121,17 @@ class Communicator:
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Make a flat tensor of zeros that can be summed without copies. Collective."""
+        if self.registered is not None:
+            return self.registered.allocate(num_elements, dtype)
         if self.memory is None or self.staging is not None:
             return torch.zeros(num_elements, dtype=dtype, device=self.device)
         return self.memory.allocate(num_elements, dtype)
 
     def release(self, tensor_N: Tensor) -> None:
         """Give back what allocate() gave, on all ranks alike; use it no more."""
-        if self.memory is not None and self.staging is None:
+        if self.registered is not None:
+            self.registered.release(tensor_N)
+        elif self.memory is not None and self.staging is None:
             self.memory.release(tensor_N)
 
     def start(self, tensor_N: Tensor, *, label: str) -> InFlight:
@@ -225,6 +232,8 @@ class Communicator:
 
     def close(self) -> None:
         """End communication after a run that went well. Collective. MPI ends with the last connection."""
+        if self.registered is not None:
+            self.registered.close()
         self.backend.close()
         # not before: nobody else would end a wait in NCCL's last barrier
         if self.inspector is not None:

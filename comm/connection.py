@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from bigbatch.comm.backends.base import Backend
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.node_memory import NodeMemory
+from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator, open_controls
 from bigbatch.comm.rendezvous.control import Control
@@ -21,6 +23,7 @@ from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError
 
+BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
@@ -98,6 +101,8 @@ def connect(
     wire_dtype: str | None = None,
     predivide: float = 1.0,
     reduce_dtype: str = "fp32",
+    max_ctas: int | None = None,
+    buffers: str = "torch",
     table: HybridTable | None = None,
     interface: str | None = None,
     timeout_seconds: float = 60.0,
@@ -113,6 +118,8 @@ def connect(
     and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
     reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
+    max_ctas bounds the thread blocks of one of NCCL's kernels; buffers "registered" or "symmetric" has it sum fusion
+    buffers without a copy (see RegisteredMemory);
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
     Without a device it is choose_device's, and ranks that have the same GPU are refused.
     After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
@@ -136,12 +143,13 @@ def connect(
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
     _require_device(backend, device)
+    _require_nccl(backend, max_ctas=max_ctas, buffers=buffers)
     control = Control(env, timeout_seconds=timeout_seconds, interface=interface, find_master=meet_by_mpi)
     control.library = backend
     nodes = [place.node for place in meet(env, control, gpu=gpu)]
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport, inspector = _connect_watched(
-        env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
+        env, control, backend, device=device, interface=interface, max_ctas=max_ctas, warn_seconds=warn_seconds
     )
     open_controls.add(control)
     met = _assemble(
@@ -155,6 +163,8 @@ def connect(
         inspector=inspector,
     )
     try:
+        if env.world_size > 1 and buffers != "torch":
+            met = replace(met, registered=_register(transport, device, is_symmetric=buffers == "symmetric"))
         return met.with_algorithm(algorithm, table=table)
     except PeerLostError:  # the job ends
         raise
@@ -213,6 +223,18 @@ def _require_own_interface(backend: str, interface: str | None) -> None:
         )
 
 
+def _require_nccl(backend: str, *, max_ctas: int | None, buffers: str) -> None:
+    if buffers not in BUFFERS:
+        raise ValueError(f"buffers {buffers!r} is unknown; choose one of {', '.join(BUFFERS)}")
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"max_ctas={max_ctas} must be positive, or null for NCCL's own choice")
+    for name, value, default in (("max_ctas", max_ctas, None), ("buffers", buffers, "torch")):
+        if backend != "nccl" and value != default:
+            raise ValueError(
+                f"{name} {value!r} is a setting of NCCL's, and the backend here is {backend}: leave it out"
+            )
+
+
 def _require_device(backend: str, device: torch.device) -> None:
     is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
     if is_odd or ((backend, device.type) == ("horovod", "cuda") and not _horovod_sums_on_gpus()):
@@ -241,6 +263,7 @@ def _connect_watched(
     *,
     device: torch.device,
     interface: str | None,
+    max_ctas: int | None,
     warn_seconds: float,
 ) -> tuple[Backend, StallInspector | None]:
     """Connect the transport under the inspector's eyes.
@@ -252,7 +275,7 @@ def _connect_watched(
     inspector = StallInspector(control, warn_seconds=warn_seconds, ends_job=backend == "nccl")
     try:
         with inspector.during(f"connection of {env.world_size} ranks by {backend}"):
-            transport = _connect(env, control, backend, device=device, interface=interface)
+            transport = _connect(env, control, backend, device=device, interface=interface, max_ctas=max_ctas)
     except BaseException:
         inspector.close()
         raise
@@ -260,8 +283,21 @@ def _connect_watched(
     return transport, inspector
 
 
+def _register(transport: Backend, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
+    from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+
+    assert isinstance(transport, TorchDistributedBackend)
+    return transport.register(device, is_symmetric=is_symmetric)
+
+
 def _connect(
-    env: ProcessEnv, control: Control, backend: str, *, device: torch.device, interface: str | None
+    env: ProcessEnv,
+    control: Control,
+    backend: str,
+    *,
+    device: torch.device,
+    interface: str | None,
+    max_ctas: int | None,
 ) -> Backend:
     if backend == "tcp":
         from bigbatch.comm.backends.tcp import TcpBackend
@@ -277,4 +313,4 @@ def _connect(
         return HorovodBackend(env, control, device=device)
     from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 
-    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface)
+    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface, max_ctas=max_ctas)

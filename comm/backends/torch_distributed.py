@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
+from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.control import Control, first_line
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
 from bigbatch.comm.rendezvous.stall import VERDICT_SECONDS, Pending
@@ -33,7 +34,14 @@ class TorchDistributedBackend:
     """
 
     def __init__(
-        self, env: ProcessEnv, control: Control, *, library: str, device: torch.device, interface: str | None = None
+        self,
+        env: ProcessEnv,
+        control: Control,
+        *,
+        library: str,
+        device: torch.device,
+        interface: str | None = None,
+        max_ctas: int | None = None,
     ) -> None:
         self.name = library
         self.rank = env.rank
@@ -42,6 +50,7 @@ class TorchDistributedBackend:
         self.capabilities = Capabilities(("cuda",) if is_nccl else ("cpu",), in_place=is_nccl, sums_half_in_fp32=False)
         self._control = control
         self._made: list[Any] = []
+        self._max_ctas = max_ctas
         self._gpus = [device.index] if library == "nccl" else None
         # NCCL's own watchdog comes after our verdict
         grace = VERDICT_SECONDS if library == "nccl" else 0.0
@@ -100,7 +109,15 @@ class TorchDistributedBackend:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # where messages run
         options._timeout = self._timeout
+        if self._max_ctas is not None:
+            if not hasattr(options, "config"):
+                raise CommError(f"torch {torch.__version__} cannot tell its NCCL comm.max_ctas: set it to null")
+            options.config.max_ctas = self._max_ctas
         return options
+
+    def register(self, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
+        """Make what gives out memory that is registered with the group of all ranks. Collective, over NCCL."""
+        return RegisteredMemory(self.world.handle or dist.group.WORLD, device, is_symmetric=is_symmetric)
 
     def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
         """Make the groups of all families at once, as NCCL splits the whole world each time; return this rank's own."""

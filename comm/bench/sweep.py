@@ -14,7 +14,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.bench import figures as bench
 from bigbatch.comm.bench.report import SweepReport
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import BACKENDS, WIRE_DTYPES, connect
+from bigbatch.comm.connection import BACKENDS, BUFFERS, WIRE_DTYPES, connect
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.measure import Effort, measure_links, time_sums
@@ -161,6 +161,8 @@ def _connect(arguments: argparse.Namespace) -> Communicator:
             warn_seconds=arguments.timeout_seconds,  # a large sum may take long
             timeout_seconds=arguments.timeout_seconds,
             interface=arguments.interface,
+            max_ctas=arguments.max_ctas,
+            buffers=arguments.buffers,
             wire_dtype=arguments.wire_dtype,
             env=read_process_env(),
         )
@@ -218,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
     add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: that of the tensors)")
     add("--group-size", type=int, help="ranks per node group (default: all of a host)")
+    add("--max-ctas", type=int, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
+    add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
     add("--repetitions", type=int, default=20, help="of each algorithm and size, at most (default: %(default)s)")
     add(

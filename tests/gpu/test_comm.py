@@ -84,6 +84,32 @@ def test_nccl_sums_beside_backward(nccl: Communicator) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_buffers_registered_with_nccl_sum_as_others_do(is_symmetric: bool, nccl: Communicator) -> None:
+    model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
+    assert isinstance(nccl.backend, TorchDistributedBackend)
+    registered = nccl.backend.register(nccl.device, is_symmetric=is_symmetric)
+    reducer = GradientReducer(model.named_parameters(), replace(nccl, registered=registered), **SMALL)
+    for _ in range(3):  # the buffers are laid out anew after the first
+        model(inputs_BC).square().sum().backward()
+        reducer.wait()
+        for parameter, expected in zip(model.parameters(), expected_gradients(inputs_BC), strict=True):
+            torch.testing.assert_close(parameter.grad, expected)
+        reducer.zero_grad()
+    reducer.close()
+    registered.close()
+
+
+def test_nccl_sums_with_few_thread_blocks() -> None:
+    device = torch.device("cuda", 0)
+    alone = connect(env=ALONE, device=device)
+    backend = TorchDistributedBackend(ALONE, alone.control, library="nccl", device=device, max_ctas=2)
+    tensor_N = torch.arange(1000.0, device=device)
+    backend.all_reduce_(tensor_N, backend.world)
+    assert torch.equal(tensor_N, torch.arange(1000.0, device=device))
+    backend.close()
+
+
 def test_halves_of_a_sum_are_where_the_whole_is(nccl: Communicator) -> None:
     buffer_N, halves = torch.arange(1000.0, device="cuda"), ScatterGather(nccl)
     halves.start_reduce_scatter(buffer_N, label="test").wait()

@@ -6,7 +6,8 @@ The context managers are torch's own.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,14 @@ class PlayedEvent:
         return 1.0
 
 
+class PlayedPool:
+    """Memory of an allocator's; is_used once tensors were made in it."""
+
+    def __init__(self, allocator: object) -> None:
+        self.allocator = allocator
+        self.is_used = False
+
+
 class PlayedGpus:
     """The part of torch.cuda that bigbatch's communication uses, over count GPUs; uuids are theirs."""
 
@@ -85,6 +94,8 @@ class PlayedGpus:
             "current_stream": self.current_stream,
             "set_stream": self._set_stream,
             "is_current_stream_capturing": lambda: False,
+            "MemPool": PlayedPool,
+            "use_mem_pool": self._use_pool,
             "synchronize": lambda device=None: None,
         }
         for name, value in played.items():
@@ -115,6 +126,12 @@ class PlayedGpus:
     def _exchange_without_context(self, index: int) -> int:
         before, self._thread.device = self._current(), index
         return before
+
+    @contextmanager
+    def _use_pool(self, pool: PlayedPool, device: torch.device) -> Iterator[None]:
+        assert device.index == self._current()
+        yield
+        pool.is_used = True
 
     def _make_stream(self, device: torch.device, priority: int = 0) -> PlayedStream:
         self.contexts.add(device.index)

@@ -293,6 +293,13 @@ class CommConfig:
     """Largest fusion buffer; null for what table says. The default is that of PyTorch's DistributedDataParallel."""
     first_buffer_bytes: Annotated[int | None, POSITIVE] = None
     """Size of the first buffer; null for what table says, or the same as the others."""
+    max_ctas: Annotated[int | None, POSITIVE] = None
+    """With NCCL, the most thread blocks of one of its kernels: fewer leave backward more of the GPU; null for its own
+    choice. Not measured yet."""
+    buffers: Literal["torch", "registered", "symmetric"] = "torch"
+    """With NCCL, the memory of fusion buffers. registered: NCCL's own, registered with it, which it sums without a copy
+    where the hardware allows; symmetric: at the same place on all ranks, too, for its kernels over NVLink. Not measured
+    yet."""
     warn_seconds: Annotated[float, POSITIVE] = 20.0
     """Ranks that others have waited for so long are named."""
     timeout_seconds: Annotated[float, POSITIVE] = 300.0

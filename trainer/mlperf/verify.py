@@ -38,6 +38,8 @@ MAY_DIFFER = (
     "comm.threshold_bytes",
     "comm.buffer_bytes",
     "comm.first_buffer_bytes",
+    "comm.max_ctas",
+    "comm.buffers",
     "comm.warn_seconds",
     "comm.timeout_seconds",
     "comm.timeline_steps",

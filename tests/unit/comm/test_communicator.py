@@ -4,6 +4,7 @@ import sys
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,20 @@ def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.
 def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, named: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=naming(*named)):
         connect(env=ALONE, device=CPU).start(tensor, label="test")
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"buffers": "symmetric"}, ("buffers", "symmetric", "NCCL", "tcp")),
+        ({"max_ctas": 4}, ("max_ctas", "4", "NCCL", "tcp")),
+        ({"buffers": "pinned"}, ("buffers", "pinned", "torch, registered, symmetric")),
+        ({"max_ctas": 0}, ("max_ctas=0", "positive")),
+    ],
+)
+def test_settings_of_nccl_are_refused_where_it_cannot_follow(setting: dict[str, Any], named: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=naming(*named)):
+        connect(env=ALONE, device=CPU, **setting)
 
 
 def test_connect_refuses_unknown_choices() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
+from played_gpus import PlayedGpus
 from torch.distributed import HashStore
 
 from bigbatch.comm import communicator, connection
@@ -401,6 +403,32 @@ def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CommError):
         connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)
     assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-stall" and thread.is_alive()]
+
+
+def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    PlayedGpus(2, monkeypatch=monkeypatch)
+    asked: list[Any] = []
+    capabilities = Capabilities(("cuda",), in_place=True)
+    transport = SimpleNamespace(
+        capabilities=capabilities, oldest=lambda: None, abandon=lambda: asked.append("abandoned"), name="nccl"
+    )
+
+    def make(*_: Any, max_ctas: int, **__: Any) -> Any:
+        asked.append(max_ctas)
+        return transport
+
+    def register(backend: Any, device: torch.device, *, is_symmetric: bool) -> None:
+        asked.append((backend, device, is_symmetric))
+        raise CommError("comm.buffers is not to be had")
+
+    places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
+    monkeypatch.setattr(connection, "meet", lambda env, met, gpu: places_of_two)
+    monkeypatch.setattr(connection, "_connect", make)
+    monkeypatch.setattr(connection, "_register", register)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(CommError, match=re.escape("comm.buffers")):
+        connect(backend="nccl", env=TWO, device=gpu, timeout_seconds=1, max_ctas=4, buffers="symmetric")
+    assert asked == [4, (transport, gpu, True), "abandoned"]
 
 
 def test_inspector_watches_until_the_transport_is_closed() -> None:

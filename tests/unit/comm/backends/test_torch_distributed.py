@@ -30,7 +30,7 @@ from bigbatch.comm.rendezvous import control, stall
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.errors import PeerLostError
+from bigbatch.errors import CommError, PeerLostError
 
 GPU = torch.device("cuda", 2)
 
@@ -41,6 +41,7 @@ class PlayedOptions:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
+        self.config = SimpleNamespace(max_ctas=None)
 
 
 class PlayedLibrary:
@@ -93,12 +94,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedLibrary]:
         dist.destroy_process_group()
 
 
-def backend_of(library: str, *, rank: int = 0, world_size: int = 4) -> TorchDistributedBackend:
+def backend_of(library: str, *, rank: int = 0, world_size: int = 4, **settings: Any) -> TorchDistributedBackend:
     """One rank's backend; no other rank lives."""
     met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
     met.store = HashStore()
     env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 0))
-    return TorchDistributedBackend(env, met, library=library, device=GPU if library == "nccl" else torch.device("cpu"))
+    return TorchDistributedBackend(
+        env, met, library=library, device=GPU if library == "nccl" else torch.device("cpu"), **settings
+    )
 
 
 def start_script(world_size: int = 4) -> None:
@@ -131,6 +134,20 @@ def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, 
     backend = backend_of("nccl")
     made = library.of("options")[-1]
     assert (made.is_high_priority_stream, made._timeout) == (True, backend._timeout)  # torch warns where they differ
+
+
+def test_nccl_takes_at_most_so_many_thread_blocks(library: PlayedLibrary) -> None:
+    backend_of("nccl")
+    backend_of("nccl", max_ctas=4)
+    assert [options.config.max_ctas for options in library.of("options")] == [None, 4]
+
+
+def test_thread_blocks_of_a_torch_that_cannot_tell_them_are_refused(
+    library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: SimpleNamespace()))
+    with pytest.raises(CommError, match=naming("comm.max_ctas", "null", torch.__version__)):
+        backend_of("nccl", max_ctas=4)
 
 
 def test_gloo_is_made_as_it_is(library: PlayedLibrary) -> None:

@@ -140,6 +140,7 @@ POSITIVE = [
     ("comm.buffer_bytes", 0),
     ("comm.first_buffer_bytes", 0),
     ("comm.predivide", 0.0),
+    ("comm.max_ctas", 0),
     ("comm.warn_seconds", 0.0),
     ("comm.timeout_seconds", float("inf")),
 ]
