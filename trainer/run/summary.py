@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bigbatch.comm.algorithms.rounding import rounding_note
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.trainer.config.optimizer import optimizer_notes
@@ -37,6 +38,7 @@ def introduction(
         f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
         *replayed(batch.virtual_ranks, world_size=communicator.world_size),
         *str(parts.reducer.plan).splitlines(),
+        *rounding_notes(parts, is_sharded=config.optimizer.sharded),
         *optimizer_notes(config.optimizer),
         *parts.notes,
         *graph_notes(parts),
@@ -73,6 +75,22 @@ def graph_notes(parts: Parts) -> list[str]:
     if parts.execution.measures_waits:
         return []
     return ["steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"]
+
+
+def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
+    """Return what the log says of gradients that are rounded on their way around the ranks."""
+    communicator = parts.communicator
+    algorithms: Sequence[str] = (communicator.algorithm,)
+    if communicator.algorithm == "hybrid" and communicator.table:
+        algorithms = communicator.table.algorithms
+    note = rounding_note(
+        ("native",) if is_sharded else algorithms,  # the backend's own reduce-scatter
+        communicator.wire,
+        dtype=parts.reducer.buffers[0].dtype,
+        backend=communicator.backend,
+        num_nodes=communicator.topology.num_nodes,
+    )
+    return [note] if note else []
 
 
 def _how_it_starts(config: Config, plan: Plan) -> list[str]:

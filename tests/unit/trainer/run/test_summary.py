@@ -1,0 +1,33 @@
+"""What a run says of itself before its first step."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends.base import Capabilities
+from bigbatch.trainer.run.summary import rounding_notes
+
+
+def parts_of(algorithm: str, *, table: HybridTable | None = None) -> Any:
+    """Of 512 ranks on 64 nodes, whose bf16 gradients are rounded at each hop."""
+    backend = SimpleNamespace(name="some", world_size=512, capabilities=Capabilities(("cpu",), sums_half_in_fp32=False))
+    communicator = SimpleNamespace(
+        algorithm=algorithm,
+        table=table,
+        wire=Wire(in_fp32=False),
+        backend=backend,
+        topology=SimpleNamespace(num_nodes=64),
+    )
+    reducer = SimpleNamespace(buffers=[torch.zeros(1, dtype=torch.bfloat16)])
+    return SimpleNamespace(communicator=communicator, reducer=reducer)
+
+
+def test_rounding_notes_go_by_what_sums_the_gradients() -> None:
+    assert "up to 64 hops" in rounding_notes(parts_of("hierarchical"), is_sharded=False)[0]
+    assert "up to 512 hops" in rounding_notes(parts_of("hierarchical"), is_sharded=True)[0]
+    assert rounding_notes(parts_of("doubling"), is_sharded=False) == []
+    table = HybridTable((HybridRow(4096, "doubling"), HybridRow(None, "sharded")))
+    assert "up to 64 hops" in rounding_notes(parts_of("hybrid", table=table), is_sharded=False)[0]
