@@ -238,7 +238,7 @@ def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
     batches = make_batches()
     batches[0], batches[ACCUMULATION] = with_bad(batches[0], 3), with_bad(batches[ACCUMULATION], 3)
     batches[2 * ACCUMULATION] = with_bad(batches[2 * ACCUMULATION], 12)
-    other = OtherRank([[2, LOST], [[5, "5.JPEG: is empty"]]], failed=1.0)
+    other = OtherRank([[2, LOST], [[5, "5.JPEG: is empty"]], "saved"], failed=1.0)
     recorder = Recorder()
     plan = replace(STEPS, log_every_steps=3)
     with pytest.raises(DataError, match=naming(LOST, "step 2 ")):
