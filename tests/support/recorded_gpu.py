@@ -154,7 +154,7 @@ class RecordedGpu(PlayedGpus):
     def _play_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Do nothing: within running() all of torch makes tensors as on a GPU."""
 
-    def _make_stream(self, device: torch.device) -> RecordedStream:
+    def _make_stream(self, device: torch.device, priority: int = 0) -> RecordedStream:
         return RecordedStream(self, torch.device(device))
 
     def _make_event(self, *, enable_timing: bool = False) -> RecordedEvent:
@@ -298,13 +298,15 @@ class RecordedGpu(PlayedGpus):
 
     @contextmanager
     def _capture(self, graph: "_Graph", *, stream: RecordedStream, **_: Any) -> Iterator[None]:
-        self.trace.follow(self.thread, self.stream)  # torch synchronizes
+        outer = self.stream
+        self.trace.follow(self.thread, outer)  # torch synchronizes
         self._captured = graph
         with torch.cuda.stream(stream):
             yield
         self._captured = None
         # CUDA refuses a capture in which another stream has not come back to the first one
         self.trace.launch(stream.actor, "the end of a capture", writes=graph.reads | graph.writes)
+        self.trace.follow(outer, stream.actor)  # nothing of it has run
 
 
 class _Graph:
@@ -330,7 +332,8 @@ class _Faces(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu = dict(kwargs or {}), self._gpu
-        if isinstance(func, torch._ops.OpOverload):  # what torch calls by itself, from below
+        # what torch calls by itself, from below; and its reading of arguments
+        if isinstance(func, torch._ops.OpOverload) or func is torch._C._nn._parse_to:
             return func(*args, **kwargs)
         if func == Tensor.device.__get__ and gpu.is_there(args[0]):
             return GPU
@@ -349,8 +352,6 @@ class _Faces(TorchFunctionMode):
         if func is Tensor.tolist and gpu.is_there(args[0]):
             gpu.launch("tolist", reads=args)
             gpu.copied("to the host", is_blocking=True)
-        if func is Tensor.__setitem__ and gpu.is_there(args[0]) and not isinstance(args[2], Tensor):
-            gpu.copied("from the host", is_blocking=True)
         return self._made(func, args, kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

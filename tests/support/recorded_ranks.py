@@ -34,8 +34,8 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
     env = replace(ALONE, world_size=len(hosts), host="a")
     new_group = dist.new_group
 
-    def fake_group(ranks: Sequence[int], *, backend: str, **options: Any) -> Any:
-        return new_group(ranks, backend="fake", **options)
+    def fake_group(ranks: Sequence[int], **_: Any) -> Any:
+        return new_group(ranks, backend="fake")
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=len(hosts))
     try:

@@ -5,6 +5,7 @@ write, that nothing has put into an order. Each thread of the host is an actor o
 what it launches comes after all that it knows to be done, and a wait of the host tells one thread, not all.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class Trace:
         """thread: says who calls."""
         self._thread = thread
         self.events: list[Event] = []
+        self._judged_from = 0
+
+    def judge_from_here(self) -> None:
+        """Ask no questions about the waits so far: those of setting up."""
+        self._judged_from = len(self.events)
 
     def mark(self, actor: Actor) -> Marker:
         """Put a marker behind what the actor has been given."""
@@ -81,8 +87,9 @@ class Trace:
         self.events.append(Launch(self._thread(), actor, frozenset(reads) - written, written, what))
 
     def waits(self) -> dict[int, str]:
-        """Return the waits that somebody asked for: their places in events, and who asked."""
-        return {at: each.place for at, each in enumerate(self.events) if isinstance(each, Wait) and each.place}
+        """Return the waits that are judged and that somebody asked for: their places in events, and who asked."""
+        events = list(enumerate(self.events))[self._judged_from :]
+        return {at: each.place for at, each in events if isinstance(each, Wait) and each.place}
 
     def objections(self, *, without: int | None = None) -> list[str]:
         """Return the sanitizer's, to all of it or without one of its events."""
@@ -156,11 +163,16 @@ class _Check:
                 return
 
 
-def require_every_wait(trace: Trace) -> None:
-    """Assert that all is in order, and would not be without any one of the waits."""
-    assert trace.objections() == []
+def require_every_wait(trace: Trace, *, by_place: bool = False) -> None:
+    """Assert that all is in order, and would not be without any one of the waits.
+
+    by_place: of the waits that one line asks for one is enough, as where it is called twice with nothing in between.
+    """
+    assert (objections := trace.objections()) == [], objections[:3]
     waits = trace.waits()
-    idle = [place for at, place in waits.items() if not trace.objections(without=at)]
-    print(f"{len(waits) - len(idle)} of {len(waits)} waits are needed, of {len(trace.events)} events")
-    assert idle == []
+    needed = [place for at, place in waits.items() if trace.objections(without=at)]
+    idle = set(waits.values()) - set(needed) if by_place else Counter(waits.values()) - Counter(needed)
+    total, what = (len(set(waits.values())), "places that wait") if by_place else (len(waits), "waits")
+    print(f"{total - len(idle)} of {total} {what} are needed, {len(waits)} waits in {len(trace.events)} events")
+    assert not idle, f"no objection without {idle}"
     assert waits
