@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,20 +110,26 @@ class Communicator:
                 f"{', '.join(self.algorithms)} only: make a table here by bigbatch comm tune, or take another backend"
             )
         self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table}\n{self.topology.groups}")
-        all_reduce_ = make_allreduce(
-            algorithm,
-            backend=self.backend,
-            topology=self.topology,
-            memory=self.memory,
-            wire=wire,
-            table=table,
-        )
+        with self._watched(f"connection of the groups of algorithm {algorithm}"):
+            all_reduce_ = make_allreduce(
+                algorithm,
+                backend=self.backend,
+                topology=self.topology,
+                memory=self.memory,
+                wire=wire,
+                table=table,
+            )
         return replace(self, algorithm=algorithm, wire=wire, table=table, all_reduce_=all_reduce_, why=why)
+
+    def _watched(self, label: str) -> AbstractContextManager[None]:
+        """Watch what NCCL does without a limit and beside the queue. All ranks make these calls in the same order."""
+        return nullcontext() if self.inspector is None else self.inspector.during(label)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Make a flat tensor of zeros that can be summed without copies. Collective."""
         if self.registered is not None:
-            return self.registered.allocate(num_elements, dtype)
+            with self._watched("registration of a buffer"):
+                return self.registered.allocate(num_elements, dtype)
         if self.memory is None or self.staging is not None:
             return torch.zeros(num_elements, dtype=dtype, device=self.device)
         return self.memory.allocate(num_elements, dtype)

@@ -163,8 +163,10 @@ def connect(
         inspector=inspector,
     )
     try:
-        if env.world_size > 1 and buffers != "torch":
-            met = replace(met, registered=_register(transport, device, is_symmetric=buffers == "symmetric"))
+        if inspector is not None and buffers != "torch":
+            with inspector.during("registration of a first buffer"):
+                registered = _register(transport, device, is_symmetric=buffers == "symmetric")
+            met = replace(met, registered=registered)
         return met.with_algorithm(algorithm, table=table)
     except PeerLostError:  # the job ends
         raise

@@ -1,5 +1,6 @@
 """Who keeps the others waiting: named on every rank before the time limit ends the job."""
 
+import itertools
 import json
 import os
 import sys
@@ -27,6 +28,9 @@ FLIGHT_SECONDS = 2.0
 """Longest wait for torch's flight recorder and the file that it goes to."""
 VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + ANSWER_SECONDS
 """How long after the time limit the verdict may take: a library's own limit must come after it."""
+
+BESIDE_A_QUEUE = -1_000_000
+"""Number of the first operation that no queue counts: each has a number of its own, below all of a queue's."""
 
 _FLAG = "bigbatch/stall/operation"
 _FLIGHTS = "bigbatch/stall/flights"
@@ -73,6 +77,7 @@ class StallInspector:
         self._warn_seconds, self._say = warn_seconds, say
         # a few per warn_seconds: the others' answers come at most a quarter of it late
         self._look_seconds = min(LOOK_SECONDS, warn_seconds / 4)
+        self._beside = itertools.count(BESIDE_A_QUEUE)
         self._noted: Pending | None = None
         self._noted_at = 0.0
         self._said: set[int] = set()
@@ -89,13 +94,16 @@ class StallInspector:
 
     @contextmanager
     def during(self, label: str) -> Iterator[None]:
-        """Watch what the calling thread does inside, before there is a queue, as an operation of all ranks."""
-        pending = Pending(0, label, time.monotonic())
-        self.follow(lambda: pending)
+        """Watch what the calling thread does inside, beside the queue if there is one, as an operation of all ranks.
+
+        What the queue is at goes first. All ranks make these calls in the same order.
+        """
+        queued, pending = self._oldest, Pending(next(self._beside), label, time.monotonic())
+        self.follow(lambda: queued() or pending)
         try:
             yield
         finally:
-            self.follow(lambda: None)
+            self.follow(queued)
 
     def follow(self, oldest: Callable[[], Pending | None]) -> None:
         """Watch the operations of a queue from now on, which counts them from 1."""

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -47,6 +47,7 @@ def calibrate(
     *,
     is_fresh: bool = False,
     interface: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     kept: Path | None = None,
     folder: Path | None,
     seconds: float = SECONDS,
@@ -55,12 +56,13 @@ def calibrate(
 
     Rank 0 looks and decides, and tells the others, whose files are never read: at kept first, the file of a run that
     may go on, then into folder (None where there is none to write to). is_fresh: at neither. interface: as connect()
-    was given it. Measuring ends within seconds, but for a first sum that takes longer.
+    was given it; settings: what else it was given that makes sums faster or slower. Measuring ends within seconds, but
+    for a first sum that takes longer.
     Raises: CommError where a sum came out wrong; PeerLostError.
     """
     start = time.perf_counter()
     is_first = communicator.rank == 0
-    facts = _collect_facts(communicator, interface=interface)
+    facts = _collect_facts(communicator, interface=interface) | {"settings": dict(settings or {})}
     path = folder / _file_name(facts) if folder else None
     record, told = None, ""
     if is_first and not is_fresh:
@@ -150,8 +152,8 @@ def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -
     record = json.loads(data)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is not of the form {FORMAT!r}")
-    if record["cluster"] != facts["cluster"] or record["ranks"] != facts["ranks"]:
-        raise ValueError("it is of another cluster")
+    if any(record[name] != fact for name, fact in facts.items()):
+        raise ValueError("it is of another cluster, or of other settings")
     if not isinstance(record["date"], str) or not set(_table_of(record).algorithms) <= set(algorithms):
         raise ValueError("it is damaged")
     return record

@@ -101,6 +101,7 @@ def _with_algorithm(
         communicator,
         is_fresh=comm.calibrate == "always",
         interface=comm.interface,
+        settings={"reduce_dtype": comm.reduce_dtype, "max_ctas": comm.max_ctas, "buffers": comm.buffers},
         kept=kept_calibration,
         folder=calibration_folder(),
     )

@@ -31,7 +31,7 @@ class RunDir:
 
     @property
     def calibration(self) -> Path:
-        """What was measured of the cluster, where comm.algorithm=auto chose by that: the run goes on with it."""
+        """Return where the calibration lies by which comm.algorithm=auto chose, if it did: the run goes on with it."""
         return self.path / "calibration.json"
 
     @property

@@ -2,6 +2,8 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +125,37 @@ def test_with_algorithm_takes_another_algorithm_or_wire_over_the_same_ranks() ->
     assert second.with_algorithm("hybrid", table=TABLE).algorithm_for(torch.zeros(16)) == "doubling"
     assert second.with_algorithm("hybrid", table=TABLE).algorithm_for(torch.zeros(17)) == "ring"
     assert second.algorithm_for(torch.zeros(17)) == "ring"
+
+
+def test_with_algorithm_and_allocate_are_watched_where_nccl_waits_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups that connect and windows that are made by all ranks stand in no queue."""
+    watching: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def during(label: str) -> Iterator[None]:
+        watching.append(label)
+        yield
+        watching.pop()
+
+    def new_group(self: SingleBackend, families: object) -> Group:
+        seen.append(tuple(watching))
+        return Group((0,), None)
+
+    def allocate(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(tuple(watching))
+        return torch.zeros(num_elements, dtype=dtype)
+
+    monkeypatch.setattr(SingleBackend, "new_group", new_group)
+    inspector: Any = SimpleNamespace(during=during)
+    registered: Any = SimpleNamespace(allocate=allocate)
+    watched = replace(connect(env=ALONE, device=CPU), inspector=inspector, registered=registered)
+    watched.with_algorithm("doubling").allocate(1, torch.float32)
+    assert [len(labels) for labels in seen] == [1, 1]
+    assert "doubling" in seen[0][0]
+    assert not watching
 
 
 def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,34 @@ def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
 
 
+def test_inspector_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the groups were late, and then others: each time who has not come is named anew."""
+    first, second = ranks(2)
+    real, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + passed[0])
+    for label in ("these groups", "those groups"):
+        with first.inspector.during(label):
+            passed[0] += 4.5
+            look(first)
+            passed[0] += 2.5
+            look(first, second)
+        with second.inspector.during(label):
+            pass
+        assert re.search(naming(label, "rank 1 on node1 has not come"), first.said[-1])
+    assert len(first.said) == 2
+
+
+def test_inspector_looks_at_the_queue_before_what_is_done_beside_it() -> None:
+    first, _ = ranks(2)
+    with first.inspector.during("groups"):
+        first.waits(3, seconds=9)
+        look(first)
+        assert first.control.store.get("bigbatch/stall/3/label").decode() == first.pending.label  # type: ignore[union-attr]
+        first.pending = None
+        assert first.inspector._oldest() is not None
+    assert first.inspector._oldest() is None
+
+
 def test_inspector_says_nothing_while_nobody_waits_long() -> None:
     first, second = ranks(2)
     first.waits(3, seconds=3.9)

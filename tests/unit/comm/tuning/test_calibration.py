@@ -95,8 +95,17 @@ def test_calibration_of_another_cluster_is_not_taken(
     assert (len(measured), len(list(tmp_path.iterdir()))) == (2, 2)
     calibrate(one_rank(), interface="eth7", folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (3, 3)
+    calibrate(one_rank(), settings={"max_ctas": 8}, folder=tmp_path)
+    assert (len(measured), len(list(tmp_path.iterdir()))) == (4, 4)
     calibrate(one_rank(), folder=tmp_path)  # the first one's is still there
-    assert len(measured) == 3
+    assert len(measured) == 4
+
+
+def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path, measured: list[float]) -> None:
+    calibrate(one_rank(), settings={"reduce_dtype": "wire"}, folder=tmp_path)
+    found = calibrate(one_rank(), settings={"reduce_dtype": "fp32"}, kept=only_file(tmp_path), folder=None)
+    assert naming_all(found.source, "is not taken", "settings")
+    assert len(measured) == 2
 
 
 def test_calibration_of_nccl_goes_by_its_environment(
