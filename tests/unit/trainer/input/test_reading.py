@@ -360,7 +360,7 @@ def test_reading_too_many_open_files_name_the_limit_and_are_tried_again(make, tm
     num_refused = FOREVER
     with pytest.raises(
         StorageError,
-        match=naming("train/a/", "`ulimit -n 65536`", " 0.2 s", "data.patience_seconds"),
+        match=naming("train/a/", "`ulimit -n 65536`", "data.patience_seconds"),
     ) as caught:
         list(make(index, patience_seconds=0.2).load([ask(0, 1, 2, 3)]))
     assert "\n" not in str(caught.value)
