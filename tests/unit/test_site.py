@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import sphinx
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 OURS = r"(?:bigbatch|comm|trainer|launch|configs|tests|docs|benchmarks|examples)"
@@ -31,6 +34,7 @@ def test_site_is_built_of_what_readme_names(tmp_path: Path) -> None:
     assert "docs/room" in (tmp_path / "build/site/searchindex.js").read_text()
 
 
+@pytest.mark.skipif(sphinx.version_info < (8, 2), reason="an older Sphinx, as Python 3.10 has, misses some")
 def test_site_takes_dead_ends_for_errors(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("# House\n[a](docs/room.md#no-door), [b](LICENSE), [c](docs/room.md)\n")

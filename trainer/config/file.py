@@ -111,10 +111,19 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_dumped(text: str) -> dict[str, Any]:
-    """Read what dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default."""
+    """Read what dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default.
+
+    But for comm.reduce_dtype, where it tells: half precision was rounded at each hop before there was that key.
+    """
     stated = flatten(yaml.load(text, StrictLoader))
     # stated once more: also the keys that this version does not know
     values = with_defaults(stated) | stated
+    sums_half = values["comm.wire_dtype"] in ("float16", "bfloat16") or values["optimizer.precision"] in (
+        "bf16",
+        "fp16",
+    )
+    if sums_half and "comm.reduce_dtype" not in stated:
+        values["comm.reduce_dtype"] = "wire"
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 

@@ -246,7 +246,7 @@ def test_loaders_an_image_that_would_fill_the_memory_is_named(monkeypatch):
 def test_loaders_a_part_of_a_png_that_pillow_chokes_on_is_named():
     whole = encoded(smooth_image(0), "PNG")
     short_gamma = b"\0\0\0\1gAMA\0" + zlib.crc32(b"gAMA\0").to_bytes(4, "big")
-    with pytest.raises(DataError, match=naming("a.png: ", "gAMA", "replace")):
+    with pytest.raises(DataError, match=naming("a.png: ", "replace")):
         open_image(whole[:33] + short_gamma + whole[33:], path="a.png")
 
 
