@@ -172,7 +172,7 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
 def record_flights() -> None:
     """Let torch keep its last collectives in memory for a stall's message, as its later releases do by themselves."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
-        os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # the older name, which all know
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is its older name, of which torch warns
 
 
 def flight_prefix() -> str | None:

@@ -1,5 +1,6 @@
 """Who keeps the others waiting: named on every rank before the time limit ends the job."""
 
+import faulthandler
 import itertools
 import json
 import os
@@ -133,7 +134,10 @@ class StallInspector:
         """Take one look at the clock alone, and end this process after the time limit."""
         pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
+            # torch's dump asks the driver with the interpreter's lock held: where it hangs, no thread of Python goes on
+            faulthandler.dump_traceback_later(2 * VERDICT_SECONDS, exit=True)
             self._say(self._last_words(pending))
+            faulthandler.cancel_dump_traceback_later()
             os._exit(1)  # the main thread waits for the device, where nothing can reach it
 
     def _last_words(self, pending: Pending) -> str:
@@ -166,7 +170,7 @@ class StallInspector:
             # neither a full disk nor a release that writes otherwise may keep the verdict back
             with suppress(OSError):
                 path = keep_flight(text, rank=self._control.rank)
-            with suppress(ValueError, LookupError, TypeError):
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
                 flight = read_flight(text)
         return flight, path
 
@@ -184,7 +188,7 @@ class StallInspector:
 
     def _answer_with_flight(self) -> None:
         if self._ends_job and not self._has_told:
-            with suppress(ValueError, LookupError, TypeError):
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
                 self._tell(read_flight(dump_flight()))
 
     def look(self) -> None:

@@ -71,17 +71,18 @@ def write_on_first(write: Callable[[], object], control: Control, *, what: str, 
 
     A write may take longer than a sum: ranks that went on would wait for the first one in the next sum, or in a
     library's last barrier, whose limit is for the network. what names it in messages.
-    Raises: CheckpointError, the first rank's, on all; PeerLostError after timeout_seconds.
+    Raises: the first rank's error there, CheckpointError with its words elsewhere; PeerLostError after timeout_seconds.
     """
-    failure = ""
+    error: Exception | None = None
     if control.rank == 0:
         try:
             write()
-        except CheckpointError as error:
-            failure = str(error)
+        except Exception as found:  # whatever it is, the others must not wait for a word that does not come
+            error = found
+    failure = "" if error is None else str(error) or type(error).__name__
     if failure := control.tell_all(failure, what=what, timeout_seconds=timeout_seconds):
         control.gather_text("", what=what)  # the first rank may hold the store: it ends when all have read why
-        raise CheckpointError(failure)
+        raise error or CheckpointError(failure)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

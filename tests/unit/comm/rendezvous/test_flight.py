@@ -103,10 +103,10 @@ def test_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.Monke
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
     environ.record_flights()
-    assert environ.os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
+    assert "TORCH_FR_BUFFER_SIZE" not in environ.os.environ
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
     environ.record_flights()
-    assert int(environ.os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+    assert int(environ.os.environ["TORCH_FR_BUFFER_SIZE"]) > 0
 
 
 @pytest.mark.skipif(not hasattr(flight._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from queue import Queue
@@ -272,6 +274,29 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
     gone.released.set()
     inspector.close()
     assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
+
+
+HANGS_IN_C = """
+import ctypes, time
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+
+stall.VERDICT_SECONDS = 0.2
+stall.dump_flight = lambda: ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock held
+job = Control(ALONE, timeout_seconds=0.1, find_master=meet_by_mpi)
+pending = stall.Pending(1, "buffer 1", time.monotonic())
+stall.StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.slow
+def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout" in done.stderr, "by the watch that needs no lock, which shows where each thread is"
 
 
 def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:

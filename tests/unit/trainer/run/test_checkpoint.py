@@ -211,7 +211,7 @@ def ranks_that_write(write: Callable[[Event], object], *, limit: float) -> list[
         store.set(f"bigbatch/host/{rank}", f"node{rank}")
         try:
             write_on_first(lambda: write(ended), control, what="checkpoint of step 3", timeout_seconds=limit)
-        except UserError as error:
+        except (UserError, MemoryError) as error:
             raised[rank] = f"{type(error).__name__}: {error}"
         if rank == 1:
             ended.set()
@@ -247,6 +247,13 @@ def test_checkpoint_that_fails_is_told_to_all_ranks() -> None:
 
     told = "CheckpointError: cannot write checkpoint x/step-3: disk full"
     assert ranks_that_write(write, limit=5) == [told, told]
+
+
+def test_checkpoint_that_fails_for_any_reason_is_told_to_all_ranks() -> None:
+    def write(ended: Event) -> None:
+        raise MemoryError
+
+    assert ranks_that_write(write, limit=5) == ["MemoryError: ", "CheckpointError: MemoryError"]
 
 
 def test_checkpoint_waits_for_no_lost_rank() -> None:
