@@ -14,7 +14,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.bench import figures as bench
 from bigbatch.comm.bench.report import SweepReport
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import BACKENDS, BUFFERS, WIRE_DTYPES, connect
+from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.measure import Effort, measure_links, time_sums
@@ -164,6 +164,7 @@ def _connect(arguments: argparse.Namespace) -> Communicator:
             max_ctas=arguments.max_ctas,
             buffers=arguments.buffers,
             wire_dtype=arguments.wire_dtype,
+            reduce_dtype=arguments.reduce_dtype,
             env=read_process_env(),
         )
     except ValueError as error:
@@ -219,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
     add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: that of the tensors)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="of half precision's sums (default: %(default)s)")
     add("--group-size", type=int, help="ranks per node group (default: all of a host)")
     add("--max-ctas", type=int, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")

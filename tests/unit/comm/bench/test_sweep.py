@@ -22,6 +22,8 @@ from bigbatch.comm.bench import figures as bench
 from bigbatch.comm.bench import sweep
 from bigbatch.comm.bench.figures import Limit, Row
 from bigbatch.comm.bench.plot import plot_sweep
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
 from bigbatch.comm.tuning import measure
 from bigbatch.comm.tuning.exact import LIMITS, PERIOD, expected_pattern, limit_of, rank_pattern
 from bigbatch.comm.tuning.measure import Effort, Sums, count_different, fill_, time_sums
@@ -377,6 +379,14 @@ def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]
     assert {field.name for field in dataclasses.fields(Row)} == set(records[0]) - {"kind"}
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_measures_the_sums_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Communicator] = []
+    monkeypatch.setattr(sweep, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
+    options = ["--max-bytes", "1K", "--repetitions", "2", "--wire-dtype", "bfloat16", "--reduce-dtype", "wire"]
+    assert main(["comm", "bench", *options]) == 0
+    assert met[0].wire == Wire(torch.bfloat16, in_fp32=False)
 
 
 def test_bench_fails_by_a_wrong_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

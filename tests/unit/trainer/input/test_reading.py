@@ -308,7 +308,7 @@ def test_reading_the_resident_loader_is_patient_too(capsys):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
     storage.release.set()
     storage.failures, storage.silent = {2: FOREVER}, set()
-    with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(.* 0.\d s: data.patience_seconds"):
+    with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(.* s: data.patience_seconds"):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
 
 
