@@ -130,4 +130,4 @@ backend.abandon()
 def test_flight_of_real_collectives_is_read() -> None:
     """In a process of its own: torch asks for the recorder's size once."""
     done = subprocess.run([sys.executable, "-c", THREE_SUMS], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "[3]\n", done.stderr
+    assert done.stdout.splitlines()[-1:] == ["[3]"], done.stderr  # gloo of torch 2.10 speaks, too
