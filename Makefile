@@ -8,7 +8,7 @@ RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); 
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-all test-long cluster test-cluster check lint docs format clean
+.PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks cluster test-cluster check lint docs format clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -17,15 +17,24 @@ train: .venv/ready
 	$(BIN)/bigbatch launch mpirun --ranks $(RANKS) -- train --config quickstart $(TRAIN_OPTIONS)
 
 # every law in a short form, and the unit tests that take less than seconds: within 8 minutes on 2 cores. Unit tests
-# run three at a time, of which on 2 cores one waits, the others two at a time, as most start two ranks or more.
-test: .venv/ready
+# run three at a time, of which on 2 cores one waits, as do the long ones, which nobody waits for; the others two at a
+# time, as most start two ranks or more.
+test: test-unit test-ranks
+
+test-unit: .venv/ready
 	$(PYTEST) tests/unit -n 3 -m "not long"
+
+test-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 2 -m "not long"
 
 # the rest: full forms, compilers, benchmarks, launchers
-test-long: .venv/ready
+test-long: test-long-unit test-long-ranks
+
+test-long-unit: .venv/ready
 	$(PYTEST) tests/unit -n 3 -m long
-	$(PYTEST) tests/laws tests/parallel -n 2 -m long
+
+test-long-ranks: .venv/ready
+	$(PYTEST) tests/laws tests/parallel -n 3 -m long
 
 test-all: test test-long
 

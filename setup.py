@@ -19,13 +19,15 @@ extras = {
     "tune": ["optuna>=4", "scipy>=1.11"],
     "verify": ["mlperf-logging>=4", "scipy>=1.11"],
     "energy": ["nvidia-ml-py>=12"],
-    "export": ["onnx>=1.17", "onnxscript>=0.5"],
+    "export": ["onnx>=1.17", "onnxscript>=0.5", "safetensors>=0.4"],
+    "huggingface": ["pyarrow>=15"],
     "docs": ["sphinx>=8", "myst-parser>=4", "furo"],
 }
 extras["dev"] = [
     *extras["tune"],
     *extras["verify"],
     *extras["export"],
+    *extras["huggingface"],
     *extras["docs"],
     "onnxruntime>=1.20",
     "schedulefree>=1.4",

@@ -43,7 +43,7 @@ def main() -> int:
                 print(f"{trials[-1]}", file=sys.stderr, flush=True)
     finally:
         run("down", "--name", name)
-    record = {
+    record: dict[str, Any] = {
         "benchmark": "preflight",
         "conditions": conditions(options) | {"nodes": NODES, "link": LINK, "slow_link": SLOW_LINK},
         "results": {fault: summarise(trials, fault) for fault in ("none", "slow node", "slow link")},

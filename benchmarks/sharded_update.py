@@ -2,9 +2,10 @@
 
     python -m benchmarks.sharded_update --ranks 2 --out benchmarks/results/sharded-update.json
 
-A turn sums random gradients over the ranks and updates, once whole (all-reduce, each rank updates everything) and once
-sharded (reduce-scatter, a share, all-gather); who goes first alternates. Nothing hides the communication: there is no
-backward pass. Seconds are those of the slowest rank, the ratio is that of neighbours in one turn: sharded / whole.
+A turn sums random gradients over the ranks and updates, once whole (all-reduce, each rank updates everything), once
+sharded (reduce-scatter, a share, all-gather), and once so that the weights are gathered behind the next forward; who
+goes first changes. With --pictures each ends with a forward; nothing else hides the communication, as there is no
+backward pass. Seconds are those of the slowest rank, a ratio is that of neighbours in one turn.
 Bytes are what a rank keeps for the optimizer beside the model and its gradients: fp32 masters, their gradients, state.
 """
 
@@ -32,7 +33,8 @@ from bigbatch.trainer.optim.param_groups import param_groups
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.sharded import shard_update
 
-KINDS = ("whole", "sharded")
+KINDS = ("whole", "sharded", "behind forward")
+RATIOS = (("sharded", "whole"), ("behind forward", "sharded"))
 SETTINGS: dict[str, Any] = {
     "momentum": 0.9,
     "nesterov": False,
@@ -56,7 +58,7 @@ def main() -> None:
     facts = conditions(options)
     torch.set_num_threads(options.threads)
     communicator = connect(backend=options.backend)
-    updates = {kind: Update(options, communicator, is_sharded=kind == "sharded") for kind in KINDS}
+    updates = {kind: Update(options, communicator, kind=kind) for kind in KINDS}
     seconds = measure(updates, repetitions=options.repetitions)
     results = summarise(seconds, updates, communicator)
     if communicator.rank == 0:
@@ -76,6 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--precision", choices=tuple(COMPUTE_DTYPES), default="bf16", help="(default: %(default)s)")
     add("--backend", default="auto", help="as comm.backend (default: %(default)s)")
     add("--repetitions", type=int, default=10, help="(default: %(default)s)")
+    add("--pictures", type=int, default=0, help="of a rank, 224 x 224, through a forward (default: none)")
     add("--threads", type=int, default=1, help="of the CPU, per rank (default: %(default)s)")
     add("--out", type=Path, help="JSON file for the results")
     add("--is-rank", action="store_true", help=argparse.SUPPRESS)
@@ -85,7 +88,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 class Update:
     """Holds a model with gradients, and all that updates it."""
 
-    def __init__(self, options: argparse.Namespace, communicator: Communicator, *, is_sharded: bool) -> None:
+    def __init__(self, options: argparse.Namespace, communicator: Communicator, *, kind: str) -> None:
+        is_sharded = kind != "whole"
         torch.manual_seed(0)
         model = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d)
         self.model = model.to(communicator.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -100,20 +104,34 @@ class Update:
             return make_native(settings, groups, lr=LR)  # type: ignore[arg-type]
 
         if is_sharded:
-            self.optimizer = shard_update(self.model, self.precision, self.reducer, communicator, make_optimizer=make)
+            self.optimizer = shard_update(
+                self.model,
+                self.precision,
+                self.reducer,
+                communicator,
+                make_optimizer=make,
+                behind_forward=kind == "behind forward",
+            )
         else:
             self.optimizer = make(self.precision.masters)
         self.precision.backward(0 * sum(p.float().sum() for p in self.model.parameters()))
         self.reducer.wait()
+        images_BCHW = torch.ones(options.pictures, 3, 224, 224, device=communicator.device)
+        self.images_BCHW = images_BCHW.to(self.precision.compute_dtype, memory_format=torch.channels_last)
 
+    @torch.no_grad()
     def turn(self) -> tuple[float, float]:
-        """Return the seconds of the sums, and of the update with what spreads it."""
+        """Return the seconds of the sums, and of the update with what spreads it, and the forward."""
         for buffer_N in self.reducer.buffers:
             buffer_N.normal_()
         marks = [self._now()]
         self.reducer.wait()
         marks.append(self._now())
         self.precision.update_(self.optimizer)
+        if len(self.images_BCHW):
+            with self.precision.forward():
+                self.model(self.images_BCHW)
+        self.precision.settle()
         marks.append(self._now())
         return marks[1] - marks[0], marks[2] - marks[1]
 
@@ -144,7 +162,8 @@ def measure(updates: dict[str, Update], *, repetitions: int) -> dict[str, list[t
     """Turn by turn; the first two are thrown away."""
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for turn in range(repetitions + 2):
-        for kind in KINDS if turn % 2 else KINDS[::-1]:
+        first = turn % len(KINDS)
+        for kind in KINDS[first:] + KINDS[:first]:
             took = updates[kind].turn()
             if turn >= 2:
                 seconds[kind].append(took)
@@ -168,7 +187,10 @@ def summarise(
             "seconds": spread(totals[kind]),
             "bytes": {key: max(rank[kind]["bytes"][key] for rank in ranks) for key in mine[kind]["bytes"]},
         }
-    results["ratio"] = spread([ours / whole for ours, whole in zip(totals["sharded"], totals["whole"], strict=True)])
+    results["ratios"] = {
+        f"{ours} / {other}": spread([a / b for a, b in zip(totals[ours], totals[other], strict=True)])
+        for ours, other in RATIOS
+    }
     return results
 
 
@@ -179,7 +201,8 @@ def tell(results: dict[str, Any]) -> None:
             print(show(f"{kind}: {key}", results[kind][key], unit="s"))
         kept = ", ".join(f"{key} {value / 1e6:.1f} MB" for key, value in results[kind]["bytes"].items())
         print(f"{kind}: {kept} a rank")
-    print(show("sharded / whole", results["ratio"], unit=""))
+    for name, ratio in results["ratios"].items():
+        print(show(name, ratio, unit=""))
 
 
 if __name__ == "__main__":

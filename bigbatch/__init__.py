@@ -15,6 +15,8 @@ _HOMES = {
     "DistributedOptimizer": "bigbatch.comm.gradients.distributed_optimizer",
     "ddp_comm_hook": "bigbatch.comm.gradients.ddp_hook",
     "connect": "bigbatch.comm.connection",
+    "train": "bigbatch.trainer.in_python",
+    "TrainingHooks": "bigbatch.trainer.run.hooks",
 }
 
 __all__ = [
@@ -24,9 +26,11 @@ __all__ = [
     "GradientReducer",
     "Precision",
     "Scaling",
+    "TrainingHooks",
     "connect",
     "ddp_comm_hook",
     "param_groups",
+    "train",
 ]
 
 if TYPE_CHECKING:
@@ -34,11 +38,17 @@ if TYPE_CHECKING:
     from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
     from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.gradients.reducer import GradientReducer
+    from bigbatch.trainer.in_python import train
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS
     from bigbatch.trainer.optim.param_groups import param_groups
+    from bigbatch.trainer.run.hooks import TrainingHooks
     from bigbatch.trainer.step.loss_scale import Scaling
     from bigbatch.trainer.step.precision import Precision
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

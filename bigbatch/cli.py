@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
-from bigbatch.errors import UserError
+from bigbatch.errors import UserError, nearest, printable
+from bigbatch.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -22,6 +23,7 @@ GROUP = "bigbatch.groups"
 """Where the commands of a group are: its name is the first of their words."""
 
 COMMANDS = {
+    "init": ("bigbatch.trainer.init.command", "look at own pictures and write a recipe for them"),
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
     "evaluate": (
         "bigbatch.trainer.inference.evaluate",
@@ -52,30 +54,32 @@ COMMANDS = {
         "train every combination of ranks, batches and settings for some steps",
     ),
     "report": ("bigbatch.launch.report.publish", "scaling efficiency and its causes; time and cost until an accuracy"),
+    "faults": (GROUP, "disturb short trainings on purpose: is what fails named, resumed and lossless?"),
     "comm": (GROUP, "time all-reduces by size; choose algorithm and fusion for a cluster"),
     "doctor": (
         "bigbatch.trainer.doctor.consult",
         "what limits a run on this machine, and what each known speedup is worth here",
     ),
     "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate the embedded one"),
+    "completion": ("bigbatch.completion", "a script by which bash, zsh or fish completes all this at TAB"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the process's exit code: 0, 1 for an error, 2 for a wrong command line, 130 if stopped."""
+    """Run a subcommand; the process's exit code: 0, or one of bigbatch.exit_codes."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a message may name a file whose name is no UTF-8
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        return 0 if arguments else 2
+        return 0 if arguments else REFUSED
     if arguments[0] == "--version":
         print(f"bigbatch {__version__}")
         return 0
-    if arguments[0] not in COMMANDS:
-        print(f"bigbatch: {arguments[0]} is no subcommand; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
+    if unknown := find_unknown(arguments[:1]):
+        print(f"bigbatch: {unknown}", file=sys.stderr)
+        return REFUSED
     code = _run(arguments[0], arguments[1:])
     worker = _worker()
     if worker is not None or _is_held():
@@ -88,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # wait for its peers or for a dead file system.
         os._exit(code)
     return code
+
+
+def find_unknown(command: Sequence[str]) -> str | None:
+    """Say which of the words that name a command is unknown, and the nearest that is not; None for a good one."""
+    name, *rest = command
+    known: Collection[str] = COMMANDS
+    if name in COMMANDS and COMMANDS[name][0] == GROUP and rest and not rest[0].startswith("-"):
+        name, known = rest[0], import_module(GROUP).GROUPS[name].commands
+    if name in known:
+        return None
+    return f"{name} is no subcommand; the nearest is {nearest(name, known)}; choose one of {', '.join(known)}"
 
 
 def usage() -> str:
@@ -115,15 +130,15 @@ def _run(command: str, arguments: list[str]) -> int:
         return int(run(arguments))  # to import torch takes long enough for a Ctrl-C
     except KeyboardInterrupt:
         print("bigbatch: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
-        return 141
+        return PIPE_CLOSED
     except UserError as error:
-        print(f"bigbatch: {error}", file=sys.stderr)
-        return 1
+        print("bigbatch:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
+        return error.exit_code
     except Exception:  # a defect of bigbatch: show where, and still leave as a rank must
         traceback.print_exc()
-        return 1
+        return FAILED
 
 
 def _worker() -> "ProcessEnv | None":

@@ -1,15 +1,24 @@
 """The root of all errors whose one-line message is for the user, not for a developer; what they suggest."""
 
 import difflib
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Sequence
+
+from bigbatch.exit_codes import DIFFERENT, FAILED, REFUSED
 
 
 class UserError(Exception):
     """A user can mend this; the message names the thing and what to do."""
 
+    exit_code = FAILED
+    """Of the process that ends by it."""
+
 
 class ConfigError(UserError, ValueError):
-    """A setting is wrong; the message names the key, the value and a legal one."""
+    """Settings are wrong; each argument is a line that names the key, the value and a legal one."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class DataError(UserError, RuntimeError):
@@ -22,6 +31,10 @@ class StorageError(DataError):
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be read, written or used here; the message names the path."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was written: cut off, changed, or without one of its files."""
 
 
 class ExportError(UserError, RuntimeError):
@@ -42,6 +55,12 @@ class RunFolderError(UserError, RuntimeError):
 
 class TrainingDiverged(UserError, RuntimeError):
     """The loss or a weight is not finite any more; the message names the step."""
+
+
+class ReplicasDiffer(UserError, RuntimeError):
+    """The ranks do not hold the same weights any more; the message names step, ranks and tensor."""
+
+    exit_code = DIFFERENT
 
 
 class TuneError(UserError, RuntimeError):
@@ -72,14 +91,45 @@ class EmulationError(UserError, RuntimeError):
     """The cluster cannot be built, found or left; the message says what to do."""
 
 
+class FaultError(UserError, ValueError):
+    """A campaign of faults or one of its trials cannot be as asked for; the message says what can."""
+
+    exit_code = REFUSED
+
+
 class LaunchOptionError(UserError, ValueError):
     """An option of launch, sweep, ablate or report, or a key of their files, is wrong; the message tells how."""
+
+
+class JobRefused(LaunchOptionError):
+    """All that is wrong with a job, found before anything starts: a line for each finding."""
+
+    exit_code = REFUSED
+
+    def __init__(self, findings: Sequence[str]) -> None:
+        self.findings = tuple(findings)
+        first = [f"nothing was started, for {len(findings)} reasons:"] if len(findings) > 1 else []
+        super().__init__("\n  ".join([*first, *findings]))
 
 
 class SchedulerError(UserError, RuntimeError):
     """A scheduler refused, or its programs are not here; the message holds its words."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known word most like a misspelt one, for its message; empty where none is known."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)), "")
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.0) -> str:
+    """Return the known word most like a misspelt one, for its message; empty where none is as like it as cutoff."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+
+
+def printable(text: str) -> str:
+    """Return text in one line that no terminal obeys: a file name may hold line ends, escapes and what is no text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(value: object) -> str:
+    """Return a value's repr for a message: of a long text or list the ends alone."""
+    return _SHORTENED.repr(value)
+
+
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxstring, _SHORTENED.maxother = 80, 200

@@ -1,5 +1,6 @@
 """Files that are whole or not there: written under a hidden name beside their own, then renamed."""
 
+import ctypes
 import errno
 import os
 import stat
@@ -38,6 +39,35 @@ def write_whole(path: Path, data: bytes, *, mark: str | None = None, sync: bool 
     """Replace a file in one step, as replacing does. Raises: OSError."""
     with replacing(path, mark=mark, sync=sync) as file:
         file.write(data)
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux's headers: names are as any other call reads them; both change places."""
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two files or folders change names in one step; False, and nothing done, where that cannot be.
+
+    NFS, for one, cannot. Raises: OSError.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:  # an older C library, or not Linux
+        return False
+    if renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def flush(path: Path) -> None:
+    """Bring a file's bytes, or a folder's names, to the disk. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 MOST_OWN_BYTES = 1 << 24

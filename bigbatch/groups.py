@@ -1,4 +1,4 @@
-"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, tune. Nothing heavy is imported before it is needed."""
+"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, faults, tune; nothing heavy comes before its need."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -51,6 +51,15 @@ GROUPS = {
             "list": ("bigbatch.trainer.config.packaged", "print the names of those that come with bigbatch"),
         },
         "bigbatch config show quickstart --run.epochs 2",
+    ),
+    "faults": CommandGroup(
+        "faults",
+        "Disturb trainings on purpose, and see what is kept of what is promised.",
+        {
+            "run": ("bigbatch.launch.faults.campaign", "do trials that a seed draws, or one that was printed"),
+            "table": ("bigbatch.launch.faults.table", "print the tables of a recorded campaign"),
+        },
+        "bigbatch faults run --seed 7 --trials 20",
     ),
     "tune": CommandGroup(
         "tune",

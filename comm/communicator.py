@@ -1,9 +1,13 @@
 """The ranks of a job, connected: transport, topology and the chosen all-reduce."""
 
+import atexit
 import hashlib
+import os
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -22,13 +26,16 @@ from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.errors import CommError
+from bigbatch.exit_codes import FAILED
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
-open_controls: set[Control] = set()
-"""The connections that this process has not closed."""
+open_connections: dict[Control, "Communicator"] = {}
+"""Those that this process has not closed."""
+_aborted: list[Backend] = []
+"""Those of connections that a failure has ended: a thread of theirs may still wait for a lost rank."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,9 @@ class Communicator:
     inspector: StallInspector | None = None
     registered: RegisteredMemory | None = None
     """Where allocate() takes memory, for NCCL to sum without copies."""
+    max_ctas: int | None = None
+    buffers: str = "torch"
+    """As connect() was given them: measured times hold for these."""
     why: str = ""
     """What chose the algorithm, where nobody named it."""
     calibration: str = ""
@@ -162,6 +172,7 @@ class Communicator:
         operation = self._operation(collective_, tensor_N, label=label)
         if self.timeline.is_active:
             operation = self._recorded(operation, tensor_N, label=label, algorithm=algorithm, wire=wire)
+        self.control.begin()
         work = self.backend.submit(operation, label=label)
         return work if self.staging is None else Staged(work, self.staging)
 
@@ -199,7 +210,7 @@ class Communicator:
             return lambda: None
         if self.memory is None or self.memory.holds(tensor_N):
             return lambda: collective_(tensor_N)
-        scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, what=label)
+        scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=self._finish_with_scratch, what=label)
         if self.staging is not None:
             return _by_way_of_host(collective_, tensor_N, scratch_N, self.staging)
 
@@ -209,6 +220,12 @@ class Communicator:
             tensor_N.copy_(scratch_N)
 
         return by_way_of_scratch
+
+    def _finish_with_scratch(self, scratch_N: Tensor) -> None:
+        """Let what is under way end, which may work in this scratch. Collective, and seldom: scratch doubles."""
+        self.backend.submit(lambda: None, label="growth of shared memory").wait()
+        if self.staging is not None:
+            self.staging.unpin(scratch_N)
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
         """Sum a flat tensor over all ranks, in place, and wait for it. Collective."""
@@ -238,7 +255,12 @@ class Communicator:
         return merge(texts)
 
     def close(self) -> None:
-        """End communication after a run that went well. Collective. MPI ends with the last connection."""
+        """End communication after a run that went well. Collective. MPI ends with the last connection.
+
+        A rank that comes to it while others still wait for it in a sum ends these waits, and fails with them.
+        """
+        with suppress(RuntimeError):  # without its store the last barrier says what there is to say
+            self.control.leave()
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
@@ -246,16 +268,40 @@ class Communicator:
         if self.inspector is not None:
             self.inspector.close()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
-        open_controls.discard(self.control)
+        open_connections.pop(self.control, None)
         # mpirun takes a rank that ends without finalizing for failed; MPI cannot be started again
-        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_controls:
+        if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_connections:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
             finalize_mpi()
 
+    def abort(self) -> None:
+        """Tell the other ranks that this one fails, so that their waits end and name it. Takes at most a few seconds.
+
+        What is on its way here ends with the process.
+        """
+        open_connections.pop(self.control, None)
+        _aborted.append(self.backend)
+        if self.inspector is not None:
+            self.inspector.close()  # which would answer their roll call
+        # without its store they have noticed
+        with suppress(RuntimeError):
+            self.control.report_own_failure()
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self.abort()
+
     def abandon(self) -> None:
         """Leave nothing behind of a connection that was refused, on all ranks alike."""
-        open_controls.discard(self.control)
+        open_connections.pop(self.control, None)
         if self.inspector is not None:
             self.inspector.close()
         self.backend.abandon()
@@ -266,6 +312,37 @@ class Communicator:
             f"{self.world_size} ranks in {topology.num_nodes} node groups, started by {self.env.launcher}; "
             f"backend {self.backend.name}, all-reduce {self.algorithm}"
         )
+
+
+def close_at_exit(communicator: Communicator) -> Communicator:
+    """Return it, to be closed when the interpreter ends, where nobody has closed it by then."""
+    if not open_connections:
+        # registered again each time: once is enough
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    open_connections[communicator.control] = communicator
+    return communicator
+
+
+def _close_all() -> None:
+    """Close in turn, the newest first, as the first one finalizes MPI; after an uncaught exception tell the others.
+
+    Where a rank was lost by then, or an operation is still on its way, the process fails, too: a thread that comes
+    back from C++ into an interpreter that ends would abort it.
+    """
+    has_failed = getattr(sys, "last_value", None) is not None
+    has_lost = False
+    for communicator in reversed(list(open_connections.values())):
+        try:
+            communicator.abort() if has_failed else communicator.close()
+        except CommError as error:
+            print(f"bigbatch: {error}", file=sys.stderr)
+            has_lost = True
+    if has_lost or any(backend.oldest() for backend in _aborted):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(FAILED)  # the interpreter takes no other word for it while it ends
 
 
 def first_difference(ours: str, theirs: str) -> str:

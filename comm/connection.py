@@ -14,7 +14,7 @@ from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.communicator import Communicator, open_controls
+from bigbatch.comm.communicator import Communicator, close_at_exit
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
@@ -124,7 +124,8 @@ def connect(
     Without a device it is choose_device's, and ranks that have the same GPU are refused.
     After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
     timeout_seconds the wait ends in an error.
-    Call close() at the end of a good run: mpirun takes a rank that leaves without it for failed.
+    `with connect() as communicator:` closes it at the end, and tells the other ranks of an exception, so that they end,
+    too. Without it call close() at the end of a good run; where that is forgotten it happens as the interpreter ends.
     Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
     for an unknown or impossible choice.
     """
@@ -151,7 +152,6 @@ def connect(
     transport, inspector = _connect_watched(
         env, control, backend, device=device, interface=interface, max_ctas=max_ctas, warn_seconds=warn_seconds
     )
-    open_controls.add(control)
     met = _assemble(
         env,
         control,
@@ -162,12 +162,13 @@ def connect(
         table=table,
         inspector=inspector,
     )
+    met = replace(met, max_ctas=max_ctas, buffers=buffers)
     try:
         if inspector is not None and buffers != "torch":
             with inspector.during("registration of a first buffer"):
                 registered = _register(transport, device, is_symmetric=buffers == "symmetric")
             met = replace(met, registered=registered)
-        return met.with_algorithm(algorithm, table=table)
+        return close_at_exit(met.with_algorithm(algorithm, table=table))
     except PeerLostError:  # the job ends
         raise
     except (ValueError, CommError):

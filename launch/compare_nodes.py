@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, write_hostfile
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import look_at_hosts, show_look
 from bigbatch.launch.launchers.slurm import job_script, run_and_show
-from bigbatch.trainer.preflight import UNFIT
 
 
 def compare_nodes(job: JobSpec, *, good_hosts: Path | None, dry_run: bool, environ: Mapping[str, str]) -> int:

@@ -2,19 +2,22 @@
 
 import argparse
 import os
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.compare_nodes import compare_nodes
 from bigbatch.launch.emulate import subcommands as emulate
+from bigbatch.launch.jobs.check import check_job
+from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.fit_hosts import preflight_command
-from bigbatch.launch.jobs.options import job_options, read_job
-from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.jobs.options import PYTHON_HELP, job_options, read_job
 from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import LAUNCHERS
-from bigbatch.trainer.preflight import UNFIT
 
 Run = Callable[[argparse.Namespace, tuple[str, ...]], int]
 """Runs a subcommand: what stands before -- on the command line, and behind it; its exit code."""
@@ -26,7 +29,15 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
     split = words.index("--") if "--" in words else len(words)
-    arguments = _parser().parse_args(words[:split])
+    parser = make_parser()
+    arguments, others = parser.parse_known_args(words[:split])
+    if others and not others[0].startswith("-") and split == len(words):
+        left = list(others)
+        # what is left over, in its order, is the command
+        options = [word for word in words if not (left and word == left[0] and left.pop(0))]
+        parser.error(f"-- is missing before the command: bigbatch launch {shlex.join([*options, '--', *others])}")
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     run: Run = arguments.run
     return run(arguments, tuple(words[split + 1 :]))
 
@@ -34,9 +45,12 @@ def main(argv: Sequence[str]) -> int:
 def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     # counting takes a moment, as of GPUs: only where nobody says how many
     default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
-    job = _read_job(arguments, command, default_ranks=default_ranks)
+    with Findings() as findings:
+        job = read_job(arguments, command, findings=findings, default_ranks=default_ranks, is_python=arguments.python)
+        shown = findings.ask(launcher.dry_run, job, os.environ)
+        check_job(job, findings, starts=not arguments.dry_run, sees=launcher.sees)
     if arguments.dry_run:
-        print(launcher.dry_run(job, os.environ), end="")
+        print(shown, end="")
         return 0
     return launcher.start(job, environ=os.environ, options=arguments)
 
@@ -48,12 +62,11 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
             f"launch slurm --preflight {arguments.preflight}"
         )
     options = () if arguments.json is None else ("--json", arguments.json)
-    job = _read_job(arguments, preflight_command(command, *options))
+    with Findings() as findings:
+        job = read_job(arguments, preflight_command(command, *options), findings=findings)
+        # other ranks than those of the experiment may look at the nodes
+        check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, sees="shared")
     return compare_nodes(job, good_hosts=arguments.good_hosts, dry_run=arguments.dry_run, environ=os.environ)
-
-
-def _read_job(arguments: argparse.Namespace, command: tuple[str, ...], *, default_ranks: int = 1) -> JobSpec:
-    return read_job(arguments, command, num_cores=os.cpu_count() or 1, default_ranks=default_ranks)
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -73,11 +86,13 @@ def _queue(name: str) -> Queue:
     return queue
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(
         prog="bigbatch launch",
         description="Start a bigbatch command on several ranks. Here, the first Ctrl-C saves a checkpoint and stops "
-        "the job, the second one ends it at once. A cluster in a box: bigbatch launch emulate --help",
+        "the job, the second one ends it at once. What cannot work is said before anything starts, all at once, with "
+        "exit code 2. A cluster in a box: bigbatch launch emulate --help",
         epilog="example: bigbatch launch mpirun --ranks 2 -- train --config quickstart",
         allow_abbrev=False,
     )
@@ -128,5 +143,6 @@ def _add_launcher(
         "cannot honour is refused.",
         epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
     )
+    parser.add_argument("--python", action="store_true", help=PYTHON_HELP)
     launcher.add_options(parser)
     parser.set_defaults(run=partial(_start, launcher))

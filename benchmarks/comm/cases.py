@@ -98,6 +98,8 @@ CASES = (
     Case("exchange-8x1-1gbit", "exchange", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
     Case("exchange-2x4-1gbit", "exchange", SHORT, "4,4", "1gbit", seconds=90),
     Case("exchange-3+2+2+1-1gbit", "exchange", SHORT, "3,2,2,1", "1gbit", seconds=90),
+    Case("half-sums-8x1-100mbit", "half_sums", (), "1,1,1,1,1,1,1,1", "100mbit", seconds=210, is_long=True),
+    Case("half-sums-4x2-100mbit", "half_sums", link="100mbit", seconds=210, is_long=True),
     Case("reducer-overhead", "reducer_overhead", seconds=25),
     Case(
         "gradients-resnet50-200mbit-cyclic",

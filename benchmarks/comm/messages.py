@@ -46,11 +46,11 @@ class CountingBackend:
     collectives: int = 0
     groups: list[Group] = field(default_factory=list)
     """Those made beside the world, as far as this rank is in them."""
+    world: Group = field(init=False)
 
-    @property
-    def world(self) -> Group:
-        """Return the group of all ranks."""
-        return Group(tuple(range(self.world_size)))
+    def __post_init__(self) -> None:
+        """Put all ranks into the world."""
+        self.world = Group(tuple(range(self.world_size)))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make this rank's own."""

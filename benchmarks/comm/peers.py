@@ -20,7 +20,7 @@ def open_gloo(job: Job) -> None:
     """Make gloo's default process group of all ranks. Collective."""
     dist.init_process_group(
         "gloo",
-        store=PrefixStore("benchmark/gloo", job.communicator.control.store),
+        store=PrefixStore("benchmark/gloo", job.communicator.control.store.torch_store),
         rank=job.rank,
         world_size=job.communicator.world_size,
         timeout=timedelta(minutes=10),

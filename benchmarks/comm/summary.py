@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
-    """Read case -> record of the files that run.py wrote; other JSON there may be, but says not what it measured."""
+    """Read case -> record of the files that run.py wrote; other JSON there may be."""
     start = prefix(quick=quick)
     paths = sorted(folder.glob(f"{start}*.json"))
     found = {
@@ -30,7 +30,7 @@ def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
         for path in paths
         if quick or not path.name.startswith(prefix(quick=True))
     }
-    return {case: record for case, record in found.items() if "benchmark" in record}
+    return {case: record for case, record in found.items() if record.get("benchmark") in TABLES}
 
 
 def summarise(records: Mapping[str, Record]) -> str:
@@ -182,6 +182,23 @@ def overhead_table(record: Record) -> str:
     return f"{device}.\n\n" + table(("", "ms without", "ms with the reducer", "ratio", "n"), lines)
 
 
+def half_sums_table(record: Record) -> str:
+    """Write milliseconds of both ways, and the ratio of neighbours, by size and algorithm."""
+    lines = [
+        (
+            show_size(row["size"]),
+            row["contestant"],
+            *(f"{1e3 * way['seconds']['median']:.3g}" for way in row["ways"].values()),
+            f"{row['ratio']['median']:.3f} ({row['ratio']['q1']:.3f} to {row['ratio']['q3']:.3f})",
+            str(row["ratio"]["n"]),
+        )
+        for row in record["rows"]
+    ]
+    head = ("bytes", "", *(f"ms, {way}" for way in record["rows"][0]["ways"]), "ratio (quartiles)", "n")
+    load = record["conditions"]["load_average_at_start"]
+    return f"{record['dtype']}; {_goodput(record)}; load of others at the start {load:.1f}.\n\n{table(head, lines)}"
+
+
 def _goodput(record: Record) -> str:
     known = [f"{each / 1e6:.1f}" for each in record["goodput_bits_per_second"] if each]
     return f"goodput of a link by iperf3, before and after: {' and '.join(known)} Mbit/s" if known else "no links"
@@ -210,6 +227,7 @@ TABLES = {
     "step": step_table,
     "scaling": scaling_table,
     "reducer_overhead": overhead_table,
+    "half_sums": half_sums_table,
 }
 
 if __name__ == "__main__":

@@ -221,6 +221,11 @@ def judge_overhead(case: str, record: Record) -> list[Verdict]:
     return [Verdict("the reducer on one GPU, CUDA graphs", case, goal, f"{ratio:.4f}", ratio <= MOST_OVERHEAD)]
 
 
+def judge_half_sums(case: str, record: Record) -> list[Verdict]:
+    """Judge wrong elements alone: what sums in fp32 cost has no target."""
+    return [_verdict_wrong(case, record["rows"])]
+
+
 def _verdict_wrong(case: str, rows: Iterable[Record]) -> Verdict:
     wrong = sum(row["num_wrong"] for row in rows)
     return Verdict("wrong values, all contestants", case, "none", str(wrong), wrong == 0)
@@ -250,4 +255,5 @@ JUDGES = {
     "step": judge_step,
     "scaling": judge_scaling,
     "reducer_overhead": judge_overhead,
+    "half_sums": judge_half_sums,
 }

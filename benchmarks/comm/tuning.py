@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.comm.job import Job
-from bigbatch.comm.algorithms.hybrid import Times
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Times
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -49,7 +49,7 @@ def tune_each(
             backward,
             tensors,
             stated=DEFAULT_SIZES,
-            stated_algorithm=DEFAULT_ALGORITHM,
+            stated_table=HybridTable((HybridRow(None, DEFAULT_ALGORITHM),)),
         )
     return found
 

@@ -49,7 +49,9 @@ def measure(
     sum_N = communicator.allocate(NUM_VALUES, torch.float32)
     sum_N.copy_(draw(kind, rank=communicator.rank))
     other.sum_(sum_N, label=f"{kind} {algorithm} {wire}")
-    exact_N = sum(draw(kind, rank=rank).double() for rank in range(communicator.world_size))
+    exact_N = torch.zeros(NUM_VALUES, dtype=torch.float64)
+    for rank in range(communicator.world_size):
+        exact_N += draw(kind, rank=rank)
     is_finite_N = sum_N.isfinite()
     error_N = torch.where(is_finite_N, sum_N.double() - exact_N, 0.0)
     communicator.release(sum_N)

@@ -98,9 +98,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
             if turn >= 2:
                 seconds[count].append(took)
     for point in points:
-        took = seconds[point["recomputed_blocks"]]
-        point["images_per_second"] = spread([options.batch / each for each in took])
-        point["relative_time"] = spread([a / b for a, b in zip(took, seconds[0], strict=True)])
+        all_seconds = seconds[point["recomputed_blocks"]]
+        point["images_per_second"] = spread([options.batch / each for each in all_seconds])
+        point["relative_time"] = spread([a / b for a, b in zip(all_seconds, seconds[0], strict=True)])
     return points
 
 

@@ -79,7 +79,7 @@ def load_model(config: Config, communicator: Communicator, folder: Path) -> nn.M
     return model.eval()
 
 
-def our_batches(config: Config, communicator: Communicator, *, name: str) -> Iterable[tuple[Tensor, Tensor]]:
+def our_batches(config: Config, communicator: Communicator, *, name: Any) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield uint8 pictures and labels of the whole split, by data.loader=name."""
     own = replace(config, data=replace(config.data, loader=name))
     split = build_input.make_eval_split(own, communicator)

@@ -26,10 +26,10 @@ from benchmarks.largebatch.ablation_data import missing_split, write_images
 from benchmarks.largebatch.ablation_results import collect, markdown
 from benchmarks.record import conditions, write_record
 from bigbatch.errors import UserError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.divergence import REMEDY
-from bigbatch.trainer.train import INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = REMEDY.partition(" or ")[0]
@@ -128,7 +128,7 @@ def train_command(path: Path) -> list[str]:
     return [*BIGBATCH, "train", "--config", str(path)]
 
 
-def run_child(command: Sequence[str], **streams: int) -> subprocess.CompletedProcess[str]:
+def run_child(command: Sequence[str], **streams: Any) -> subprocess.CompletedProcess[str]:
     """Run it to its own end, in a session of its own: a Ctrl-C is passed on, and it may take its time to save.
 
     Its exit code is INTERRUPTED then, whatever it was: what follows must not start.

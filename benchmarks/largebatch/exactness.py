@@ -187,7 +187,7 @@ def torch_optimizer_maker(**settings: Any) -> Maker:
     from torch_optimizer import LARS as Peer
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
-        common = {"momentum": MOMENTUM, "weight_decay": case.weight_decay, "nesterov": nesterov}
+        common: dict[str, Any] = {"momentum": MOMENTUM, "weight_decay": case.weight_decay, "nesterov": nesterov}
         return Peer([weight], lr=1.0, trust_coefficient=TRUST, **common, **settings)
 
     return make

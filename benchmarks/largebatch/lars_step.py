@@ -90,7 +90,8 @@ def num_parameters(model: str) -> int:
 
 def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str, str]]:
     """Make the step of each contestant over fresh weights with random gradients; say who cannot take part, and why."""
-    steps, left_out = {}, {}
+    steps: dict[str, Action] = {}
+    left_out: dict[str, str] = {}
     for name, maker in MAKERS.items():
         torch.manual_seed(0)
         net = make_net(model).to(device)

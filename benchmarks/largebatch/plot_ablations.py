@@ -65,7 +65,7 @@ def mark_incomplete(axes: Axes, case: dict[str, Any], *, colour: str, place: int
         return
     mean = case["top1_percent"]["mean"]
     if mean is None:
-        foot = {"transform": axes.get_xaxis_transform(), "color": colour, "fontsize": 8}
+        foot: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "color": colour, "fontsize": 8}
         axes.text(case["batch"], 0.02 + 0.06 * place, f"{case['optimizer']}: {ended(case)}", **foot)
         return
     axes.scatter([case["batch"]], [mean], color=colour, marker="x", s=80)

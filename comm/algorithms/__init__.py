@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.auto import AUTO
@@ -12,7 +13,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
-from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.backends.base import HALF, Backend
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.rendezvous.topology import Topology
 
@@ -56,6 +57,13 @@ def make_allreduce(
     if name == "hybrid":
         return _make_hybrid(table, backend=backend, topology=topology, memory=memory, wire=wire)
     raise ValueError(f"all-reduce algorithm {name!r} is unknown; choose one of {', '.join((AUTO, *ALGORITHMS))}")
+
+
+def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: Backend) -> torch.dtype:
+    """Say in which dtype a tensor travels by an algorithm: fp32 where that sums half precision so on the way."""
+    widens = {"native": wire.widens(backend), "doubling": wire.in_fp32}.get(algorithm, False)
+    dtype = wire.of(tensor_N)
+    return torch.float32 if widens and dtype in HALF else dtype
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:

@@ -11,6 +11,9 @@ from bigbatch.comm.backends.base import Backend, Done, InFlight
 SEGMENT_BYTES = 512 * 1024
 """A part travels in segments of about this size, so that summing one overlaps with the transfer of the next."""
 
+HOPS_AT_ONCE = 4
+"""With sums in fp32, so many ranks' shares of a part are on their way to who sums it: a late one holds up none."""
+
 Announce = Callable[[int], None]
 """(index of a part): called when that part of the tensor has its final value."""
 
@@ -82,8 +85,8 @@ class _Ring:
         packed_N = own_N if dtype == own_N.dtype else staging.take("packed", own_N.numel(), own_N, dtype)
         self._packed = _cut(packed_N, n, num_segments)
         slot = -(-largest // num_segments)
-        # room for one part only: parts arrive one after another, and each is summed before the next, or beside it
-        room = slot * num_segments * (2 if wire.sums_in_fp32(own_N) else 1)
+        # room for one part only: parts arrive one after another, and each is summed before the next; or for several
+        room = slot * num_segments * (min(HOPS_AT_ONCE, max(1, n - 1)) if wire.sums_in_fp32(own_N) else 1)
         self._slots = staging.take("incoming", room, own_N, dtype).split(slot) if largest else ()
 
     def part(self, hop: int) -> int:
@@ -105,15 +108,19 @@ class _Ring:
         """
         n, mine = self.num_ranks, self.part(self.num_ranks - 1)
         totals = [self._start_total(mine, segment) for segment in self.segments]
-        coming: list[list[InFlight]] = []
-        for hop in range(1, n + 1):
-            if hop < n:
-                coming.append([self._hand_over(hop, segment) for segment in self.segments])
-            if hop > 1:  # one hop travels while the one before is added
-                for segment, work in enumerate(coming[hop - 2]):
-                    work.wait()
-                    totals[segment].add_(self._incoming(mine, segment, hop=hop - 1))
-        return [self._complete(mine, segment, total_S) for segment, total_S in enumerate(totals)]
+        if n == 1:
+            return [self._complete(mine, segment, total_S) for segment, total_S in enumerate(totals)]
+        coming = [[self._hand_over(hop, segment) for segment in self.segments] for hop in range(1, n)[:HOPS_AT_ONCE]]
+        pending: list[InFlight] = []
+        for hop in range(1, n):
+            for segment in self.segments:
+                coming[hop - 1][segment].wait()
+                totals[segment].add_(self._incoming(mine, segment, hop=hop))
+                if hop == n - 1:  # its sum spreads while the next segment comes
+                    pending.append(self._complete(mine, segment, totals[segment]))
+            if hop + HOPS_AT_ONCE < n:  # into the slots that are read now
+                coming.append([self._hand_over(hop + HOPS_AT_ONCE, segment) for segment in self.segments])
+        return pending
 
     def _start_total(self, part: int, segment: int) -> Tensor:
         """Return this node's share of a part in fp32, not rounded: own_S itself where that is fp32."""
@@ -171,9 +178,9 @@ class _Ring:
         return self._pass_on(hop, segment, self._packed[part][segment])
 
     def _incoming(self, part: int, segment: int, *, hop: int = 0) -> Tensor:
-        """Return where the segment of a part waits to be added; the slot was read a hop ago, or two."""
+        """Return where the segment of a part waits to be added; what was in the slot before was read."""
         own_S = self._own[part][segment]
-        slots = self._slots[hop % 2 * len(self.segments) :]
+        slots = self._slots[max(0, hop - 1) % HOPS_AT_ONCE * len(self.segments) :]
         return slots[segment][: own_S.numel()] if slots else own_S
 
     def _pass_on(self, hop: int, segment: int, outgoing_S: Tensor) -> InFlight:

@@ -17,12 +17,20 @@ class HostStaging:
 
     def pin(self, host_N: Tensor) -> None:
         """Lock host memory, which makes copies fast and asynchronous; once for each piece."""
-        # the whole allocation: many tensors lie in one, and CUDA registers memory only once
-        piece = host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
+        piece = _allocation_of(host_N)
         if piece not in self._pinned:
             with torch.cuda.device(self._stream.device):
                 torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(*piece, 0)))
             self._pinned.add(piece)
+
+    def unpin(self, host_N: Tensor) -> None:
+        """Unlock memory before it is given back, where it was locked, once copies are done: the host waits for them."""
+        piece = _allocation_of(host_N)
+        if piece in self._pinned:
+            self._pinned.remove(piece)
+            self._stream.synchronize()
+            with torch.cuda.device(self._stream.device):
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(piece[0])))
 
     def ready(self) -> torch.cuda.Event:
         """Mark what the calling thread has given the GPU so far: the thread that fetches waits for it."""
@@ -48,6 +56,11 @@ class HostStaging:
         # a thread's current GPU is the first one: to come back to it from a stream alone would make a context there
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             target_N.copy_(source_N, non_blocking=True)
+
+
+def _allocation_of(host_N: Tensor) -> tuple[int, int]:
+    """Return address and bytes of the whole allocation: many tensors lie in one, and CUDA registers it only once."""
+    return host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)

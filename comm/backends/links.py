@@ -161,9 +161,10 @@ class Links:
         self._poll.register(self._listener, select.POLLIN)
         # port 0 above let the system choose one: only now is it known
         where = self._listener.getsockname()
-        if env.rank == 0:
-            control.store.set("bigbatch/tcp/secret", secrets.token_hex(16))
-        control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]}")
+        with control.explained("connection of all ranks"):
+            if env.rank == 0:
+                control.store.set("bigbatch/tcp/secret", secrets.token_hex(16))
+            control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]}")
         self._secret = control.read("bigbatch/tcp/secret", what="connection to rank 0").encode()
 
     def send(self, data: memoryview, *, to: int) -> Transfer:

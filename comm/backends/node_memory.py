@@ -1,8 +1,7 @@
 """Memory that the ranks of one node share, so that inside a node a sum needs no messages but short ones."""
 
-import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +64,18 @@ class NodeMemory:
         """Forget what allocate() gave; the memory is free once no tensor uses it. On all ranks alike."""
         self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
 
-    def scratch(self, num_elements: int, dtype: torch.dtype, *, what: str = "a tensor") -> Tensor:
-        """Lend shared memory for a tensor that lies elsewhere; its content is undefined. Collective."""
+    def scratch(
+        self, num_elements: int, dtype: torch.dtype, *, finish: Callable[[Tensor], None], what: str = "a tensor"
+    ) -> Tensor:
+        """Lend shared memory for a tensor that lies elsewhere; its content is undefined. Collective.
+
+        Where that grows, finish is told first, and what was lent before is of no use after it.
+        """
         num_bytes = num_elements * dtype.itemsize
         if num_bytes > self._scratch_N.numel():
+            if self._scratch_N.numel():
+                finish(self._scratch_N)
+                self.release(self._scratch_N)
             # a power of two, so that growing tensors cost a few collective allocations, not one each
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
             self._scratch_N = self.allocate(size, torch.uint8, what=what)
@@ -151,4 +158,5 @@ class NodeMemory:
 
 
 def _map(number: int, num_bytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)
+    # not by Python's mmap, which keeps a descriptor for each: a large node's ranks have thousands
+    return torch.from_file(f"/proc/self/fd/{number}", shared=True, size=num_bytes, dtype=torch.uint8)

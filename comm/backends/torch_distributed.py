@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
@@ -16,6 +17,8 @@ from bigbatch.comm.rendezvous.control import Control, first_line
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
 from bigbatch.comm.rendezvous.stall import VERDICT_SECONDS, Pending
 from bigbatch.errors import CommError
+
+T = TypeVar("T")
 
 # torch 2.14 renamed both; the old names warn there, the new ones do not exist before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,16 +65,7 @@ class TorchDistributedBackend:
         try:
             owns_default = not dist.is_initialized()
             if owns_default:
-                dist.init_process_group(
-                    library,
-                    store=control.store,
-                    rank=env.rank,
-                    world_size=env.world_size,
-                    timeout=self._timeout,
-                    device_id=device if library == "nccl" else None,
-                    pg_options=self._options(),
-                )
-                _defaults_of_ours.add(dist.group.WORLD)
+                self._start_torch(control.store.torch_store, device)
             shares_default = owns_default and library == "nccl"  # gloo's must not mix with a script's, or DDP's
             self.world = Group(everyone, None if shares_default else self._make(everyone))
             self._groups = {everyone: self.world.handle}
@@ -88,6 +82,27 @@ class TorchDistributedBackend:
             else ThreadQueue(control.explain, while_waiting=control.heed_others)
         )
 
+    def _start_torch(self, store: Store, device: torch.device) -> None:
+        def start() -> None:
+            dist.init_process_group(
+                self.name,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+                device_id=device if self.name == "nccl" else None,
+                pg_options=self._options(),
+            )
+
+        self._bounded(start)
+        _defaults_of_ours.add(dist.group.WORLD)
+
+    def _bounded(self, operation: Callable[[], T]) -> T:
+        """Connect gloo with a limit of ours; NCCL, which is bound to a thread's GPU, has the inspector's."""
+        if self.name == "nccl":
+            return operation()
+        return self._control.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)
+
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make the families' process groups, but for those that are there; torch wants every rank to make all."""
         missing = [ranks for ranks in map(tuple, families) if ranks not in self._groups]
@@ -100,8 +115,11 @@ class TorchDistributedBackend:
 
     def _make(self, ranks: tuple[int, ...]) -> Any:
         options = self._options()
-        self._made.append(dist.new_group(list(ranks), backend=self.name, timeout=self._timeout, pg_options=options))
-        return self._made[-1]
+        made = self._bounded(
+            lambda: dist.new_group(list(ranks), backend=self.name, timeout=self._timeout, pg_options=options)
+        )
+        self._made.append(made)
+        return made
 
     def _options(self) -> Any:
         """Make what NCCL's groups are made with, each by its own; parts of a group have those of the whole."""
@@ -148,7 +166,11 @@ class TorchDistributedBackend:
         _all_gather(tensor_N, shard_M, group=group.handle)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Send by isend."""
+        """Send by isend.
+
+        NCCL makes one message after another: ranks that all send before they receive wait for each other for ever,
+        and exchange instead.
+        """
         return self._batch(dist.P2POp(dist.isend, tensor_N, to, self.world.handle))
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:

@@ -1,7 +1,7 @@
 """All-reduces by size: the figures of nccl-tests, plus the share of what the links allow. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bigbatch.comm.algorithms.hybrid import Measured
@@ -70,7 +70,8 @@ def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tup
 class Limit:
     """States what the links between nodes allow.
 
-    wire_bytes_per_byte is below 1 where values travel in fewer bytes than they have in memory.
+    wire_bytes_per_byte is below 1 where values travel in fewer bytes than they have in memory, and 2 where half
+    precision travels in fp32.
     """
 
     num_nodes: int
@@ -196,13 +197,19 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     return [table_line(row, is_best=row.algorithm == best) for row in rows]
 
 
-def explain_limit(limit: Limit | None, *, num_nodes: int, source: str) -> str:
-    """Write the line above the table that says what the last column is a share of."""
+def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:
+    """Write the line above the table that says what the last column is a share of.
+
+    shares: wire_bytes_per_byte of each algorithm, of which limit has the least.
+    """
     if num_nodes == 1:
         return "of limit: all ranks are on one node, so no link limits them; busbw is over ranks"
     if limit is None:
         return "of limit: unknown, as this backend has no messages to measure a link by; give --link-gbit"
-    narrow = f" * {limit.wire_bytes_per_byte:g}" if limit.wire_bytes_per_byte != 1 else ""
+    least = limit.wire_bytes_per_byte
+    wider = [f"{name} {share:g}" for name, share in shares.items() if share != least]
+    narrow = f" * {least:g}" if least != 1 or wider else ""
+    narrow += f" ({', '.join(wider)})" if wider else ""
     return (
         f"of limit: least time / time; least time = 2(m-1)/m * size{narrow} / link, with m = {num_nodes} nodes "
         f"and {limit.bytes_per_second * 8 / 1e9:.4g} Gbit/s per link, {source}"

@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bigbatch.colours import COLOURS
 from bigbatch.comm.bench.figures import Limit, Row, show_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, told apart by colour-blind readers too."""
 MARKERS = "osD^vPX"
 
 
@@ -51,7 +50,7 @@ def _draw(axes: "Axes", rows: Sequence[Row], value_of: Callable[[Row], float]) -
             [row.size for row in mine],
             [value_of(row) for row in mine],
             marker=MARKERS[i % len(MARKERS)],
-            color=COLORS[i % len(COLORS)],
+            color=COLOURS[i % len(COLOURS)],
             markersize=5,
             linewidth=1.8,
             label=algorithm,

@@ -5,11 +5,12 @@ import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from bigbatch.comm.algorithms import travelling_dtype
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.bench import figures as bench
 from bigbatch.comm.bench.report import SweepReport
@@ -45,7 +46,11 @@ def main(argv: Sequence[str]) -> int:
         tuned.require_cluster(conditions.cluster, path=arguments.table)
     contestants = _contestants(arguments.algorithms, communicator, table=tuned.table if tuned else None)
     sweep.require_memory(communicator)
-    limit, source = _find_limit(sweep.link_gbit, communicator, dtype=sweep.dtype)
+    limit, source = _find_limit(sweep.link_gbit, communicator)
+    tensor_N = communicator.allocate(max(sweep.counts), getattr(torch, sweep.dtype))
+    shares = {name: wire_share(each, tensor_N) for name, each in contestants.items()}
+    if limit:
+        limit = replace(limit, wire_bytes_per_byte=min(shares.values()))
     report = SweepReport(
         conditions,
         limit,
@@ -58,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
     problem = communicator.gather_text(report.open(command))[0]
     if problem:
         raise CommError(problem)
-    report.head(bench.explain_limit(limit, num_nodes=communicator.topology.num_nodes, source=source))
-    tensor_N = communicator.allocate(max(sweep.counts), getattr(torch, sweep.dtype))
+    report.head(bench.explain_limit(limit, num_nodes=communicator.topology.num_nodes, source=source, shares=shares))
     for count in sweep.counts:
         report.working_on(f"{bench.show_bytes(tensor_N[:count].nbytes)} by {', '.join(contestants)}")
         label = f"{bench.show_bytes(tensor_N[:count].nbytes)} all-reduce"
@@ -73,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
                     algorithm=name,
                     num_wrong=each.num_wrong,
                     world_size=communicator.world_size,
-                    limit=limit,
+                    limit=limit and replace(limit, wire_bytes_per_byte=wire_share(contestants[name], tensor_N[:count])),
                 )
                 for name, each in sums.items()
             ]
@@ -181,7 +185,14 @@ def _contestants(
     return {name: communicator.with_algorithm(name, table=table) for name in names}
 
 
-def _find_limit(link_gbit: float | None, communicator: Communicator, *, dtype: str) -> tuple[bench.Limit | None, str]:
+def wire_share(communicator: Communicator, tensor_N: torch.Tensor) -> float:
+    """Return the bytes that travel per byte of this tensor."""
+    algorithm = communicator.algorithm_for(tensor_N)
+    dtype = travelling_dtype(algorithm, tensor_N, wire=communicator.wire, backend=communicator.backend)
+    return dtype.itemsize / tensor_N.dtype.itemsize
+
+
+def _find_limit(link_gbit: float | None, communicator: Communicator) -> tuple[bench.Limit | None, str]:
     """Find what the last column is a share of, and where that figure is from. Collective."""
     num_nodes = communicator.topology.num_nodes
     if link_gbit and num_nodes == 1:
@@ -196,10 +207,7 @@ def _find_limit(link_gbit: float | None, communicator: Communicator, *, dtype: s
             return None, ""
         longest = bench.show_bytes(across.times[-1][0])
         bytes_per_second, source = across.best_bytes_per_second, f"measured: the best of messages of {longest} bytes"
-    memory_dtype = getattr(torch, dtype)
-    wire_dtype = communicator.wire.of(torch.empty(0, dtype=memory_dtype))
-    narrowing = wire_dtype.itemsize / memory_dtype.itemsize
-    return bench.Limit(num_nodes, bytes_per_second, narrowing), source
+    return bench.Limit(num_nodes, bytes_per_second), source
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.gradients.same_start import Start, begin_alike_
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
 
@@ -34,13 +35,15 @@ class GradientReducer:
     how sums are rounded: a resumed run that must end with the same bits passes its `order` on.
     With scatter each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), by the
     reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks.
+    All ranks must start from the same weights: others than those of most ranks are refused, weights="broadcast" gives
+    all of them rank 0's, "unchecked" takes them as they are.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
     where others may count, too.
     All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
     ready for the next one.
     Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or nothing
-    to reduce; CommError where ranks have different parameters; RuntimeError from a backward that adds to a gradient
-    already on its way.
+    to reduce; CommError where ranks have different parameters, other weights, or another choice of them;
+    RuntimeError from a backward that adds to a gradient already on its way.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class GradientReducer:
         learn_order: bool = True,
         unused: Literal["zero", "error"] = "zero",
         scatter: bool = False,
+        weights: Start = "equal",
         exposed: "ExposedTime | None" = None,
     ) -> None:
         self._communicator = communicator
@@ -74,9 +78,10 @@ class GradientReducer:
             first_buffer_bytes=first_buffer_bytes,
         )
         self._unused = unused
-        sizes = f"{threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}"
+        sizes = f"fusion {threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}"
         # before any buffer: ranks that differ would wait for each other, or sum what does not belong together
-        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\nfusion {sizes}")
+        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{sizes}\nweights {weights}")
+        begin_alike_(self._parameters, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
         # None: there is nothing to learn, or it is learned already

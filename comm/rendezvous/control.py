@@ -8,17 +8,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
+from bigbatch.comm.rendezvous.session import meet_in_session
 from bigbatch.errors import CommError, PeerLostError
+
+T = TypeVar("T")
 
 ROLL_CALL_SECONDS = 5.0
 LINGER_SECONDS = 2.0
 """How much longer the rank that holds the rendezvous lives after a failure, so that the others can still read it."""
+
+HEED_SECONDS = 1.0
+"""Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
+GRACE_SECONDS = 1.0
+"""How much later than a limit of torch's own we give up: torch knows more."""
 
 PIECE_BYTES = 4 << 20
 """torch's store ends a connection over which more than 8 MB come at once."""
@@ -26,6 +35,7 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 """Between two questions to the store for a key that is not there yet."""
 
 _FAILED = "bigbatch/failed"
+_LEFT = "bigbatch/left"
 
 _connections = 0
 """How many this process has made: several in one job must not read each other's keys."""
@@ -50,7 +60,8 @@ class Control:
     """Keeps a key-value store that all ranks reach, and what they tell each other through it.
 
     Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
-    on working when that one fails. timeout_seconds bounds every wait. find_master is asked where mpirun, which names
+    on working when that one fails. timeout_seconds bounds every wait, and each request to the store, whose holder may
+    be stopped as any other rank. find_master is asked where mpirun, which names
     no meeting point, started the ranks.
     Raises: CommError where the ranks cannot meet.
     """
@@ -69,13 +80,16 @@ class Control:
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
         self.library = "control"
-        self.store, self.holder, self.master = _open_store(
+        store, self.holder, self.master = _open_store(
             env, timeout_seconds, interface=interface, find_master=find_master
         )
+        self.store = BoundedStore(store, seconds=timeout_seconds)
         self._texts = 0
         self._has_failed = False
         self._has_answered = False
-        self.store.set(f"bigbatch/host/{self.rank}", env.host)
+        self._num_begun = 0
+        with self.explained("meeting of all ranks"):
+            self.store.set(f"bigbatch/host/{self.rank}", env.host)
 
     def gather_text(self, text: str, *, what: str = "comparison of a text over all ranks") -> list[str]:
         """Gather a short text of every rank, in rank order. Collective.
@@ -84,7 +98,7 @@ class Control:
         it can fail next without taking the answer with it.
         Raises: PeerLostError naming the missing ranks.
         """
-        with self._explained(what):
+        with self.explained(what):
             key, all_texts = self._collect(text, what=what)
             if self.rank != 0:
                 all_texts = self._take(key, what=what).split("\0")
@@ -98,7 +112,7 @@ class Control:
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
         """Gather texts for rank 0 alone, for long ones; the others get an empty list. Collective."""
-        with self._explained(what):
+        with self.explained(what):
             return self._collect(text, what=what)[1]
 
     def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
@@ -107,21 +121,21 @@ class Control:
         The first one waits for nobody: what comes next shows sooner than any limit that a rank was lost meanwhile.
         Raises: PeerLostError.
         """
-        with self._explained(what):
-            key = self._next_key()
+        with self.explained(what):
+            key = self.next_key()
             if self.rank != 0:
                 return self._take(key, what=what, timeout_seconds=timeout_seconds)
             self._put(key, text)
             return text
 
-    def _next_key(self) -> str:
-        """Name the next exchange of texts, alike on all ranks."""
+    def next_key(self) -> str:
+        """Name the next exchange, alike on all ranks."""
         self._texts += 1
         return f"bigbatch/text/{self._texts}"
 
     def _collect(self, text: str, *, what: str) -> tuple[str, list[str]]:
         """Return the key of this exchange, and collect_text's answer."""
-        key = self._next_key()
+        key = self.next_key()
         if self.rank != 0:
             self._put(f"{key}/{self.rank}", text)
             return key, []
@@ -132,7 +146,7 @@ class Control:
         data = text.encode()
         pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
-            self.store.set(f"{key}/piece/{number}", piece)  # type: ignore[arg-type]
+            self.store.set(f"{key}/piece/{number}", piece)
         # last: who waits for this key finds all pieces there
         self.store.set(key, str(len(pieces)))
 
@@ -144,7 +158,7 @@ class Control:
 
     def read(self, key: str, *, what: str) -> str:
         """Read a short value that another rank writes, once it is there. Raises: PeerLostError."""
-        with self._explained(what):
+        with self.explained(what):
             self._await(key, what=what)
             return str(self.store.get(key).decode())
 
@@ -152,8 +166,8 @@ class Control:
         """Wait for a key by asking for it: a store that waits itself serves no other thread of this process."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         start, pause = time.monotonic(), SHORTEST_PAUSE_SECONDS
-        heeded = start
-        while not self.store.check([key]):
+        heeded, store = start, self.store.within(limit + GRACE_SECONDS)
+        while not store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             now = time.monotonic()
@@ -164,7 +178,8 @@ class Control:
                 raise TimeoutError("some rank has not come to it")
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
+        """Turn what the store or torch raises inside into an error that says who is missing. Raises: PeerLostError."""
         start = time.monotonic()
         try:
             yield
@@ -179,23 +194,42 @@ class Control:
         After the loss of a rank all answer. After a time limit only those who wait: who does something else is the
         one that is missed. tell is called before, whether or not it answers.
         """
-        if self._has_answered or not self.store.check([_FAILED]):
+        store = self.store.within(ROLL_CALL_SECONDS)
+        if self._has_answered or not store.check([_FAILED]):
             return
         tell()
-        if is_waiting or self.store.get(_FAILED) == b"lost":
+        if is_waiting or store.get(_FAILED) == b"lost":
             self._has_answered = True
-            self.store.set(f"bigbatch/alive/{self.rank}", "1")
+            store.set(f"bigbatch/alive/{self.rank}", "1")
+
+    def begin(self) -> None:
+        """Count an operation that all ranks begin."""
+        self._num_begun += 1
+
+    def leave(self) -> None:
+        """Say, once, that this rank begins no more of them; the others' waits for such end then."""
+        self.store.within(ROLL_CALL_SECONDS).append(_LEFT, f"{self.rank}:{self._num_begun} ")
+
+    def _missed_by(self) -> str:
+        """Name the ranks that have left before an operation which this one has begun; empty where there is none."""
+        store = self.store.within(HEED_SECONDS)
+        if not store.check([_LEFT]):
+            return ""
+        left = (map(int, word.split(":")) for word in store.get(_LEFT).decode().split())
+        early = [f"{rank} on {self.host_of(rank)}" for rank, num_begun in left if num_begun < self._num_begun]
+        return f"rank {', '.join(early)} ended, or closed its connection, before it" if early else ""
 
     def heed_others(self, label: str, seconds: float) -> None:
-        """End a wait by another rank's failure, so that nobody takes this rank for lost."""
+        """End a wait by another rank's failure, or by its end, so that nobody takes this rank for lost."""
         if self._has_failed:
             return  # this rank reports one itself, and is about to say which
         try:
-            has_failed = self.store.check([_FAILED])
+            has_failed = self.store.within(HEED_SECONDS).check([_FAILED])
+            reason = "another rank reports a failure" if has_failed else self._missed_by()
         except RuntimeError:
-            return  # the operation itself is about to fail, and knows more
-        if has_failed:
-            cause = RuntimeError("another rank reports a failure")
+            return  # the operation itself is about to fail, and knows more; its own limit holds
+        if reason:
+            cause = RuntimeError(reason)
             raise self.explain(label, seconds, cause) from cause
 
     def give_up(self, label: str, seconds: float) -> None:
@@ -204,16 +238,40 @@ class Control:
         if seconds > self.timeout_seconds:
             raise self.explain(label, seconds, TimeoutError("some rank has not come to it"))
 
+    def bounded(self, label: str, operation: Callable[[], T]) -> T:
+        """Run, on a thread of its own, what asks torch's store itself: its limits need the store's answers.
+
+        Raises: what operation raises; PeerLostError after the time limit.
+        """
+        start = time.monotonic()
+        try:
+            return answer_within(self.timeout_seconds + GRACE_SECONDS, operation)
+        except NoAnswerError:
+            late = TimeoutError("some rank has not come to it")
+            raise self.explain(label, time.monotonic() - start, late) from None
+
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
         """Say what failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
         self._has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
-        who = self._roll_call("late" if is_late else "lost")
+        # a holder that has not answered for so long is not asked again
+        is_silent = isinstance(error, NoAnswerError)
+        who = self._lost_holder() if is_silent else self._roll_call("late" if is_late else "lost")
         if self.holder == f"rank {self.rank}":
             time.sleep(LINGER_SECONDS)
         return PeerLostError(
             f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
         )
+
+    def report_own_failure(self) -> None:
+        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays."""
+        store = self.store.within(ROLL_CALL_SECONDS)
+        if self._has_failed or store.check([_FAILED]):
+            return
+        self._has_failed = self._has_answered = True
+        store.set(_FAILED, "lost")
+        if self.holder == f"rank {self.rank}" and self.world_size > 1:
+            time.sleep(ROLL_CALL_SECONDS + LINGER_SECONDS)
 
     def has_met(self, rank: int) -> bool:
         """Tell whether a rank has come to the rendezvous, whatever it does now."""
@@ -226,20 +284,24 @@ class Control:
 
     def _roll_call(self, cause: str) -> str:
         """Find the ranks that do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
+        store = self.store.within(ROLL_CALL_SECONDS + GRACE_SECONDS)
         try:
-            self.store.set(f"bigbatch/alive/{self.rank}", "1")
+            store.set(f"bigbatch/alive/{self.rank}", "1")
             # the first cause stays: later failures only follow from it
-            if not self.store.check([_FAILED]):
-                self.store.set(_FAILED, cause)
+            if not store.check([_FAILED]):
+                store.set(_FAILED, cause)
             deadline = time.monotonic() + ROLL_CALL_SECONDS
             missing = list(range(self.world_size))
             while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not self.store.check([f"bigbatch/alive/{r}"])]
+                missing = [r for r in missing if not store.check([f"bigbatch/alive/{r}"])]
                 time.sleep(0.1)
             places = [f"{rank} on {self.host_of(rank)}" for rank in missing]
         except RuntimeError:
-            return f"no answer from {self.holder}, which holds the rendezvous"
+            return self._lost_holder()
         return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"
+
+    def _lost_holder(self) -> str:
+        return f"no answer from {self.holder}, which holds the rendezvous"
 
 
 def first_line(error: BaseException) -> str:
@@ -278,9 +340,10 @@ def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
     address, port = env.master
     try:
         if env.master_runs:  # it outlives the ranks: those of a restart must not read what the last ones left
-            return PrefixStore(f"attempt/{env.attempt}", TCPStore(address, port, is_master=False, timeout=timeout))
+            store = _join(address, port, timeout)
+            return PrefixStore(_session(store, env, timeout), store)
         if env.rank != 0:
-            return TCPStore(address, port, is_master=False, timeout=timeout)
+            return _join(address, port, timeout)
         # our own socket, as torch's store would listen on every interface
         listener = listen(address, port, is_one_host=env.is_one_host)
         return TCPStore(
@@ -296,6 +359,18 @@ def rendezvous(env: ProcessEnv, timeout: timedelta) -> Store:
             f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; "
             f"{_remedy(env, address)}"
         ) from error
+
+
+def _session(store: Store, env: ProcessEnv, timeout: timedelta) -> str:
+    seconds = timeout.total_seconds()
+    bounded = BoundedStore(store, seconds=seconds + GRACE_SECONDS)
+    return meet_in_session(bounded, rank=env.rank, world_size=env.world_size, timeout_seconds=seconds)
+
+
+def _join(address: str, port: int, timeout: timedelta) -> Store:
+    """Connect to the store. The system takes in who calls a process that is stopped, and that one says nothing."""
+    seconds = timeout.total_seconds() + GRACE_SECONDS
+    return answer_within(seconds, lambda: TCPStore(address, port, is_master=False, timeout=timeout))
 
 
 def _remedy(env: ProcessEnv, address: str) -> str:

@@ -1,16 +1,17 @@
 """Who am I: the only reader of what mpirun, srun and torchrun put into the environment."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigbatch.errors import LaunchError
+from bigbatch.errors import LaunchError, shortened
 
 LAUNCHER_VARIABLES = {
     # launcher: (rank, world size, local rank, local size)
@@ -35,7 +36,8 @@ MPI_LAUNCHERS = ("openmpi", "mpich")
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
 
-RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+MAX_HOSTS = 100_000
+"""Of a host list: more than any cluster has, and few enough to be written out at once."""
 
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
@@ -45,6 +47,12 @@ INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
 
 DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 """Set by `bigbatch launch --device` for the ranks: cpu keeps them off the GPUs that their hosts have."""
+
+STOPPED_VARIABLE = "BIGBATCH_STOPPED"
+"""Set by `bigbatch launch mpirun` for the ranks: the file in which one that was stopped leaves its exit code."""
+
+NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
+"""Set by a Slurm job's script for the ranks: how long before its time limit they are asked to stop."""
 
 FIRST_SLURM_PORT = 20000
 NUM_SLURM_PORTS = 12000
@@ -66,8 +74,6 @@ class ProcessEnv:
     master: tuple[str, int] | None
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
-    attempt: int = 0
-    """How often the launcher has restarted all ranks (torchrun --max-restarts)."""
     terminal_columns: int | None = None
     """Return the width of the terminal that shows this job; None where there is none."""
     plays_host: bool = False
@@ -76,6 +82,11 @@ class ProcessEnv:
     """Network interface between the nodes, as `bigbatch launch --interface` names it; it goes before a config's."""
     keeps_to_cpu: bool = False
     """`bigbatch launch --device cpu` says so, whatever GPUs the host has."""
+    stopped_file: Path | None = None
+    """Where a rank that was stopped leaves its exit code, to leave with 0: mpirun takes any other for a failure."""
+
+    notice_seconds: int | None = None
+    """How long before its time limit the job asks the ranks to stop; None where nothing is known of one."""
 
     @property
     def is_one_host(self) -> bool:
@@ -101,6 +112,8 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         plays_host=bool(variables.get("BIGBATCH_HOST")),
         interface=variables.get(INTERFACE_VARIABLE) or None,
         keeps_to_cpu=_keeps_to_cpu(variables),
+        stopped_file=Path(path) if (path := variables.get(STOPPED_VARIABLE)) else None,
+        notice_seconds=_number(variables, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in variables else None,
     )
     if launcher is None:
         return alone
@@ -120,7 +133,6 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         local_size=local_size,
         master=_master(variables, launcher, is_one_host=one_host),
         master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number(variables, RESTART_VARIABLE, launcher) if RESTART_VARIABLE in variables else 0,
     )
 
 
@@ -240,6 +252,16 @@ def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
     return expand_hostlist(text) if text else []
 
 
+def slurm_job(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Return the number of Slurm's job around this process, with its cluster's name, and its restarts; or None."""
+    variables = os.environ if environ is None else environ
+    if not (number := variables.get("SLURM_JOB_ID")):
+        return None
+    cluster = variables.get("SLURM_CLUSTER_NAME")
+    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    return f"{number} of {cluster}" if cluster else number, int(restarts) if restarts.isdecimal() else 0
+
+
 def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torchs_own: str) -> Path:
     """Tell torch.compile where to keep its code from run to run, and return that folder; the user's own goes first.
 
@@ -282,23 +304,26 @@ def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def expand_hostlist(text: str) -> list[str]:
     """Write out Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
 
-    Raises: LaunchError where the text is not a host list.
+    Raises: LaunchError where the text is not a host list, or holds more than MAX_HOSTS.
     """
     item = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"
     if not re.fullmatch(f"{item}(?:,{item})*", text, re.ASCII):
-        raise LaunchError(f"{text!r} is not a Slurm host list, such as node[01-04]")
-    return [host for each in re.findall(item, text, re.ASCII) for host in _expand_item(each)]
+        raise LaunchError(f"{shortened(text)} is not a Slurm host list, such as node[01-04]")
+    written = (host for each in re.findall(item, text, re.ASCII) for host in _expand_item(each))
+    hosts = list(itertools.islice(written, MAX_HOSTS + 1))
+    if len(hosts) > MAX_HOSTS:
+        raise LaunchError(f"{shortened(text)} holds more than {MAX_HOSTS} hosts: name fewer, such as node[01-04]")
+    return hosts
 
 
-def _expand_item(item: str) -> list[str]:
+def _expand_item(item: str) -> Iterator[str]:
     match = re.search(r"\[([^\]]*)\]", item)
     if not match:
-        return [item]
-    names = []
+        yield item
+        return
     for span in match[1].split(","):
-        limits = re.fullmatch(r"(\d+)(?:-(\d+))?", span, re.ASCII)
+        limits = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", span, re.ASCII)
         if not limits or int(limits[1]) > int(limits[2] or limits[1]):
-            raise LaunchError(f"{item!r} is not a Slurm host list, such as node[01-04]")
+            raise LaunchError(f"{shortened(item)} is not a Slurm host list, such as node[01-04]")
         for number in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
-            names += _expand_item(f"{item[: match.start()]}{number:0{len(limits[1])}d}{item[match.end() :]}")
-    return names
+            yield from _expand_item(f"{item[: match.start()]}{number:0{len(limits[1])}d}{item[match.end() :]}")

@@ -70,9 +70,10 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
 def _claim_rank(env: ProcessEnv, control: Control) -> None:
     """Claim this rank: a second process of it would never be missed, as the first one answers in its place."""
     key = f"bigbatch/claim/{env.rank}"
-    if control.store.add(key, 1) == 1:
-        control.store.set(f"{key}/host", env.host)
-        return
+    with control.explained("meeting of all ranks"):
+        if control.store.add(key, 1) == 1:
+            control.store.set(f"{key}/host", env.host)
+            return
     first = control.read(f"{key}/host", what=f"question who else is rank {env.rank}")
     variables = LAUNCHER_VARIABLES.get(env.launcher)
     raise CommError(

@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
-
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within
 from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
 from bigbatch.errors import CommError
@@ -78,6 +77,8 @@ class StallInspector:
         self._warn_seconds, self._say = warn_seconds, say
         # a few per warn_seconds: the others' answers come at most a quarter of it late
         self._look_seconds = min(LOOK_SECONDS, warn_seconds / 4)
+        self._store = control.store
+        """As one look asks it: a holder that is silent for warn_seconds is worth a warning."""
         self._beside = itertools.count(BESIDE_A_QUEUE)
         self._noted: Pending | None = None
         self._noted_at = 0.0
@@ -179,7 +180,7 @@ class StallInspector:
         if flight is not None and not self._has_told:
             self._has_told = True
             line = json.dumps([self._control.rank, flight.begun]) + "\n"
-            self._control.store.append(_FLIGHTS, line)  # type: ignore[attr-defined]
+            self._control.store.append(_FLIGHTS, line)
 
     def _told(self) -> dict[int, dict[str, int]]:
         """Return what ranks have begun, of those that told."""
@@ -196,11 +197,12 @@ class StallInspector:
         pending = self._oldest()
         waited = pending.seconds if pending else 0.0
         self._control.answer_roll_call(is_waiting=pending is not None, tell=self._answer_with_flight)
-        flagged = _flagged(self._control.store)
+        self._store = self._control.store.within(self._warn_seconds)
+        flagged = _flagged(self._store)
         if pending and waited > self._warn_seconds and flagged != pending.number:
-            self._control.store.set(f"bigbatch/stall/{pending.number}/label", pending.label)
-            self._control.store.set(f"bigbatch/stall/{pending.number}/of", " ".join(map(str, self._ranks_of(pending))))
-            self._control.store.set(_FLAG, str(pending.number))
+            self._store.set(f"bigbatch/stall/{pending.number}/label", pending.label)
+            self._store.set(f"bigbatch/stall/{pending.number}/of", " ".join(map(str, self._ranks_of(pending))))
+            self._store.set(_FLAG, str(pending.number))
             flagged = pending.number
         if flagged is None:
             return
@@ -219,7 +221,7 @@ class StallInspector:
             and self._is_for(flagged, self._control.rank)
         ):
             self._said.add(flagged)
-            label = self._control.store.get(f"bigbatch/stall/{flagged}/label").decode()
+            label = self._store.get(f"bigbatch/stall/{flagged}/label").decode()
             self._say(f"rank {self._control.rank} on {self._control.host} is late: other ranks wait for it in {label}")
 
     def _ranks_of(self, pending: Pending) -> Sequence[int]:
@@ -233,18 +235,18 @@ class StallInspector:
         if self._noted is None or self._noted.number != pending.number:
             self._noted, self._noted_at = pending, time.monotonic()
             key = f"bigbatch/stall/{pending.number}"
-            self._control.store.append(f"{key}/ranks", f"{self._control.rank} ")  # type: ignore[attr-defined]
+            self._store.append(f"{key}/ranks", f"{self._control.rank} ")
             # another group may have raised the flag: each counts its operations, and they have the same numbers
             if not self._is_for(pending.number, self._control.rank):
                 of = "".join(f" {rank}" for rank in self._ranks_of(pending))
-                self._control.store.append(f"{key}/of", of)  # type: ignore[attr-defined]
+                self._store.append(f"{key}/of", of)
 
     def _is_for(self, number: int, rank: int) -> bool:
         """Tell whether the flagged operation has that rank, as far as it is known."""
-        return str(rank) in self._control.store.get(f"bigbatch/stall/{number}/of").decode().split()
+        return str(rank) in self._store.get(f"bigbatch/stall/{number}/of").decode().split()
 
     def _name_the_late(self, pending: Pending) -> str:
-        here = {int(rank) for rank in self._control.store.get(f"bigbatch/stall/{pending.number}/ranks").split()}
+        here = {int(rank) for rank in self._store.get(f"bigbatch/stall/{pending.number}/ranks").split()}
         late = [rank for rank in self._ranks_of(pending) if rank not in here]
         names = ", ".join(f"rank {rank} on {self._control.host_of(rank)}" for rank in late)
         return f"{names} {'has' if len(late) == 1 else 'have'} not come to it" if late else "all ranks are in it"
@@ -256,14 +258,12 @@ class StallInspector:
         )
 
 
-def _flagged(store: Store) -> int | None:
+def _flagged(store: BoundedStore) -> int | None:
     return int(store.get(_FLAG)) if store.check([_FLAG]) else None
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Ask on a thread of its own; None where no answer comes in so long, or none at all."""
-    answers: list[T] = []
-    thread = Thread(target=lambda: answers.append(ask()), daemon=True)
-    thread.start()
-    thread.join(timeout=seconds)
-    return answers[0] if answers else None
+    """Return what is asked; None where no answer comes in so long, or none at all."""
+    with suppress(Exception):
+        return answer_within(seconds, ask)
+    return None

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -20,8 +20,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
-from bigbatch.comm.tuning.tuned import CHANGES
-from bigbatch.comm.tuning.tuner import elapsed_seconds, measure_times, tune_sizes
+from bigbatch.comm.tuning.tuned import BEFORE, CHANGES
+from bigbatch.comm.tuning.tuner import FACTOR, LARGEST_BYTES, SMALLEST_BYTES, elapsed_seconds, measure_times
 from bigbatch.files import read_own, write_own
 
 FORMAT = "bigbatch calibration 1"
@@ -29,6 +29,9 @@ SECONDS = 10.0
 """How much longer the first start on a cluster may take, in all."""
 LEAST_BYTES = 1_000_000
 """From here on bytes count, not latency (benchmarks/results/comm-exchange-*.json), and larger sums go by these."""
+
+MOST_SHOWN = 100
+"""Characters of what differs, in the line that says so."""
 
 
 @dataclass(frozen=True)
@@ -47,40 +50,42 @@ def calibrate(
     *,
     is_fresh: bool = False,
     interface: str | None = None,
-    settings: Mapping[str, Any] | None = None,
     kept: Path | None = None,
     folder: Path | None,
+    buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
     seconds: float = SECONDS,
 ) -> Calibration:
     """Take the table that was measured on this cluster, or measure it and store it in folder. Collective.
 
     Rank 0 looks and decides, and tells the others, whose files are never read: at kept first, the file of a run that
     may go on, then into folder (None where there is none to write to). is_fresh: at neither. interface: as connect()
-    was given it; settings: what else it was given that makes sums faster or slower. Measuring ends within seconds, but
-    for a first sum that takes longer.
+    was given it. buffer_bytes: the largest of the job's fusion buffers, where measuring begins, towards shorter sums;
+    later jobs take the table whatever theirs are. Measuring ends within seconds, but for a first sum that takes longer.
     Raises: CommError where a sum came out wrong; PeerLostError.
     """
     start = time.perf_counter()
     is_first = communicator.rank == 0
-    facts = _collect_facts(communicator, interface=interface) | {"settings": dict(settings or {})}
+    facts = _collect_facts(communicator, interface=interface)
     path = folder / _file_name(facts) if folder else None
     record, told = None, ""
     if is_first and not is_fresh:
         record, told = _look([each for each in (kept, path) if each], facts=facts, algorithms=communicator.algorithms)
     record, told = _from_first(communicator, [record, told])
     if record is None:
+        sizes = sizes_below(buffer_bytes)
         times = measure_times(
             communicator,
-            tune_sizes(DEFAULT_SIZES.buffer_bytes),
+            sizes,
             dtype=torch.float32,
             seconds=max(0.0, seconds - elapsed_seconds(communicator, start)),
             on_size=lambda size, at_size: None,
+            largest_first=True,
         )
         took = elapsed_seconds(communicator, start)
         if is_first:
             table = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
             record = _make_record(facts, times, table, seconds=took)
-            told += f"measured in {took:.1f} s and {_store(path, record)}"
+            told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {_store(path, record)}"
         record, told = _from_first(communicator, [record, told])
     return Calibration(_table_of(record), told, _as_text(record))
 
@@ -88,6 +93,21 @@ def calibrate(
 def _from_first(communicator: Communicator, value: Any) -> Any:
     """Return rank 0's value, which JSON must hold. Collective."""
     return json.loads(communicator.gather_text(json.dumps(value) if communicator.rank == 0 else "")[0])
+
+
+def sizes_below(buffer_bytes: int) -> tuple[int, ...]:
+    """List the sizes that a calibration measures: this one, a quarter of it, and so on, down to a KiB; rising."""
+    sizes = [min(max(buffer_bytes, SMALLEST_BYTES), LARGEST_BYTES) // 8 * 8]
+    while sizes[-1] // FACTOR >= SMALLEST_BYTES:
+        sizes.append(sizes[-1] // FACTOR // 8 * 8)
+    return tuple(reversed(sizes))
+
+
+def _left_out(times: Times, sizes: Sequence[int]) -> str:
+    """Say which sizes there was no time for; "" where all were measured."""
+    above = [f"above {max(times):,}"] if max(times) < sizes[-1] else []
+    below = [f"below {min(times):,}"] if min(times) > sizes[0] else []
+    return f", without sums {' and '.join((*above, *below))} bytes, for lack of time," if above or below else ""
 
 
 def make_table(times: Times, *, beyond: str) -> HybridTable:
@@ -152,11 +172,22 @@ def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -
     record = json.loads(data)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is not of the form {FORMAT!r}")
-    if any(record[name] != fact for name, fact in facts.items()):
-        raise ValueError("it is of another cluster, or of other settings")
-    if not isinstance(record["date"], str) or not set(_table_of(record).algorithms) <= set(algorithms):
+    if difference := _difference({**record, "cluster": {**BEFORE, **record["cluster"]}}, facts):
+        raise ValueError(f"it is of another cluster, or of other settings: {difference}")
+    datetime.fromisoformat(record["date"])  # it is shown
+    if not set(_table_of(record).algorithms) <= set(algorithms):
         raise ValueError("it is damaged")
     return record
+
+
+def _difference(there: Any, here: Any, *, name: str = "it") -> str:
+    """Name the first fact that differs, with its values where they are short; "" where none does."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        return next(filter(None, (_difference(there.get(key), here[key], name=key) for key in here)), "")
+    if there == here:
+        return ""
+    values = f"{there!r} there, {here!r} here"
+    return f"{name} {values}" if len(values) <= MOST_SHOWN else name
 
 
 def _table_of(record: dict[str, Any]) -> HybridTable:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bigbatch import __version__
 from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.tuning.tuned import ClusterFacts, make_cluster
+from bigbatch.comm.tuning.tuned import SETTINGS, ClusterFacts, make_cluster
 
 BUILT_FROM = Path(__file__).with_name("built_from.txt")
 """Holds the commit in a container image, whose build has no git."""
@@ -45,11 +46,16 @@ class Conditions:
     backend: str
     wire_dtype: str | None
     predivide: float
+    reduce_dtype: str
+    max_ctas: int | None
+    buffers: str
 
     @property
     def cluster(self) -> ClusterFacts:
         """Gather what must be the same for a tuned file to hold."""
-        return make_cluster(self.groups, backend=self.backend, wire_dtype=self.wire_dtype, device=self.device)
+        return make_cluster(
+            self.groups, backend=self.backend, device=self.device, **{name: getattr(self, name) for name in SETTINGS}
+        )
 
 
 def gather_conditions(communicator: Communicator) -> Conditions:
@@ -69,8 +75,8 @@ def gather_conditions(communicator: Communicator) -> Conditions:
         device=", ".join(sorted({device for _, _, device in each})),
         launcher=communicator.env.launcher,
         backend=communicator.backend.name,
-        wire_dtype=_wire_name(communicator),
         predivide=communicator.wire.predivide,
+        **_settings(communicator),
     )
 
 
@@ -80,13 +86,20 @@ def gather_cluster(communicator: Communicator) -> ClusterFacts:
     return make_cluster(
         communicator.topology.groups,
         backend=communicator.backend.name,
-        wire_dtype=_wire_name(communicator),
         device=", ".join(sorted(devices)),
+        **_settings(communicator),
     )
 
 
-def _wire_name(communicator: Communicator) -> str | None:
-    return dtype_name(communicator.wire.dtype) if communicator.wire.dtype else None
+def _settings(communicator: Communicator) -> dict[str, Any]:
+    """Return what SETTINGS names, as connect() takes it."""
+    wire = communicator.wire
+    return {
+        "wire_dtype": dtype_name(wire.dtype) if wire.dtype else None,
+        "reduce_dtype": "fp32" if wire.in_fp32 else "wire",
+        "max_ctas": communicator.max_ctas,
+        "buffers": communicator.buffers,
+    }
 
 
 def device_name(device: torch.device) -> str:

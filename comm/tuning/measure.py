@@ -72,7 +72,9 @@ def time_sums(
         seconds[name] = []
         repeat(name, 1)
     pilots = _first(seconds, any_communicator)
-    loops = max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(min(pilots.values()), 1e-9))))
+    # no more than there is time for: where one algorithm is quick, others may be a hundred times slower
+    affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
+    loops = max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(min(pilots.values()), 1e-9)), affordable))
     if loops > 1:  # then one sum alone is no repetition, and not even a sign of who is fast
         for name in communicators:
             seconds[name].clear()
@@ -86,11 +88,17 @@ def time_sums(
         for name in chosen:
             repeat(name, min(left, ROUND))
         left -= ROUND
-    all_wrong = _total(wrong, any_communicator)
+    # together, as thousands of ranks take longer to gather than to sum
+    mine = {**seconds, **{_wrong_by(name): count for name, count in wrong.items()}}
+    everyone = [json.loads(text) for text in any_communicator.gather_text(json.dumps(mine))]
     return {
-        name: Sums(Measured(tuple(times)), all_wrong[name])
-        for name, times in slowest(seconds, any_communicator).items()
+        name: Sums(Measured(tuple(_longest(everyone, name))), sum(each[_wrong_by(name)] for each in everyone))
+        for name in communicators
     }
+
+
+def _wrong_by(name: str) -> str:
+    return f"wrong by {name}"
 
 
 def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
@@ -112,16 +120,17 @@ def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loop
     """Measure this rank's seconds per all-reduce of each of count repetitions, one after another."""
     seconds = []
     for _ in range(count):
-        _wait_for(communicator.device)
+        wait_for(communicator.device)
         start = time.perf_counter()
         for _ in range(loops):
             communicator.sum_(tensor_N, label=label)
-        _wait_for(communicator.device)
+        wait_for(communicator.device)
         seconds.append((time.perf_counter() - start) / loops)
     return seconds
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -129,12 +138,11 @@ def _wait_for(device: torch.device) -> None:
 def slowest(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, list[float]]:
     """Return each repetition's longest time over all ranks, the same on all of them."""
     everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(seconds))]
-    return {name: [max(times) for times in zip(*(each[name] for each in everyone), strict=True)] for name in seconds}
+    return {name: _longest(everyone, name) for name in seconds}
 
 
-def _total(counts: Mapping[str, int], communicator: Communicator) -> dict[str, int]:
-    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(counts))]
-    return {name: sum(each[name] for each in everyone) for name in counts}
+def _longest(everyone: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[float]:
+    return [max(times) for times in zip(*(each[name] for each in everyone), strict=True)]
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
@@ -229,9 +237,15 @@ def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *
 
 def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -> Callable[[int], list[float]]:
     backend = communicator.backend
-    # as many times as the others return: slowest() takes the longest of each repetition
     if communicator.rank not in ring or len(ring) < 2:
-        return lambda count: [0.0] * count
+
+        def look_on(count: int) -> list[float]:
+            # an operation like the others': each rank counts its own, and all must have the same numbers
+            backend.submit(lambda: None, label=f"hop of {num_bytes} bytes", ranks=tuple(ring)).wait()
+            # as many times as the others return: slowest() takes the longest of each repetition
+            return [0.0] * count
+
+        return look_on
     place = list(ring).index(communicator.rank)
     left, right = ring[place - 1], ring[(place + 1) % len(ring)]
     send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
@@ -241,12 +255,13 @@ def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -
         for _ in range(count):
             start = time.perf_counter()
             backend.start_exchange(send=send_N, to=right, receive=receive_N, source=left).wait()
-            _wait_for(communicator.device)
+            wait_for(communicator.device)
             seconds.append(time.perf_counter() - start)
 
     def hop(count: int) -> list[float]:
         seconds.clear()
-        backend.submit(lambda: go_round(count), label=f"hop of {num_bytes} bytes to rank {right}").wait()
+        label = f"hop of {num_bytes} bytes to rank {right}"
+        backend.submit(lambda: go_round(count), label=label, ranks=tuple(ring)).wait()
         return seconds[:]
 
     return hop

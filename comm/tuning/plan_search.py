@@ -72,10 +72,13 @@ def evaluate_plan(
     return PlanChoice(sizes, plan, exposed_seconds(plan, backward, seconds_of))
 
 
-def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf) -> PlanChoice:
+def search_plan(
+    tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf, *, stated: PlanSizes | None = None
+) -> PlanChoice:
     """Find the sizes whose plan exposes least; of those within LEAST_GAIN of it, the plan of the fewest buffers.
 
-    Tries every size that makes a difference where there are few gradients, else a geometric selection of them.
+    Tries every size that makes a difference where there are few gradients, else a geometric selection of them; and
+    those that are stated.
     Raises: ValueError without gradients.
     """
     if not tensors:
@@ -83,21 +86,29 @@ def search_plan(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: S
     buffer_sizes = _thin(_sums_of_neighbours(tensors), NUM_BUFFER_SIZES)
     first_sizes = [None, *_thin(itertools.accumulate(t.num_bytes for t in tensors), NUM_FIRST_SIZES)]
     thresholds = _thin((t.num_bytes for t in tensors), NUM_THRESHOLDS)
-    choices = [
-        evaluate_plan(PlanSizes(threshold, buffer, first), tensors, backward, seconds_of)
+    candidates = [
+        PlanSizes(threshold, buffer, first)
         for buffer in buffer_sizes
         for first in first_sizes
         # a first buffer as large as the others is None's plan over again
         if first is None or first < buffer
         for threshold in thresholds
     ]
+    choices = [
+        evaluate_plan(sizes, tensors, backward, seconds_of) for sizes in (*candidates, *([stated] if stated else ()))
+    ]
     best = min(c.exposed_seconds for c in choices)
-    good = best + LEAST_GAIN * (backward.seconds + best)
+    good = best + least_gain_seconds(backward, best)
     return min(
         (c for c in choices if c.exposed_seconds <= good),
         # of equals the largest threshold: it sends the fewest gradients alone
         key=lambda c: (len(c.plan.buffers), c.exposed_seconds, -c.sizes.threshold_bytes),
     )
+
+
+def least_gain_seconds(backward: Backward, exposed: float) -> float:
+    """Say which gain over so many exposed seconds is worth nothing."""
+    return LEAST_GAIN * (backward.seconds + exposed)
 
 
 def least_exposed_seconds(tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf) -> float:

@@ -14,7 +14,7 @@ def explain(findings: TuningFindings) -> list[str]:
     gradient_bytes = sum(tensor.num_bytes for tensor in f.tensors)
     first = min(f.backward.ready_seconds.values(), default=0.0)
     lines = [
-        f"algorithm: {f.table}",
+        f"algorithm by size: {f.fastest}",
         "  why: fastest median at each size; no switch for a gain within the noise, nor for less than 1%",
     ]
     if gradient_bytes > max(f.times):
@@ -22,14 +22,22 @@ def explain(findings: TuningFindings) -> list[str]:
     lines += [
         f"backward: {_ms(f.backward.seconds)}, its first gradient after {_ms(first)}; "
         f"{len(f.tensors)} gradients, {gradient_bytes / 1e6:.1f} MB",
-        f"fusion plan: {_sizes(f.chosen)}",
+        f"fusion plan: {_sizes(f.searched)}",
         "  why: communication that backward does not hide, simulated from the medians above",
-        f"  {_ms(f.stated.exposed_seconds):>9}  as the config states: {f.stated_algorithm}, {_sizes(f.stated)}",
-        f"  {_ms(f.stated_with_table.exposed_seconds):>9}  the same plan with the algorithms chosen above",
-        f"  {_ms(f.chosen.exposed_seconds):>9}  chosen: those algorithms and this plan",
+        f"  {_ms(f.stated.exposed_seconds):>9}  as the config states: {f.stated_table}, {_sizes(f.stated)}",
+        f"  {_ms(f.stated_with_fastest.exposed_seconds):>9}  the same plan with the algorithms above",
+        f"  {_ms(f.searched.exposed_seconds):>9}  those algorithms and the plan above",
         f"  {_ms(f.least_exposed_seconds):>9}  the best of all ways to cut the gradients into buffers",
+        f"chosen: {_verdict(f)}",
     ]
     return lines
+
+
+def _verdict(f: TuningFindings) -> str:
+    stated, searched, noise = (_ms(s) for s in (f.stated.exposed_seconds, f.searched.exposed_seconds, f.noise_seconds))
+    if f.keeps_stated:
+        return f"what the config states is kept: {stated}, against {searched}; a gain below {noise} would be noise"
+    return f"the algorithms and the plan above: {searched}, against {stated} as the config states, +-{noise}"
 
 
 def explain_links(links: MeasuredLinks) -> str:

@@ -37,10 +37,28 @@ class ClusterFacts:
     """block: the ranks of each node are consecutive; scattered: they are not."""
     wire_dtype: str | None
     device: str
+    reduce_dtype: str
+    max_ctas: int | None
+    buffers: str
 
 
-def make_cluster(groups: Sequence[Sequence[int]], *, backend: str, wire_dtype: str | None, device: str) -> ClusterFacts:
-    """Describe a cluster; groups: the ranks of each node."""
+SETTINGS = ("wire_dtype", "reduce_dtype", "max_ctas", "buffers")
+"""Those of the facts that are keys of comm, not of the machines."""
+BEFORE = {"reduce_dtype": "wire", "max_ctas": None, "buffers": "torch"}
+"""What held when files did not state these."""
+
+
+def make_cluster(
+    groups: Sequence[Sequence[int]],
+    *,
+    backend: str,
+    wire_dtype: str | None,
+    device: str,
+    reduce_dtype: str = "fp32",
+    max_ctas: int | None = None,
+    buffers: str = "torch",
+) -> ClusterFacts:
+    """Describe a cluster, and what comm is set to there; groups: the ranks of each node."""
     is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
     return ClusterFacts(
         backend=backend,
@@ -49,6 +67,9 @@ def make_cluster(groups: Sequence[Sequence[int]], *, backend: str, wire_dtype: s
         placement="block" if is_block else "scattered",
         wire_dtype=wire_dtype,
         device=device,
+        reduce_dtype=reduce_dtype,
+        max_ctas=max_ctas,
+        buffers=buffers,
     )
 
 
@@ -83,18 +104,33 @@ class Tuned:
             )
 
     def require_cluster(self, cluster: ClusterFacts, *, path: Path) -> None:
-        """Refuse another cluster. Raises: TunedError where this was measured on another cluster."""
-        for field in dataclasses.fields(ClusterFacts):
-            there, here = getattr(self.cluster, field.name), getattr(cluster, field.name)
-            if there != here:
+        """Refuse times that do not hold here. Raises: TunedError for another cluster, or other settings of comm.
+
+        comm.reduce_dtype makes no difference where nothing travels in half precision.
+        """
+        for name in (field.name for field in dataclasses.fields(ClusterFacts)):
+            there, here = getattr(self.cluster, name), getattr(cluster, name)
+            if there == here or (name == "reduce_dtype" and not self._travels_in_half):
+                continue
+            if name in SETTINGS:
                 raise TunedError(
-                    f"{path} was tuned on another cluster: {field.name} {_show(there)} there, {_show(here)} here; "
-                    f"measure this one, with the ranks that will train: {self.command}"
+                    f"{path} was tuned with another setting: comm.{name} {_show(there)} there, {_show(here)} here; set "
+                    f"it to that, or measure with this one: {self.command}, with its own --comm.{name}"
                 )
+            raise TunedError(
+                f"{path} was tuned on another cluster: {name} {_show(there)} there, {_show(here)} here; "
+                f"measure this one, with the ranks that will train: {self.command}"
+            )
+
+    @property
+    def _travels_in_half(self) -> bool:
+        wire = self.cluster.wire_dtype
+        dtypes = {wire if wire and tensor.dtype == "float32" else tensor.dtype for tensor in self.tensors}
+        return not dtypes.isdisjoint(("float16", "bfloat16"))
 
 
 def _show(value: object) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "+".join(map(str, value)) if isinstance(value, tuple) else "null" if value is None else str(value)
 
 
 def _first_difference(there: Sequence[TensorSpec], here: Sequence[TensorSpec]) -> str:
@@ -179,7 +215,7 @@ def parse_tuned(text: str, *, path: Path) -> Tuned:
 
 
 def _parse(record: Mapping[str, Any]) -> Tuned:
-    cluster = dict(record["cluster"])
+    cluster = {**BEFORE, **record["cluster"]}
     tensors = tuple(TensorSpec(*fields) for fields in record["tensors"])
     if fingerprint(tensors) != record["fingerprint"]:
         raise ValueError("its tensors are not those of its fingerprint")

@@ -11,9 +11,18 @@ import torch
 from bigbatch.comm.algorithms.hybrid import HybridTable, Measured, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.tuning.climb import SUMS_PER_SIZE, climb
 from bigbatch.comm.tuning.cost_model import SecondsOf, interpolate
 from bigbatch.comm.tuning.measure import Effort, MeasuredLinks, Sums, slowest, time_sums
-from bigbatch.comm.tuning.plan_search import Backward, PlanChoice, evaluate_plan, least_exposed_seconds, search_plan
+from bigbatch.comm.tuning.plan_search import (
+    Backward,
+    PlanChoice,
+    evaluate_plan,
+    exposed_seconds,
+    least_exposed_seconds,
+    least_gain_seconds,
+    search_plan,
+)
 from bigbatch.errors import CommError
 
 SMALLEST_BYTES = 1024
@@ -37,8 +46,8 @@ LEAST_REFINEMENT = 5
 BANDWIDTH_BOUND = 2.5
 """Four times the bytes took so many times as long: from here on bytes count, and who is behind stays behind."""
 LARGEST_BYTES = 256 << 20
-WORDS_PER_SIZE = 5
-"""How often ranks gather times while they measure one size."""
+WORDS_PER_SIZE = 8
+"""How often ranks gather times and texts from one look at the clock to the end, with one size measured in between."""
 
 
 def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
@@ -57,8 +66,12 @@ def measure_times(
     dtype: torch.dtype,
     seconds: float,
     on_size: Callable[[int, Mapping[str, Measured]], None],
+    largest_first: bool = False,
 ) -> Times:
     """Time every algorithm at every size, from the smallest on, as far as seconds allow. Collective.
+
+    largest_first: from the largest on that single sums show to fit into the time, so that what time does not suffice
+    for are the sizes that matter least to gradients.
 
     seconds must be the same on all ranks. First all sizes, from the smallest on, as far as time allows: where it is
     short, algorithms far from the best are timed only once, and those that fall back while bytes count are given up.
@@ -85,8 +98,21 @@ def measure_times(
 
     before_words = elapsed_seconds(communicator, start)
     # thousands of ranks take longer to gather their times than to make a short sum
-    words = WORDS_PER_SIZE * (elapsed_seconds(communicator, start) - before_words)
+    word = elapsed_seconds(communicator, start) - before_words
+    words = WORDS_PER_SIZE * word
     names = list(all_contestants)
+    if largest_first:
+        left = seconds - elapsed_seconds(communicator, start) - word
+        reached, needed = climb(tensor_N, all_contestants, sizes[::-1], seconds=left, word=word, words=words)
+        # a smaller sum takes no longer; where not even the smallest fits it is measured all the same
+        for number, size in enumerate(reached or sizes[:1]):
+            left = seconds - elapsed_seconds(communicator, start) - word  # which the break costs
+            if times and needed > left:
+                break
+            share = SWEEP_SHARE * left / (len(reached) - number) if reached else 0.0
+            measure(size, names, Effort(REPETITIONS, max(0.0, share - words), CONTENDER_RATIO))
+            needed = SUMS_PER_SIZE * sum(each.median for each in times[size].values()) + words
+        sizes = ()
     for number, size in enumerate(sizes):
         left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start) - words
         if times and _least_seconds_of(size, times, names) > left:
@@ -195,17 +221,37 @@ class TuningFindings:
     backward: Backward
     tensors: tuple[TensorSpec, ...]
     """In the order in which they become ready."""
-    table: HybridTable
-    chosen: PlanChoice
-    """With the table."""
+    fastest: HybridTable
+    """By the medians."""
+    searched: PlanChoice
+    """The best plan with it."""
     stated: PlanChoice
     """What the config states, with its algorithm."""
-    stated_algorithm: str
-    stated_with_table: PlanChoice
+    stated_table: HybridTable
+    stated_with_fastest: PlanChoice
     least_exposed_seconds: float
-    """With the table: of the best of all cuts into runs of neighbours, or of the chosen plan, which may pass over a
-    large gradient and so be better still.
+    """Of the best of all cuts into runs of neighbours with the fastest table; or of the searched plan, which may pass
+    over a large gradient and so be better still, or of the stated one.
     """
+    noise_seconds: float
+    """A difference below this between what stated and searched expose means nothing: by the noise of the medians, or
+    as LEAST_GAIN says.
+    """
+
+    @property
+    def keeps_stated(self) -> bool:
+        """Tell whether the search found no gain over what the config states."""
+        return self.stated.exposed_seconds - self.searched.exposed_seconds <= self.noise_seconds
+
+    @property
+    def chosen(self) -> PlanChoice:
+        """Return the plan to train with, with the table."""
+        return self.stated if self.keeps_stated else self.searched
+
+    @property
+    def table(self) -> HybridTable:
+        """Return the algorithms to train with."""
+        return self.stated_table if self.keeps_stated else self.fastest
 
 
 def choose(
@@ -215,37 +261,62 @@ def choose(
     tensors: Sequence[TensorSpec],
     *,
     stated: PlanSizes,
-    stated_algorithm: str,
+    stated_table: HybridTable,
 ) -> TuningFindings:
-    """Choose the table of algorithms, then the plan that exposes least with it. Pure."""
-    table = make_hybrid(times)
-    tabled = seconds_by(times, table.choose)
-    with_stated = {size: at_size for size, at_size in times.items() if stated_algorithm in at_size}
-    as_stated = seconds_by(with_stated, lambda size: stated_algorithm) if with_stated else tabled
-    chosen = search_plan(tensors, backward, tabled)
+    """Choose the table of algorithms, then the plan that exposes least with it; or what is stated. Pure.
+
+    Of a stated table whose algorithms were not measured, because they do not run here, the plan alone counts.
+    """
+    fastest = make_hybrid(times)
+    with_stated = {size: at_size for size, at_size in times.items() if stated_table.choose(size) in at_size}
+    if not with_stated:
+        stated_table, with_stated = fastest, dict(times)
+    by_fastest, as_stated = seconds_by(times, fastest.choose), seconds_by(with_stated, stated_table.choose)
+    searched = search_plan(tensors, backward, by_fastest, stated=stated)
+    found = evaluate_plan(stated, tensors, backward, as_stated)
     return TuningFindings(
         links=links,
         times=times,
         backward=backward,
         tensors=tuple(tensors),
-        table=table,
-        chosen=chosen,
-        stated=evaluate_plan(stated, tensors, backward, as_stated),
-        stated_algorithm=stated_algorithm,
-        stated_with_table=evaluate_plan(stated, tensors, backward, tabled),
-        least_exposed_seconds=min(chosen.exposed_seconds, least_exposed_seconds(tensors, backward, tabled)),
+        fastest=fastest,
+        searched=searched,
+        stated=found,
+        stated_table=stated_table,
+        stated_with_fastest=evaluate_plan(stated, tensors, backward, by_fastest),
+        least_exposed_seconds=min(
+            found.exposed_seconds,
+            searched.exposed_seconds,
+            least_exposed_seconds(tensors, backward, by_fastest),
+        ),
+        noise_seconds=max(
+            math.hypot(
+                _noise_of(found, backward, with_stated, stated_table), _noise_of(searched, backward, times, fastest)
+            ),
+            least_gain_seconds(backward, searched.exposed_seconds),
+        ),
     )
 
 
-def seconds_by(times: Times, choose: Callable[[int], str]) -> SecondsOf:
+def _noise_of(choice: PlanChoice, backward: Backward, times: Times, table: HybridTable) -> float:
+    """Estimate the uncertainty of what a plan exposes: half of what lies between all medians too low and too high."""
+    low, high = (
+        exposed_seconds(choice.plan, backward, seconds_by(times, table.choose, deviation=deviation))
+        for deviation in (-1, 1)
+    )
+    return (high - low) / 2
+
+
+def seconds_by(times: Times, choose: Callable[[int], str], *, deviation: int = 0) -> SecondsOf:
     """Estimate the seconds of an all-reduce of any size, when choose names the algorithm of each measured one.
 
     A byte that seems a little dearer in a larger sum counts as in the smaller one (NOISY_RISE): else, by noise alone,
-    a plan would seem to gain from more buffers.
+    a plan would seem to gain from more buffers. deviation: as if each median were off by so many times its noise.
     """
     seconds: dict[int, float] = {}
     for size in sorted(times):
-        median = times[size][choose(size)].median
+        measured = times[size][choose(size)]
+        median = measured.median * max(0.0, 1 + deviation * measured.noise)
         smaller = max(seconds, default=size)
         as_cheap = seconds.get(smaller, median) * size / smaller
         seconds[size] = as_cheap if as_cheap < median <= NOISY_RISE * as_cheap else median

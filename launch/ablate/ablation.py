@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.plan import Ablation, choose, find_ablation, make_points, packaged_ablations
 from bigbatch.launch.report.tables import show_table, stdout_console
-from bigbatch.launch.sweep import SOME_FAILED
 from bigbatch.launch.sweep.folder import FAILED, SweepFolder, alone_in, prepare, require_same, state_of, to_run
 from bigbatch.launch.sweep.points import Point, describe_values
 from bigbatch.launch.sweep.running import Interrupted, run_points
@@ -84,7 +84,7 @@ def _run(
         run_points(ablation.as_sweep(), missing, folder, on_end=show.end)
     except (Interrupted, KeyboardInterrupt):
         print("bigbatch: stopped; the same command goes on with what is missing", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     finally:
         show.close()
     steps = outcome.collect(ablation, points, folder)

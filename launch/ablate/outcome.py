@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bigbatch.colours import COLOURS
 from bigbatch.errors import RunFolderError
 from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
 from bigbatch.launch.report.collect import common_conditions, differences, whole_records
-from bigbatch.launch.report.plots import COLOURS, plain_text
+from bigbatch.launch.report.plots import plain_text
 from bigbatch.launch.report.tables import Table, conditions_table, markdown, plain_cell
 from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point

@@ -16,7 +16,7 @@ from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.counters import LinkBytes, read_counters
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.programs import port, shape_commands
+from bigbatch.launch.emulate.programs import cut_command, port, shape_commands
 from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
 from bigbatch.locks import try_lock
 
@@ -190,6 +190,17 @@ def shape(
                     _run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
         save(root / cluster.plan.name, changed)
     return changed
+
+
+def cut(
+    cluster: EmulatedCluster, node: int, *, environ: Mapping[str, str], arriving: bool = True, leaving: bool = True
+) -> None:
+    """Drop what arrives at a node, or what leaves it, or both, until its link is shaped. Raises: EmulationError."""
+    path = _require_tools(environ)
+    with reaching(cluster):
+        for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
+            if is_cut:
+                _run_inside(cluster, cut_command(device), node=where, environ=dict(environ) | {"PATH": path})
 
 
 def _run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:

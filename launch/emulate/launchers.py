@@ -11,6 +11,7 @@ from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, TERMINAL_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
 from bigbatch.launch.jobs.options import Option
+from bigbatch.launch.jobs.spec import python_words
 from bigbatch.launch.launchers import mpirun, torchrun
 
 ORDERS = ("block", "cyclic")
@@ -38,7 +39,7 @@ class Job:
     @property
     def words(self) -> tuple[str, ...]:
         """Return what comes behind the interpreter."""
-        return self.command if self.is_python else ("-m", "bigbatch", *self.command)
+        return python_words(self.command, is_python=self.is_python)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ def shape_commands(device: str, rate: int | None) -> list[list[str]]:
     return [gso, ["tc", "qdisc", "replace", "dev", device, "root", *bucket]]
 
 
+def cut_command(device: str) -> list[str]:
+    """Drop all that leaves a device without a word, as a dead switch does: a queue of one byte takes no packet."""
+    return ["tc", "qdisc", "replace", "dev", device, "root", "bfifo", "limit", "1"]
+
+
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
     """Return all of them with the place where they run, in order: a host name or 'switch'."""
     bridged = plan.delay_us == 0

@@ -36,9 +36,12 @@ from bigbatch.launch.emulate.run import run_job
 from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
 from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
+from bigbatch.launch.jobs.check import check_job
+from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.foreground import STOP_SIGNALS
 from bigbatch.launch.jobs.installed import find_mpirun
-from bigbatch.launch.jobs.options import add_options
+from bigbatch.launch.jobs.options import PYTHON_HELP, add_options
+from bigbatch.launch.jobs.spec import JobSpec
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--name", help=f"of the cluster (default: {DEFAULT_NAME}, or one of its own)")
     add_options(run, RUN_OPTIONS[2:])
-    run.add_argument("--python", action="store_true", help="COMMAND is a Python script, or -m and a module")
+    run.add_argument("--python", action="store_true", help=PYTHON_HELP)
     run.add_argument("--counters", type=Path, metavar="FILE", help="write the bytes of each link there, as JSON")
     actions.add_parser(
         "exec",
@@ -158,8 +161,10 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
                 f"Slurm starts the jobs of {found.plan.name}: bigbatch launch emulate exec --name {found.plan.name} "
                 "-- sbatch job.sh"
             )
+        _check(job, found.plan, arguments)
         return _run_on(found, arguments, job, root=root, environ=environ)
     plan = _plan(arguments, name=arguments.name or f"run-{os.getpid()}")
+    _check(job, plan, arguments)
     if arguments.dry_run:
         return _run_on(EmulatedCluster(plan, 0, 0, ""), arguments, job, root=root, environ=environ)
     with _interruptible(), _lifeline() as lifeline:
@@ -169,6 +174,13 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
         finally:
             _heed(signal.SIG_IGN)  # what takes milliseconds is not worth an interruption
             clusters.down(plan.name, root=root)
+
+
+def _check(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> None:
+    """Raise JobRefused for what is known to fail on such a cluster."""
+    with Findings() as findings:
+        spec = JobSpec(job.command, plan.world_size, is_python=job.is_python)
+        check_job(spec, findings, starts=not arguments.dry_run)
 
 
 def _run_on(

@@ -9,12 +9,19 @@ from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec
+from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.run.folder import writing
 
 
 def preflight_command(command: Sequence[str], *options: str) -> tuple[str, ...]:
     """Return what checks the hosts for `train ...`: its experiment is looked at, too; other commands have none."""
-    return ("preflight", *options, *(command[1:] if command[:1] == ("train",) else ()))
+    experiment = command[1:] if command[:1] == ("train",) else ()
+    return ("preflight", *options, *(word for word in experiment if word not in FLAGS))
+
+
+def preflight_of(job: JobSpec) -> JobSpec:
+    """Return the job that looks at the hosts of another; of an own script, at no experiment."""
+    return replace(job, command=preflight_command(() if job.is_python else job.command), is_python=False)
 
 
 def choose_launcher(job: JobSpec) -> str:

@@ -1,14 +1,16 @@
 """The options that all launchers share, on the command line and in a sweep's file, and the JobSpec that they state."""
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
-from bigbatch.launch.jobs.words import parse_environment, parse_minutes
+from bigbatch.launch.jobs.words import check_words, parse_environment, parse_minutes
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ RANKS = (
 )
 REQUEST = (
     Option("name", "of the job (default: bigbatch)"),
-    Option("time", "limit: minutes, H:MM:SS or D-HH:MM:SS"),
+    Option("time", "limit: minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED"),
     Option("partition", "queue"),
     Option("account", "to charge"),
     Option("qos", "quality of service"),
@@ -74,7 +76,7 @@ REQUEST = (
     Option("exclude", "nodes not to use, such as n3,n[10-12]"),
     Option("gpus_per_node", "such as 8", int),
     Option("cpus_per_rank", "such as 12", int),
-    Option("memory", "of each node, such as 200G"),
+    Option("memory", "of each node, such as 200G; 0: all of it, under Slurm"),
     Option("array", "jobs that differ in {index} in COMMAND: 0-7, or 0-99%%4 for 4 at a time"),
     Option(
         "stop_seconds",
@@ -88,6 +90,7 @@ CONTAINER = (
     Option("mount", "SOURCE:TARGET[:FLAGS], once per mount", repeats=True),
     Option("container", "(default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),
 )
+PYTHON_HELP = "COMMAND is a Python script, or -m and a module, with its arguments"
 JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER)
 
 STATED = (
@@ -95,6 +98,9 @@ STATED = (
     *("memory", "image", "container", "interface", "device", "logs", "array", "stop_seconds", "node_rank", "preflight"),
 )
 """Fields of JobSpec that an option of the same name states as they are."""
+
+STAND_INS = {"array": "0", "mounts": (), "environment": (), "modules": ()}
+"""For what was stated and refused: what the rest of a job is checked with."""
 
 
 def job_options() -> argparse.ArgumentParser:
@@ -136,24 +142,44 @@ def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argpar
 
 
 def read_job(
-    arguments: argparse.Namespace, command: Sequence[str], *, num_cores: int, default_ranks: int = 1
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    *,
+    findings: Findings,
+    default_ranks: int = 1,
+    is_python: bool = False,
 ) -> JobSpec:
-    """Return the job that the options state, be they of a command line or of a file. Raises: LaunchOptionError."""
-    hosts = () if arguments.hosts is None else parse_hosts(arguments.hosts)
-    if arguments.hostfile is not None:
-        hosts += read_hostfile(arguments.hostfile)
-    return make_job(
-        tuple(command),
+    """Return the job that the options state, be they of a command line or of a file.
+
+    What cannot be read goes into findings, and the job is without it, so that the other checks can still look at it: it
+    has 0 ranks where their numbers contradict each other.
+    """
+
+    def read(parse: Callable[[Any], Any], words: Any, default: Any = None) -> Any:
+        return default if words is None else findings.ask(parse, words) or default
+
+    stated: dict[str, Any] = {
+        "minutes": read(parse_minutes, arguments.time),
+        "environment": read(parse_environment, arguments.env, ()),
+        "mounts": tuple(arguments.mount),
+        "modules": tuple(arguments.module),
+        **{name: getattr(arguments, name) for name in STATED},
+    }
+    fields: dict[str, Any] = {"is_python": is_python, "master": read(parse_master, arguments.master)}
+    for name, value in stated.items():
+        fields[name] = findings.ask(check_words, name, value)
+        if fields[name] is None and value is not None:
+            fields[name] = STAND_INS.get(name)
+    words = findings.ask(check_words, "command", tuple(command)) or ()
+    job = findings.ask(
+        make_job,
+        words,
         num_ranks=arguments.ranks,
-        hosts=hosts,
-        num_cores=num_cores,
+        hosts=read(parse_hosts, arguments.hosts, ()) + read(read_hostfile, arguments.hostfile, ()),
+        num_cores=os.cpu_count() or 1,
         num_nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         default_ranks=default_ranks,
-        minutes=parse_minutes(arguments.time) if arguments.time is not None else None,
-        master=parse_master(arguments.master) if arguments.master is not None else None,
-        mounts=tuple(arguments.mount),
-        environment=parse_environment(arguments.env),
-        modules=tuple(arguments.module),
-        **{name: getattr(arguments, name) for name in STATED},
+        **fields,
     )
+    return job or JobSpec(words, 0, **fields)

@@ -2,15 +2,31 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import CommConfig
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 """Figures of a report."""
+
+
+def first_words(job: JobSpec) -> tuple[str, ...]:
+    """Return the words of the command, as the first job of an array has them."""
+    first = re.findall(r"\d+", job.array or "0")[0]
+    return tuple(word.replace(INDEX, first) for word in job.command)
+
+
+def load_experiment(job: JobSpec) -> Config | None:
+    """Load that of `train`; None for other commands, and for its help. Raises: ConfigError."""
+    if job.is_python or job.command[:1] != ("train",) or {"-h", "--help"} & set(job.command):
+        return None
+    return load_config(first_words(job)[1:])
 
 
 def find_run_folder(job: JobSpec) -> str | None:
@@ -19,10 +35,10 @@ def find_run_folder(job: JobSpec) -> str | None:
     In an array it may hold {index}; its first job's experiment is the one that is checked.
     Raises: ConfigError for a wrong experiment, and for one that could not go on after it was requeued.
     """
-    if job.command[0] != "train" or job.image is not None or "--help" in job.command:
+    config = None if job.image is not None else load_experiment(job)
+    if config is None:
         return None
-    first = re.findall(r"\d+", job.array or "0")[0]
-    run = load_config([word.replace(INDEX, first) for word in job.command[1:]]).run
+    run = config.run
     if run.resume != "auto":
         raise ConfigError(
             f"--run.resume {run.resume}: a requeued job goes on from its own checkpoints, which takes auto; "
@@ -34,6 +50,17 @@ def find_run_folder(job: JobSpec) -> str | None:
     if INDEX not in (stated or _stated(job.command, "--config") or ""):
         raise ConfigError(f"--run.directory {run.directory}: the array's jobs would share it; put {INDEX} in it")
     return stated
+
+
+def find_timeout(job: JobSpec) -> float:
+    """Find how many seconds the ranks may wait for each other: comm.timeout_seconds of `train`, else its default.
+
+    An image's own bigbatch is taken to have the same recipes. An experiment that is wrong is refused elsewhere.
+    """
+    with suppress(ConfigError):
+        if config := load_experiment(job):
+            return config.comm.timeout_seconds
+    return CommConfig.timeout_seconds
 
 
 def last_report(folder: Path) -> str | None:

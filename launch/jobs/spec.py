@@ -1,13 +1,13 @@
-"""What a launcher starts: a bigbatch command on some ranks of some hosts, and what is asked of a scheduler."""
+"""What a launcher starts: a command on some ranks of some hosts, and what is asked of a scheduler."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.launch.jobs.words import check_words, option
 
 SIGNAL_EARLY_SECONDS = 60
@@ -68,12 +68,19 @@ class JobSpec:
     """Numbers of an array's jobs, as Slurm writes them: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
     preflight: str | None = None
     """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
+    is_python: bool = False
+    """The command is a Python script, or -m and a module, with its arguments; else it is bigbatch's."""
     stop_seconds: int | None = None
     """How long before the time limit the ranks are asked to save a checkpoint and stop; 0: the limit ends the job."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             check_words(field.name, getattr(self, field.name))
+
+    @property
+    def python_words(self) -> tuple[str, ...]:
+        """Return what comes behind the interpreter."""
+        return python_words(self.command, is_python=self.is_python)
 
     @property
     def ranks_per_node(self) -> int:
@@ -99,16 +106,21 @@ SCHEDULED = (
 """What only a scheduler can give."""
 
 
-def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
-    """Say which option a launcher cannot honour, and what to do instead, rather than drop it.
+def python_words(command: Sequence[str], *, is_python: bool) -> tuple[str, ...]:
+    """Return what comes behind the interpreter: a script or module with its arguments as they are, or bigbatch's."""
+    return (*(() if is_python else ("-m", "bigbatch")), *command)
 
-    Raises: LaunchOptionError.
+
+def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
+    """Say which options a launcher cannot honour, and what to do instead, rather than drop them.
+
+    Raises: JobRefused.
     """
-    for field in fields(JobSpec):
-        if field.name in refused and getattr(job, field.name) != field.default:
-            raise LaunchOptionError(
-                f"{option(field.name)}: bigbatch launch {launcher} cannot do that; {refused[field.name]}"
-            )
+    found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
+    if found:
+        raise JobRefused(
+            [f"{option(name)}: bigbatch launch {launcher} cannot do that; {refused[name]}" for name in found]
+        )
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import expand_hostlist
-from bigbatch.errors import LaunchError, LaunchOptionError
+from bigbatch.errors import LaunchError, LaunchOptionError, shortened
+
+UNLIMITED = 2**32 - 1
+"""Minutes of a job without a time limit, as Slurm itself counts them."""
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
+
+SPAN = r"\d+(?:-\d+(?::\d+)?)?"
 
 PATTERNS = {
     # field: (pattern, what that means, example); Slurm reads #SBATCH lines without a shell's quotes
@@ -18,11 +23,11 @@ PATTERNS = {
     "qos": (NAME, "letters, digits and . _ + @ -", "high"),
     "reservation": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "maintenance"),
     "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names with & and | between", "'a100&nvlink'"),
-    "memory": (r"[1-9][0-9]*[KMGT]?", "a number and K, M, G or T", "200G"),
+    "memory": (r"0|[1-9][0-9]*[KMGTkmgt]?", "a number and K, M, G or T", "200G"),
     "interface": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}", "the name of one interface", "eth0"),
     "device": (r"cpu", "the only one to name", "cpu"),
     "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
-    "array": (r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?:%\d+)?", "numbers and ranges", "0-7"),
+    "array": (rf"{SPAN}(?:,{SPAN})*(?:%\d+)?", "numbers and ranges", "0-7"),
     "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
     "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
     "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
@@ -37,6 +42,7 @@ MIN_VALUES = {"gpus_per_node": 0, "cpus_per_rank": 1, "minutes": 1, "stop_second
 OPTIONS = {
     "num_ranks": "--ranks",
     "num_nodes": "--nodes",
+    "is_python": "--python",
     "minutes": "--time",
     "mounts": "--mount",
     "environment": "--env",
@@ -50,10 +56,10 @@ def option(field: str) -> str:
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
-def check_words(field: str, value: Any) -> None:
-    """Check one field of a JobSpec. Raises: LaunchOptionError naming the option, the value and a legal one."""
+def check_words(field: str, value: Any) -> Any:
+    """Return a field's value in a JobSpec. Raises: LaunchOptionError naming the option, the value and a legal one."""
     if value is None:
-        return
+        return None
     if field in PATTERNS:
         pattern, meaning, example = PATTERNS[field]
         if not re.fullmatch(pattern, value, re.ASCII) or not NO_OPTION.match(value):
@@ -62,6 +68,19 @@ def check_words(field: str, value: Any) -> None:
         raise LaunchOptionError(f"{option(field)} {value} must be a number from {MIN_VALUES[field]} on")
     if field in CHECKS:
         CHECKS[field](value)
+    return value
+
+
+def _check_array(value: str) -> None:
+    for part in value.partition("%")[0].split(","):
+        limits, _, step = part.partition(":")
+        first, _, last = limits.partition("-")
+        if last and int(last) < int(first):
+            raise LaunchOptionError(f"--array {value!r}: the range {part} holds no number; write {last}-{first}")
+        if step and not int(step):
+            raise LaunchOptionError(f"--array {value!r}: the range {part} never ends; state a step from 1 on")
+    if re.search("%0+$", value):
+        raise LaunchOptionError(f"--array {value!r} lets no job run: state at least %1, or leave it out")
 
 
 def _check_exclude(value: str) -> None:
@@ -71,7 +90,7 @@ def _check_exclude(value: str) -> None:
         raise LaunchOptionError(f"--exclude {error}") from error
     for host in hosts:
         if not re.fullmatch(NAME, host, re.ASCII):
-            raise LaunchOptionError(f"--exclude {value!r}: {host!r} is no name of a node")
+            raise LaunchOptionError(f"--exclude {shortened(value)}: {shortened(host)} is no name of a node")
 
 
 def _check_command(words: tuple[str, ...]) -> None:
@@ -104,6 +123,7 @@ def _check_mounts(mounts: tuple[str, ...]) -> None:
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
+    "array": _check_array,
     "exclude": _check_exclude,
     "command": _check_command,
     "environment": _check_environment,
@@ -123,11 +143,13 @@ def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
 def parse_minutes(text: str) -> int:
     """Read Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; begun minutes count.
 
-    Raises: LaunchOptionError.
+    UNLIMITED and INFINITE, in letters of any case, are UNLIMITED. Raises: LaunchOptionError.
     """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return UNLIMITED
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if not match:
-        raise LaunchOptionError(f"--time {text!r} must be minutes, H:MM:SS or D-HH:MM:SS, such as 2:00:00")
+        raise LaunchOptionError(f"--time {text!r} must be minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED, such as 2:00:00")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:
@@ -142,6 +164,8 @@ def parse_minutes(text: str) -> int:
 
 def format_minutes(minutes: int) -> str:
     """Write D-HH:MM:SS as Slurm reads it, without days where there are none."""
+    if minutes == UNLIMITED:
+        return "UNLIMITED"
     days, rest = divmod(minutes, 1440)
     clock = f"{rest // 60:02}:{rest % 60:02}:00"
     return f"{days}-{clock}" if days else clock

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bigbatch.launch.jobs.check import Sees
 from bigbatch.launch.jobs.spec import JobSpec
 
 IN_A_TERMINAL = "its job is the command in your terminal: look there, and end it by Ctrl-C"
@@ -62,6 +63,8 @@ class Launcher:
     """A str says in one line how to see and end its jobs instead."""
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     """Adds options beside those that all launchers share; `start` gets them back."""
+    sees: Sees = "shared"
+    """Which files of the host that starts them its jobs see."""
     count_ranks: Callable[[], int] = lambda: 1
     """Returns the ranks of a node where nothing is stated."""
 

@@ -12,13 +12,18 @@ from bigbatch.comm.rendezvous.environ import expand_hostlist
 from bigbatch.errors import LaunchOptionError, SchedulerError
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.spec import JobSpec, refuse
+from bigbatch.launch.jobs.words import UNLIMITED
 from bigbatch.launch.launchers.base import Launcher
 
 HOSTFILE = "/etc/mpi/hostfile"
 """Where the operator writes the workers' names, as 'NAME slots=N'."""
 
-UNTIL_RANKS_END = ["sh", "-c", "while grep -aqs '[b]igbatch' /proc/[0-9]*/cmdline; do sleep 1; done"]
-"""Holds a worker that is being deleted: with sshd its ranks would go, which the launcher has asked to save first."""
+UNTIL_RANKS_END = [
+    *("sh", "-c"),
+    "while grep -aqs -e '[b]igbatch' -e '[p]rted' /proc/[0-9]*/cmdline; do sleep 1; done",
+]
+"""Holds a worker that is being deleted: with sshd its ranks would go, which the launcher has asked to save first.
+Ranks of an own script are seen by mpirun's daemon, prted, which started them and stays until they have ended."""
 
 REFUSED = {
     "hosts": "Kubernetes chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
@@ -51,7 +56,7 @@ def mpijob(job: JobSpec) -> dict[str, Any]:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
     nodes = job.num_nodes or 1
     policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": 3}
-    if job.minutes is not None:
+    if job.minutes is not None and job.minutes != UNLIMITED:
         policy["activeDeadlineSeconds"] = job.minutes * 60
     return {
         "apiVersion": "kubeflow.org/v2beta1",
@@ -96,6 +101,7 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
     words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
     for name, value in job.variables:  # ssh hands none of a container's own variables to the ranks
         words += [f"--env={name}={value}"]
+    words += ["--python"] if job.is_python else []
     container = {
         "name": "launcher",
         "image": job.image,
@@ -112,7 +118,10 @@ def _worker(job: JobSpec) -> dict[str, Any]:
     if job.cpus_per_rank is not None:
         limits["cpu"] = job.cpus_per_rank * job.ranks_per_node
     if job.memory is not None:
-        limits["memory"] = job.memory + ("i" if job.memory[-1].isalpha() else "Mi")  # Slurm's units are powers of two
+        if job.memory == "0":
+            raise LaunchOptionError("--memory 0: Kubernetes gives no whole node: state how much, such as 200G")
+        # Slurm's units are powers of two, in letters of any case
+        limits["memory"] = job.memory.upper() + ("i" if job.memory[-1].isalpha() else "Mi")
     volumes, mounts = _volumes(job)
     container = {
         "name": "worker",
@@ -178,5 +187,6 @@ LAUNCHER = Launcher(
     refused=REFUSED,
     dry_run=lambda job, environ: manifest(job),
     start=_start,
+    sees="none",
     queue="kubectl get mpijob shows its jobs, and kubectl delete mpijob NAME saves a checkpoint and ends one",
 )

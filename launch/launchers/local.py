@@ -34,5 +34,6 @@ LAUNCHER = Launcher(
     dry_run=partial(dry_run, local_argv),
     start=partial(start, local_argv),
     queue=IN_A_TERMINAL,
+    sees="all",
     count_ranks=lambda: count_gpus() or 1,
 )

@@ -4,12 +4,15 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import TERMINAL_VARIABLE, terminal_columns
-from bigbatch.launch.jobs.fit_hosts import preflight_command, read_bad_nodes, without
+from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, TERMINAL_VARIABLE, terminal_columns
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.jobs.fit_hosts import preflight_of, read_bad_nodes, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
@@ -65,7 +68,7 @@ def mpirun_argv(
         argv += ["-x", f"{name}={value}"]
     # ranks write into a pipe, and cannot see how wide the terminal is
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
-    return [*argv, sys.executable, "-m", "bigbatch", *job.command]
+    return [*argv, sys.executable, *job.python_words]
 
 
 def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
@@ -94,9 +97,9 @@ def _looking(job: JobSpec) -> JobSpec:
 
 def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended | None, JobSpec]:
     """Look first, as --preflight says; return how that ended where the job does not start, and the job that does."""
-    looked, bad = look_at_hosts(replace(job, command=preflight_command(job.command)), environ=environ)
+    looked, bad = look_at_hosts(preflight_of(job), environ=environ)
     if looked.was_asked:  # by Ctrl-C: nothing starts, whatever was found
-        return replace(looked, code=looked.code or 130), job
+        return replace(looked, code=looked.code or INTERRUPTED), job
     if looked.code == 0 or job.preflight == "warn":
         return None, job
     if job.preflight == "exclude" and bad:
@@ -117,15 +120,33 @@ def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
 
 
 def _run(job: JobSpec, *, environ: Mapping[str, str]) -> Ended:
-    argv = _argv_here(job, environ=environ)
     if job.interface is not None:
         require_interface(job.interface)
-    return run_in_foreground(argv, environ=environ, asks_to_stop=ASKS_TO_STOP)
+    with _file_for_the_stopped() as path:
+        telling = replace(job, environment=(*job.environment, (STOPPED_VARIABLE, str(path)))) if path else job
+        ended = run_in_foreground(_argv_here(telling, environ=environ), environ=environ, asks_to_stop=ASKS_TO_STOP)
+        code = path.read_text() if path and ended.code == 0 else ""
+    return replace(ended, code=int(code)) if code else ended
+
+
+@contextmanager
+def _file_for_the_stopped() -> Iterator[Path | None]:
+    """Make an empty file in which ranks leave the code of a stop; None in a folder that takes none."""
+    try:
+        # the first of other hosts sees this folder as a run's
+        descriptor, name = tempfile.mkstemp(prefix=".stopped-", dir=Path.cwd())
+    except OSError:
+        yield None
+        return
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    looking = replace(job, command=preflight_command(job.command))
-    look = "" if job.preflight is None else show_look(looking, environ=environ)
+    look = "" if job.preflight is None else show_look(preflight_of(job), environ=environ)
     return look + command_line(_argv_here(job, environ=environ))
 
 

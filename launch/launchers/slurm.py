@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import SchedulerError
-from bigbatch.launch.jobs.run_folder import find_run_folder
+from bigbatch.errors import JobRefused, SchedulerError
+from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.run_folder import find_run_folder, find_timeout
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
@@ -16,9 +17,9 @@ from bigbatch.trainer.run.folder import writing
 
 
 def job_script(job: JobSpec, *, folder: str | None) -> str:
-    """Return the sbatch script of a job of this Python's bigbatch, or of its image's. Raises: LaunchOptionError."""
-    program = ("bigbatch",) if job.image else (sys.executable, "-m", "bigbatch")
-    return sbatch_script(job, program=program, folder=folder)
+    """Return the sbatch script of a job of this Python, or of its image's. Raises: LaunchOptionError."""
+    python = None if job.image else sys.executable
+    return sbatch_script(job, python=python, folder=folder, timeout_seconds=find_timeout(job))
 
 
 def submit_job(
@@ -51,23 +52,40 @@ def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the script there; do not submit it")
+    parser.add_argument("--force", action="store_true", help="--output: write over a file that was edited")
     parser.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    return job_script(job, folder=find_run_folder(job))
+    with Findings() as findings:
+        folder = findings.ask(find_run_folder, job)
+        script = findings.ask(job_script, job, folder=folder)
+    return script or ""
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     if options.output:
-        script = _dry_run(job, environ)
-        with writing(options.output):
-            options.output.write_text(script, errors="surrogateescape")
+        _write(options.output, _dry_run(job, environ), force=options.force)
+        print(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
         return 0
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)
     print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
     print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
     return sbatch.wait()  # without --wait it ends at once
+
+
+def _write(path: Path, script: str, *, force: bool) -> None:
+    """Write the script. Raises: JobRefused where another one is there; RunFolderError."""
+    encoding = {"encoding": "utf-8", "errors": "surrogateescape"}
+    with writing(path):
+        if not force and path.exists() and path.read_text(**encoding) != script:
+            raise JobRefused(
+                [
+                    f"--output {path}: it is there, and not what these options make, as after you have edited it: name "
+                    "another file, or add --force to write over it"
+                ]
+            )
+        path.write_text(script, **encoding)
 
 
 def _status(numbers: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """What a job's script does before it trains, where --preflight asks for it: bash."""
 
-from bigbatch.trainer.preflight import UNFIT
+from bigbatch.exit_codes import INTERRUPTED, UNFIT
 
 MOST_EXCLUSIONS = 3
 """How often a job goes back into the queue to run on other nodes. Restarts for other reasons do not count."""
@@ -10,10 +10,10 @@ LOOK = f"""\
 rm -f "$logs/bad-nodes"
 """
 
-ASKED = """\
+ASKED = f"""\
 if [ "$asked" = cancel ] || [ "$asked" = slurm ]; then
   echo "bigbatch: $(date '+%F %T') ended before the start, as it was asked to stop"
-  exit 130
+  exit {INTERRUPTED}
 fi
 """
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report
 from bigbatch.launch.jobs.spec import INDEX
@@ -204,6 +205,6 @@ def _not_installed(program: str) -> SchedulerError:
 def _exit_code(text: str) -> str | None:
     """Read '3:0' -> '3'; '0:9' -> 'signal 9'."""
     code, _, signal = text.partition(":")
-    if code == "130":
-        return "130 (stopped by request; a checkpoint is saved)"
+    if code == str(INTERRUPTED):
+        return f"{code} (stopped by request; a checkpoint is saved)"
     return f"signal {signal}" if signal not in ("", "0") else code or None

@@ -1,18 +1,23 @@
 """The sbatch script of a job: pure, and plain enough to be kept and edited."""
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 
+from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE
 from bigbatch.errors import LaunchOptionError
-from bigbatch.launch.jobs.fit_hosts import preflight_command
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.fit_hosts import preflight_of
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
+from bigbatch.trainer.config.sections import CommConfig
 
-LEAVE_SECONDS = 90
-"""How long the ranks have to notice that one of them has ended, and to say so; Slurm then ends them, with a code of
-its own. A connection that breaks is noticed at once; what only comm.timeout_seconds (default: 300) ends is not."""
+LEAVE_SECONDS = 30
+"""How long the ranks have to say which of them has ended, after they noticed: by comm.timeout_seconds at the latest.
+Slurm then ends them, with a code of its own."""
 
 REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
@@ -24,8 +29,8 @@ MARK = "# run folder: "
 
 FOREIGN_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK"
 
-STOPS = """\
-# The ranks save a checkpoint and exit with 130 when they get SIGUSR1 (or SIGTERM). Who asks:
+STOPS = f"""\
+# The ranks save a checkpoint and exit with {INTERRUPTED} when they get SIGUSR1 (or SIGTERM). Who asks:
 #   USR1  Slurm, before the time limit (--signal above): the job goes back into the queue and resumes from there
 #   USR2  bigbatch launch cancel: the job ends
 #   TERM  Slurm ends the job itself (scancel, or a limit is reached), and requeues it itself where it should
@@ -35,7 +40,27 @@ trap 'asked=cancel; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR2
 trap 'asked=slurm; again=1' TERM
 """
 
-ENDING = """\
+PROGRESS = """\
+# A job that comes no further, as where its limit is shorter than its start, would go back into the queue for ever.
+most=5   # starts without a newer checkpoint
+starts="$logs/starts"
+newest() { local all=("$run"/checkpoints/step-*); echo "at ${all[-1]}"; }
+end_if_stuck() {
+  [ "$(grep -cxF "$(newest)" "$starts")" -lt "$most" ] && return
+  rm "$starts"
+  echo "bigbatch: $(date '+%F %T') $most starts saved no newer checkpoint${run:+ in $run}: not started again;" \\
+    "$logs says why, then submit it again"
+  exit "$1"
+}
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$starts"
+touch "$starts" || exit 1
+end_if_stuck 1
+newest >> "$starts"
+"""
+
+
+AT_LIMIT = f"limit/{INTERRUPTED} | limit/138)"
+ENDING = f"""\
 ranks=$!
 [ -z "$asked" ] || kill -USR1 "$ranks"   # asked before they started
 tail --pid="$ranks" --follow=name --retry --lines=0 "$logs/rank-0.log" 2>/dev/null &
@@ -50,39 +75,65 @@ wait "$shown"
 requeue=""
 case $asked/$code in
   */0) ;;
-  cancel/138) code=130 ;;
-  limit/130 | limit/138) requeue="its time limit is near" ;;
+  cancel/138) code={INTERRUPTED} ;;
+  {AT_LIMIT} requeue="its time limit is near" ;;
   /*) scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]' && requeue="it was preempted" ;;
 esac
 if [ -n "$requeue" ]; then
+  # whose folder is not known here is believed, unless it was ended before it listened
+  [ -n "$run" ] || [ "$code" -eq 138 ] || : > "$starts"
+  end_if_stuck "$code"
   echo "bigbatch: $(date '+%F %T') back into the queue, as $requeue"
   scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
   echo "bigbatch: Slurm does not requeue this job; submit it again, and it resumes from its checkpoint"
 fi
 
-# 0: done. 130: stopped by request, a checkpoint is saved. Anything else is the code of the rank that failed.
+# 0: done. {INTERRUPTED}: stopped by request, a checkpoint is saved. Anything else is the code of the rank that failed.
 echo "bigbatch: $(date '+%F %T') ended with exit code $code"
 exit "$code"
 """
 
 
-def sbatch_script(job: JobSpec, *, program: Sequence[str] = ("bigbatch",), folder: str | None = None) -> str:
-    """Return the text that sbatch takes. program starts bigbatch on a node; folder is that of the run, if any.
+def sbatch_script(
+    job: JobSpec,
+    *,
+    python: str | None = None,
+    folder: str | None = None,
+    timeout_seconds: float = CommConfig.timeout_seconds,
+) -> str:
+    """Return the text that sbatch takes. folder is that of the run, if any; timeout_seconds its comm.timeout_seconds.
 
-    Raises: LaunchOptionError for what Slurm cannot do, and for an array whose jobs would share their files.
+    python is the interpreter on the nodes; None: PATH there, or in the image, has bigbatch and python3.
+
+    Raises: JobRefused for what Slurm cannot do, and for an array whose jobs would share their files.
     """
-    refuse(job, launcher="slurm", refused=REFUSED)
-    check_time(job, stop_seconds=job.grace_seconds)
+    with Findings() as findings:
+        findings.ask(refuse, job, launcher="slurm", refused=REFUSED)
+        findings.ask(check_time, job, stop_seconds=job.grace_seconds)
+        findings.ask(_check_array, job)
+        findings.ask(_check_container, job)
+    wait_seconds = math.ceil(timeout_seconds) + LEAVE_SECONDS
+    parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
+    if job.preflight is not None:
+        parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
+    return "\n".join([*parts, _start(job, python=python, wait_seconds=wait_seconds) + _ending(job)])
+
+
+def _check_array(job: JobSpec) -> None:
     # an array without {index} overwrites its own files; {index} without an array stays as it stands
     if (job.array is not None) != any(INDEX in word for word in job.command):
         raise LaunchOptionError(
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
             f"--array 0-7 -- train --config quickstart --run.directory runs/sweep/{INDEX}"
         )
-    parts = [_head(job, folder=folder), _setup(job), STOPS]
-    if job.preflight is not None:
-        parts.append(_preflight(job, program=program))
-    return "\n".join([*parts, _start(job, program=program) + ENDING])
+
+
+def _check_container(job: JobSpec) -> None:
+    stated = [option for option, value in (("--mount", job.mounts), ("--container", job.container)) if value]
+    if stated and job.image is None:
+        raise LaunchOptionError(
+            f"{' and '.join(stated)} without --image: nothing is mounted; name the image, or leave it out"
+        )
 
 
 def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
@@ -144,6 +195,8 @@ def _setup(job: JobSpec) -> str:
         "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
         f"unset {FOREIGN_VARIABLES}",
         "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
+        # 0: the limit is the end, which the ranks are not asked about
+        *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables),
         f"logs={shlex.quote(job.logs or 'logs')}/{shlex.quote(job.name or 'bigbatch')}-{number}",
         'mkdir -p "$logs" || exit 1',
@@ -151,36 +204,52 @@ def _setup(job: JobSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _preflight(job: JobSpec, *, program: Sequence[str]) -> str:
+def _progress(job: JobSpec, *, folder: str | None) -> str:
+    """Return what ends a job that is started again and again, and saves nothing new."""
+    return f"run={_words([folder or ''], job)}\n{PROGRESS}"
+
+
+def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
     """Return what looks whether the nodes are fit, and what is done where they are not."""
     assert job.preflight is not None
-    words = _words((*program, *preflight_command(job.command)), job)
+    words = _words(_rank_words(preflight_of(job), python=python), job)
     lines = [
-        f"srun {' '.join(_srun_options(job))} \\",
+        f"srun {' '.join(_srun_options(job, wait_seconds=wait_seconds))} \\",
         *(f"  {line} \\" for line in _container(job)),
         f'  {words} --bad-nodes "$logs/bad-nodes"',
     ]
     return LOOK + "\n".join(lines) + "\nfit=$?\n" + ASKED + ACTIONS[job.preflight]
 
 
-def _srun_options(job: JobSpec) -> list[str]:
+def _srun_options(job: JobSpec, *, wait_seconds: int) -> list[str]:
     # stated again: from Slurm 22.05 on srun does not take --cpus-per-task over from sbatch
     cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
-    return ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={LEAVE_SECONDS}"]
+    return ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
 
 
-def _start(job: JobSpec, *, program: Sequence[str]) -> str:
+def _start(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
     """Return what starts srun in the background, so that the shell can heed signals meanwhile."""
-    options = _srun_options(job)
+    options = _srun_options(job, wait_seconds=wait_seconds)
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
-        f"# those still there {LEAVE_SECONDS} s later are ended. One log per rank; the job's own log shows rank 0's.",
+        f"# those still there {wait_seconds} s later are ended. One log per rank; the job's own log shows rank 0's.",
         f"srun {' '.join(options)} \\",
         '  --open-mode=append --output="$logs/rank-%t.log" \\',
         *(f"  {line} \\" for line in _container(job)),
-        f"  {_words((*program, *job.command), job)} &",
+        f"  {_words(_rank_words(job, python=python), job)} &",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _ending(job: JobSpec) -> str:
+    # a script that does not listen would begin anew at each time limit, and never end
+    return ENDING.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else ENDING
+
+
+def _rank_words(job: JobSpec, *, python: str | None) -> tuple[str, ...]:
+    if python is not None:
+        return (python, *job.python_words)
+    return ("python3" if job.is_python else "bigbatch", *job.command)
 
 
 def _container(job: JobSpec) -> list[str]:

@@ -43,8 +43,15 @@ def rank_argv(job: JobSpec) -> list[str]:
     """
     return [
         *(sys.executable, "-m", "torch.distributed.run", *_rendezvous(job)),
-        *(f"--nproc-per-node={job.ranks_per_node}", "-m", "bigbatch", *job.command),
+        *(f"--nproc-per-node={job.ranks_per_node}", *_kept(job.python_words)),
     ]
+
+
+def _kept(words: tuple[str, ...]) -> list[str]:
+    """Return words that torchrun hands on whole: a -- directly behind script or module it takes for its own."""
+    name_at = 1 if words[0] == "-m" else 0
+    twice = ("--",) if words[name_at + 1 : name_at + 2] == ("--",) else ()
+    return [*words[: name_at + 1], *twice, *words[name_at + 1 :]]
 
 
 def _rendezvous(job: JobSpec) -> list[str]:
@@ -83,4 +90,5 @@ LAUNCHER = Launcher(
     dry_run=partial(dry_run, torchrun_argv),
     start=partial(start, torchrun_argv),
     queue=IN_A_TERMINAL,
+    sees="all",
 )

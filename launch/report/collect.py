@@ -89,7 +89,7 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
     summaries = [each.summary for repeats in groups.values() for each in repeats]
     is_gpu = not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries)
     conditions = common_conditions(summaries)
-    conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if key in sweep}
+    conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if sweep.get(key)}
     return SweepResults(str(sweep.get("name")), folder.path, measured, tuple(unmeasured), is_gpu, conditions)
 
 
@@ -126,6 +126,7 @@ def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> MeasuredPoin
         rates=tuple(record["images_per_second"] for record in records),
         fewest_ranks=fewest_ranks,
         joules_per_image=_joules_per_image(repeats),
+        device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from bigbatch.launch.report.tables import Table
+from bigbatch.launch.report.tables import Table, conditions_table
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -12,8 +12,9 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .finding { font-size: 1.1rem; background: #f2f6fa; border-left: 4px solid #0072B2; padding: .5rem 1rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
-th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid #ddd; }
-td { white-space: nowrap; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .7rem; border-bottom: 1px solid #ddd; }
+td { max-width: 32rem; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 th { border-bottom: 2px solid #888; vertical-align: bottom; }
 svg { max-width: 100%; height: auto; }
 .note { color: #666; font-size: .85rem; }
@@ -33,9 +34,9 @@ def make_page(
     images: Mapping[str, str],
     tables: Sequence[Table],
     conditions: Mapping[str, Any],
-    note: str = EXPLAINED,
+    note: str | None,
 ) -> str:
-    """Write the page; pictures: name -> SVG of ours; all other text is escaped."""
+    """Write the page; pictures: name -> SVG of ours; all other text is escaped; note: what the words mean."""
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -44,19 +45,20 @@ def make_page(
         *(f'<p class="finding">{escape(text)}</p>' for text in findings),
         *(f'<figure aria-label="{escape(name)}">{svg}</figure>' for name, svg in images.items()),
         *(_table(table) for table in tables),
-        "<h2>Conditions</h2>",
-        _table_rows([(key, str(value)) for key, value in conditions.items()]),
-        f'<p class="note">{escape(note)}</p>',
+        _table(conditions_table(conditions)),
+        *([f'<p class="note">{escape(note)}</p>'] if note else []),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
 def _table(table: Table) -> str:
-    return f"<h2>{escape(table.title)}</h2>\n" + _table_rows(table.rows, head=table.head)
+    kinds = [' class="number"' if is_number else "" for is_number in table.is_number]
+    top = _cells("th", table.head, kinds) if any(table.head) else ""
+    body = "\n".join(_cells("td", row, kinds) for row in table.rows)
+    return f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table>{top}\n{body}</table></div>'
 
 
-def _table_rows(rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
-    top = "<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>{top}\n{body}</table></div>'
+def _cells(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
+    told = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+    return f"<tr>{''.join(told)}</tr>"

@@ -5,23 +5,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bigbatch.colours import COLOURS
 from bigbatch.launch.report.accuracy import ToAccuracy
+from bigbatch.launch.report.doubts import doubts
 from bigbatch.launch.report.split import PARTS, Efficiency, by_variant, variant_name
+from bigbatch.launch.report.words import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which colour-blind readers tell apart."""
 MARKERS = "osD^vP*"
 PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
 UNSPLIT_COLOUR = "#DDDDDD"
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Draw efficiency over ranks, a line for each variant; name: of the sweep, where there are several."""
+    """Draw efficiency over ranks, a line for each variant, without points in doubt; name: of the sweep, of several."""
     figure, axes = _figure()
-    for index, points in enumerate(by_variant(found).values()):
+    shown = [each for each in found if not doubts(each)]
+    for index, points in enumerate(by_variant(shown).values()):
         axes.plot(
             [each.point.ranks for each in points],
             [100 * each.efficiency for each in points],
@@ -30,20 +32,21 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
             linestyle="-" if index < len(COLOURS) else "--",
             label=label_of(points[0]),
         )
-    ticks = sorted({each.point.ranks for each in found})
+    ticks = sorted({each.point.ranks for each in shown})
     axes.axhline(100, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_ylim(0, max(105, *(104 * each.efficiency for each in found)))
+    axes.set_ylim(0, max(105, *(104 * each.efficiency for each in shown)))
     title = "Images per second and rank, beside the fewest ranks"
+    if left_out := len(found) - len(shown):
+        title += f" (without {count(left_out, 'point')} in doubt)"
     axes.set(xlabel="ranks", ylabel="scaling efficiency (%)", title=_title(title, name))
     axes.legend(fontsize=8)
     return figure
 
 
-def draw_split(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Draw where the efficiency goes, a bar for each point that has a smaller one beside it."""
-    points = [each for each in found if each.point != each.base]
+def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
+    """Draw where the efficiency goes, a bar for each of these points, of which each has a smaller one beside it."""
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)

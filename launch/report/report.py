@@ -10,7 +10,8 @@ from rich.text import Text
 from bigbatch.launch.report import plots
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, differences
-from bigbatch.launch.report.page import make_page
+from bigbatch.launch.report.doubts import doubts
+from bigbatch.launch.report.page import EXPLAINED, make_page
 from bigbatch.launch.report.split import Efficiency, compare
 from bigbatch.launch.report.tables import (
     Table,
@@ -19,7 +20,6 @@ from bigbatch.launch.report.tables import (
     cost,
     findings,
     markdown,
-    percent,
     plain_cell,
     scaling_table,
     show_table,
@@ -27,6 +27,7 @@ from bigbatch.launch.report.tables import (
     stdout_console,
     unmeasured_table,
 )
+from bigbatch.launch.report.words import percent
 from bigbatch.trainer.run.folder import RunDir, writing
 
 
@@ -99,9 +100,9 @@ class ScalingReport:
         figures = {}
         for index, (sweep, found) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
-            figures[f"efficiency{number}"] = plots.draw_efficiency(found, name=name)
-            if any(each.point != each.base for each in found):
-                figures[f"split{number}"] = plots.draw_split(found, name=name)
+            if stated := [each for each in found if each.point != each.base and not doubts(each)]:
+                figures[f"efficiency{number}"] = plots.draw_efficiency(found, name=name)
+                figures[f"split{number}"] = plots.draw_split(stated, name=name)
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
         images = {name: plots.as_svg(figure) for name, figure in figures.items()}
@@ -113,6 +114,9 @@ class ScalingReport:
             images=images,
             tables=self.tables,
             conditions=self.conditions,
+            note=EXPLAINED
+            if any(each.point != each.base for _, found in self.efficiencies for each in found)
+            else None,
         )
         lines = [
             f"# {title}",
@@ -149,6 +153,7 @@ class ScalingReport:
             "parts_seconds": each.point.step.parts,
             "images_per_second": {"median": each.point.rate, "each": each.point.rates},
             "efficiency": each.efficiency,
+            "in_doubt_for": doubts(each),
             "base_ranks": each.base.ranks,
             "fewest_ranks": each.base.fewest_ranks,
             "losses": {each.name_of(part): share for part, share in each.losses.items()},

@@ -40,6 +40,8 @@ class MeasuredPoint:
     """Of the points with the same other values, with figures or without."""
     joules_per_image: float | None
     """Over all ranks; None where a driver did not tell."""
+    device: str
+    """Of a rank, with its threads on a CPU."""
 
     @property
     def rate(self) -> float:

@@ -1,6 +1,7 @@
 """What a report says in words and tables, for the terminal, Markdown and the page alike."""
 
 import html
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,20 @@ from rich.text import Text
 
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import SweepResults
+from bigbatch.launch.report.doubts import doubts
 from bigbatch.launch.report.split import PARTS, Efficiency, by_variant
+from bigbatch.launch.report.words import count, percent
+from bigbatch.launch.sweep.points import describe_values
 
 WORTH_NAMING = 0.005
 """A loss of less of the step is not named in a sentence."""
 
 NOT_MEASURED = "Not measured"
+NOT_TOLD = "not told by a driver"
+NUMBER = re.compile(r"[-+]?\d[\d,.]*(\s|%|$)")
+"""What the cells of a column of numbers begin with."""
+BLANKS = ("", NOT_MEASURED.lower(), NOT_TOLD)
+"""What stands in such a column where there is no number."""
 
 
 @dataclass(frozen=True)
@@ -29,41 +38,60 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @property
+    def is_number(self) -> tuple[bool, ...]:
+        """Say of each column whether it holds numbers, which are aligned to the right."""
+        return tuple(_holds_numbers([row[column] for row in self.rows]) for column in range(len(self.head)))
+
+
+def _holds_numbers(cells: Sequence[str]) -> bool:
+    told = [cell for cell in cells if cell not in BLANKS]
+    return bool(told) and all(map(NUMBER.match, told))
+
 
 def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
     """Say the main thing about each variant in plain words; name: of the sweep, where there are several."""
     lines = []
     for label, points in by_variant(found).items():
-        last = points[-1]
         label = f"{name}: {label}" if name else label
-        if last.point == last.base:
-            lines.append(
-                f"{label}: measured on {count(last.point.ranks, 'rank')} alone, which says nothing of scaling."
-            )
+        compared = [each for each in points if each.point != each.base]
+        if not compared:
+            ranks = count(points[-1].point.ranks, "rank")
+            lines.append(f"{label}: measured on {ranks} alone, which says nothing of scaling.")
             continue
-        missing = (
-            f" Efficiency is beside {count(last.base.ranks, 'rank')}: the point with {last.base.fewest_ranks} has no "
-            "figures."
-            if last.lacks_base
-            else ""
-        )
-        told = {last.name_of(part): share for part, share in last.losses.items() if share is not None}
-        lost = {name: share for name, share in told.items() if share >= WORTH_NAMING}
-        causes = sorted(lost, key=lambda name: -lost[name])
-        rest = f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in causes)}." if causes else ""
-        if last.unsplit is not None:
-            rest += f" {NOT_MEASURED}: the parts of steps that are replayed as CUDA graphs, but for input."
-        lines.append(
-            f"{label}: {count(last.point.ranks, 'rank')} on {count(last.point.nodes, 'node')} train "
-            f"{last.speedup:.2f} times as fast as {last.base.ranks} ({percent(last.efficiency)} efficiency)."
-            f"{rest}{missing}"
-        )
+        stated = [each for each in compared if not doubts(each)]
+        if stated:
+            lines.append(f"{label}: {_headline(stated[-1])}")
+        if reasons := doubts(compared[-1]):
+            ranks = count(compared[-1].point.ranks, "rank")
+            lines.append(f"{label}: no efficiency is stated for {ranks}, as it is in doubt: {'; '.join(reasons)}.")
     return lines
+
+
+def _headline(each: Efficiency) -> str:
+    """Say how fast a point is, and what keeps it from being perfect."""
+    told = {each.name_of(part): share for part, share in each.losses.items() if share is not None}
+    lost = {name: share for name, share in told.items() if share >= WORTH_NAMING}
+    causes = sorted(lost, key=lambda name: -lost[name])
+    ranks, nodes = count(each.point.ranks, "rank"), count(each.point.nodes, "node")
+    text = (
+        f"{ranks} on {nodes} train {each.speedup:.2f} times as fast as {each.base.ranks} "
+        f"({percent(each.efficiency)} efficiency)."
+    )
+    if causes:
+        text += f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in causes)}."
+    if each.unsplit is not None:
+        text += f" {NOT_MEASURED}: the parts of steps that are replayed as CUDA graphs, but for input."
+    if each.lacks_base:
+        beside, fewest = count(each.base.ranks, "rank"), each.base.fewest_ranks
+        text += f" Efficiency is beside {beside}: the point with {fewest} has no figures."
+    return text
 
 
 def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool, price: float | None) -> Table:
     """Make a row for each point; price: of an hour of a rank."""
     is_told = any(each.point.joules_per_image is not None for each in found)
+    is_doubted = any(map(doubts, found))
     keys = [key for key, _ in found[0].point.variant]
     head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency", "beside")
     head += (f"{'GPU-hours' if is_gpu else 'rank-hours'} of 10^6 images",)
@@ -71,6 +99,8 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
         head += ("energy of 10^6 images",)
     if price is not None:
         head += ("cost of 10^6 images",)
+    if is_doubted:
+        head += ("in doubt for",)
     rows = [
         (
             *(str(value) for _, value in each.point.variant),
@@ -78,11 +108,12 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
             f"{each.point.rate:,.1f}",
             f"{min(each.point.rates):,.1f} to {max(each.point.rates):,.1f}",
             str(len(each.point.rates)),
-            percent(each.efficiency),
+            _efficiency(each),
             count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else ""),
             f"{each.point.million_images_rank_hours:,.3f}",
             *([_energy(each.point.joules_per_image, images=1e6)] if is_told else []),
             *([] if price is None else [f"{price * each.point.million_images_rank_hours:,.2f}"]),
+            *(["; ".join(doubts(each))] if is_doubted else []),
         )
         for each in found
     ]
@@ -99,12 +130,16 @@ def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
             *(str(value) for _, value in each.point.variant),
             str(each.point.ranks),
             f"{1000 * each.point.step.seconds:,.1f} ms",
-            percent(each.efficiency),
+            _efficiency(each),
             *(_share(each.losses[part]) for part in PARTS),
         )
         for each in points
     ]
     return Table(_title("What is lost, as shares of the step", name), head, tuple(rows))
+
+
+def _efficiency(each: Efficiency) -> str:
+    return percent(each.efficiency) + (" ?" if doubts(each) else "")
 
 
 def _share(share: float | None) -> str:
@@ -123,14 +158,16 @@ def unmeasured_table(results: Sequence[SweepResults]) -> Table:
 
 def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:
     """Show time and cost of each run; price: of an hour of a rank."""
-    head = ("run", "top-1", "target", "epoch", "hours", "cost", "energy")
-    return Table("Time to accuracy", head, tuple(_accuracy_row(folder, run, price=price) for folder, run in runs))
+    is_told = any(run.shown and run.shown.joules is not None for _, run in runs)
+    head = ("run", "top-1", "target", "epoch", "hours", "cost", *(["energy"] if is_told else []))
+    rows = [_accuracy_row(folder, run, price=price)[: len(head)] for folder, run in runs]
+    return Table("Time to accuracy", head, tuple(rows))
 
 
 def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tuple[str, ...]:
     shown = run.shown
     if shown is None:
-        return (str(folder), "no evaluation", "", "", "", "", "")
+        return (str(folder), "", "no evaluation", "", "", "", "")
     return (
         str(folder),
         f"{100 * shown.top1:.2f} %",
@@ -144,27 +181,22 @@ def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tupl
 
 def conditions_table(conditions: Mapping[str, Any]) -> Table:
     """Show what the figures depend on."""
-    return Table("Conditions", ("", ""), tuple((key, str(value)) for key, value in conditions.items()))
+    return Table("Conditions", ("", ""), tuple((key, _as_stated(value)) for key, value in conditions.items()))
+
+
+def _as_stated(value: Any) -> str:
+    """Write a sweep's options as an experiment states them, and not as Python does."""
+    return describe_values(value) if isinstance(value, dict) else str(value)
 
 
 def _energy(joules: float | None, *, images: float = 1.0) -> str:
-    return "not told by a driver" if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
+    return NOT_TOLD if joules is None else f"{images * joules / 3.6e6:.4f} kWh"
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
     """Write 28.0 GPU-hours, and what they cost where an hour has a price."""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"
-
-
-def percent(share: float) -> str:
-    """Write 0.923 -> '92.3%'."""
-    return f"{round(100 * share, 1) + 0.0:.1f}%"  # no -0.0
-
-
-def count(number: int, thing: str) -> str:
-    """Write 2, 'rank' -> '2 ranks'."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def stdout_console() -> Console:
@@ -175,8 +207,8 @@ def stdout_console() -> Console:
 def show_table(table: Table, console: Console) -> None:
     """Print it on a terminal, without taking its text for markup."""
     shown = Shown(title=Text(table.title))
-    for name in table.head:
-        shown.add_column(Text(name))
+    for name, is_number in zip(table.head, table.is_number, strict=True):
+        shown.add_column(Text(name), justify="right" if is_number else "left")
     for row in table.rows:
         shown.add_row(*map(Text, row))
     console.print(shown)
@@ -184,7 +216,8 @@ def show_table(table: Table, console: Console) -> None:
 
 def markdown(table: Table) -> str:
     """Write it as Markdown, with a heading."""
-    lines = [table.head, ("---",) * len(table.head), *table.rows]
+    rules = ["---:" if is_number else "---" for is_number in table.is_number]
+    lines = [table.head, rules, *table.rows]
     rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)
     return "\n".join([f"## {table.title}", "", *rows])
 

@@ -6,12 +6,15 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import launchers as emulated
 from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
 from bigbatch.launch.emulate.state import state_root
+from bigbatch.launch.jobs.check import check_job
+from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.options import read_options
+from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.jobs.words import check_words
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.sweep.folder import SweepFolder
-from bigbatch.launch.sweep.jobs import array_job, arrays, point_job, train_words
+from bigbatch.launch.sweep.jobs import array_job, arrays, point_job, rank_words
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 
@@ -38,15 +41,22 @@ def check_launch(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> 
 
 
 def _check(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
+    first = points[0]
     if sweep.where == "slurm":
-        job_script(array_job(sweep, points, folder, name=sweep.name), folder=None)  # the experiments come later
+        job = array_job(sweep, points, folder, name=sweep.name)
+        job_script(job, folder=None)  # the experiments come later
     elif sweep.where == "emulated":
-        _check_emulated(sweep, points[0], folder)
+        job = JobSpec(rank_words(sweep, folder, first.number), first.ranks, is_python=sweep.script is not None)
+        _check_emulated(sweep, first, job)
     else:
-        LAUNCHERS[sweep.where].dry_run(point_job(sweep, points[0], folder), {})
+        job = point_job(sweep, first, folder)
+        LAUNCHERS[sweep.where].dry_run(job, {})
+    if job.is_python:
+        with Findings() as findings:
+            check_job(job, findings, sees="shared" if sweep.where == "slurm" else "all")
 
 
-def _check_emulated(sweep: Sweep, point: Point, folder: SweepFolder) -> None:
+def _check_emulated(sweep: Sweep, point: Point, spec: JobSpec) -> None:
     options = read_options(sweep.launch, emulated.RUN_OPTIONS)
     plan = make_plan(
         name=DEFAULT_NAME,
@@ -55,5 +65,5 @@ def _check_emulated(sweep: Sweep, point: Point, folder: SweepFolder) -> None:
         link=options.link,
         delay=options.delay,
     )
-    job = emulated.Job(train_words(folder, point.number))
+    job = emulated.Job(spec.command, spec.is_python)
     emulated.NODE_LAUNCHERS[options.launcher].starts(job, plan, emulated.Site(order=options.place))

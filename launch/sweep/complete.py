@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.launchers.slurm import job_script
-from bigbatch.launch.sweep import SOME_FAILED
 from bigbatch.launch.sweep.check import check_launch
 from bigbatch.launch.sweep.folder import (
     FAILED,
@@ -141,7 +141,7 @@ def _run(sweep: Sweep, to_come: Sequence[Point], folder: SweepFolder, *, chosen:
         still = _in_queue(folder, chosen)
         what = f"; {_queued(folder, still)}, where they go on" if still else ", and nothing of it runs on"
         print(f"bigbatch: stopped{what}; the same command goes on with what is missing", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     finally:
         show.close()
     print_table(folder, chosen)

@@ -1,11 +1,11 @@
 """A point, and an array of points, as a job for a launcher; the words of a command line that would start the same."""
 
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.options import JOB_OPTIONS, read_job, read_options
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.launch.sweep.folder import SweepFolder
@@ -19,12 +19,12 @@ def point_command(sweep: Sweep, point: Point, folder: SweepFolder) -> list[str]:
     """Return what runs a point as a child process, so that its end, however it comes, is not that of the sweep."""
     launcher = ("emulate", "run") if sweep.where == "emulated" else (sweep.where,)
     words = [*stated_words(_size(sweep, point)), *launch_words(sweep.launch)]
-    return [*BIGBATCH, "launch", *launcher, *words, "--", *train_words(folder, point.number)]
+    return [*BIGBATCH, "launch", *launcher, *words, *_command(sweep, folder, point.number)]
 
 
 def point_job(sweep: Sweep, point: Point, folder: SweepFolder) -> JobSpec:
     """Return the job of a point in the foreground of this host or others. Raises: LaunchOptionError."""
-    return _job(_size(sweep, point) | sweep.launch, train_words(folder, point.number))
+    return _job(_size(sweep, point) | sweep.launch, sweep, rank_words(sweep, folder, point.number))
 
 
 def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
@@ -41,18 +41,18 @@ def array_job(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, nam
     Raises: LaunchOptionError.
     """
     stated = _array_options(sweep, points, folder, name=name) | sweep.launch
-    return _job(stated, train_words(folder, INDEX))
+    return _job(stated, sweep, rank_words(sweep, folder, INDEX))
 
 
 def array_words(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
     """Return the words behind `bigbatch launch` that submit the same job, for people."""
     own = stated_words(_array_options(sweep, points, folder, name=name))
-    return ["slurm", *own, *launch_words(sweep.launch), "--", *train_words(folder, INDEX)]
+    return ["slurm", *own, *launch_words(sweep.launch), *_command(sweep, folder, INDEX)]
 
 
-def train_words(folder: SweepFolder, number: int | str) -> tuple[str, ...]:
+def rank_words(sweep: Sweep, folder: SweepFolder, number: int | str) -> tuple[str, ...]:
     """Return the command of all ranks; number may stand for each point of an array."""
-    return ("train", "--config", str(folder.config(number)))
+    return (*(("train",) if sweep.script is None else sweep.script), "--config", str(folder.config(number)))
 
 
 def stated_words(options: Mapping[str, object]) -> list[str]:
@@ -70,6 +70,10 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def _command(sweep: Sweep, folder: SweepFolder, number: int | str) -> list[str]:
+    return [*(() if sweep.script is None else ("--python",)), "--", *rank_words(sweep, folder, number)]
+
+
 def _size(sweep: Sweep, point: Point) -> dict[str, Any]:
     if sweep.where in ("local", "mpirun"):
         return {"ranks": point.ranks}
@@ -83,5 +87,7 @@ def _array_options(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *
     return _size(sweep, points[0]) | own | time
 
 
-def _job(options: Mapping[str, Any], command: Sequence[str]) -> JobSpec:
-    return read_job(read_options(options, JOB_OPTIONS), command, num_cores=os.cpu_count() or 1)
+def _job(options: Mapping[str, Any], sweep: Sweep, command: Sequence[str]) -> JobSpec:
+    with Findings() as findings:
+        stated = read_options(options, JOB_OPTIONS)
+        return read_job(stated, command, findings=findings, is_python=sweep.script is not None)

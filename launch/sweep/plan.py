@@ -13,7 +13,7 @@ from bigbatch.launch.emulate.launchers import RUN_OPTIONS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.words import NAME, option
 from bigbatch.launch.launchers.registry import LAUNCHERS
-from bigbatch.trainer.config.file import PACKAGED, StrictLoader
+from bigbatch.trainer.config.file import PACKAGED, UNREADABLE, StrictLoader
 from bigbatch.trainer.config.schema import all_keys
 
 Stated = TypeVar("Stated")
@@ -63,6 +63,8 @@ class Sweep:
     """Runs of each combination, with seeds of their own."""
     timeout_minutes: float
     """A point that takes longer is ended and has failed; under Slurm the job's limit, where launch states no time."""
+    script: list[str] | None = None
+    """Runs instead of `bigbatch train`: a Python script, or -m and a module, with arguments; --config FILE follows."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the experiment. Raises: LaunchOptionError."""
@@ -79,6 +81,8 @@ class Sweep:
         check_keys(self.options, legal=all_keys(), where="options")
         check_keys(self.grid, legal=("ranks", "scaling", *all_keys()), where="grid")
         check_keys(self.launch, legal=launch_options(self.where), where=f"launch, of {self.where}")
+        if self.script is not None and not self.script:
+            raise LaunchOptionError("script: [] names none: give a script, or -m and a module, or leave the key out")
         _check_grid(self.grid)
         _check_launch(self.launch)
         if both := [key for key in self.grid if key in self.options]:
@@ -111,21 +115,23 @@ def read_sweep(path: Path, *, where: str | None = None) -> Sweep:
 
 
 def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], example: str) -> Stated:
-    """Read a dataclass out of a YAML file that states all of its fields.
+    """Read a dataclass out of a YAML file that states all of its fields, but for those that have a default.
 
     example is a packaged file that is right. Raises: LaunchOptionError, one line that names the file.
     """
     try:
         content: Any = yaml.load(path.read_text(), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, *UNREADABLE) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise LaunchOptionError(f"{path} is not readable YAML: {words}; see {PACKAGED / example}") from error
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    held = dataclasses.fields(kind)  # type: ignore[arg-type]
+    fields = {field.name: field.type for field in held}
+    needed = [field.name for field in held if field.default is dataclasses.MISSING]
     try:
         if not isinstance(content, dict):
             raise LaunchOptionError(f"it holds no keys; see {PACKAGED / example}")
         check_keys(content, legal=tuple(fields), where="top level")
-        if absent := [name for name in fields if name not in content]:
+        if absent := [name for name in needed if name not in content]:
             raise LaunchOptionError(f"{absent[0]} is missing; the file must state every key")
         for name, value in content.items():
             _check_type(name, value, fields[name])
@@ -146,6 +152,9 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     elif kind == dict[str, list[Any]]:
         is_right = isinstance(value, dict) and all(isinstance(each, list) for each in value.values())
         kind_name = "keys with lists of values"
+    elif kind == list[str] | None:
+        is_right = value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        kind_name = "a list of words, each text"
     elif kind == dict[str, Any]:
         is_right, kind_name = isinstance(value, dict), "keys with values, or {}"
     else:

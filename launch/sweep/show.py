@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
+from bigbatch.trainer.config.file import as_yaml
 
 
 class Show:
@@ -65,12 +66,23 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
 def print_table(folder: SweepFolder, points: Sequence[Point]) -> None:
     """Print all points, and what came out."""
     keys = list(points[0].values)
-    table = Table("point", *map(escape, keys), "nodes", "global batch", "microbatch", "outcome")
+    table = Table(Column("point", justify="right"))
+    for key in keys:
+        is_number = all(type(point.values[key]) in (int, float) for point in points)
+        table.add_column(escape(key), justify="right" if is_number else "left")
+    for size in ("nodes", "global batch", "microbatch"):
+        table.add_column(size, justify="right")
+    table.add_column("outcome")
     for point in points:
         state = read_state(folder, point.number) if folder.state(point.number).exists() else None
         batch = point.config.batch
         sizes = (point.nodes, batch.global_batch_size, batch.microbatch_size)
         shown = outcome(folder, state) if state else "missing"
-        table.add_row(str(point.number), *(Text(str(point.values[key])) for key in keys), *map(str, sizes), Text(shown))
+        table.add_row(
+            str(point.number),
+            *(Text(as_yaml(point.values[key])) for key in keys),
+            *(f"{size:,}" for size in sizes),
+            Text(shown),
+        )
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)

@@ -1,7 +1,6 @@
 """Steps that are captured as CUDA graphs, on a GPU; their bits are compared on a CPU in tests/unit."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from error_texts import naming
+from gpu_ranks import over_nccl
 from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from torch import Tensor, nn
 
-from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ComputeError, DataError
 from bigbatch.trainer.build import parts as build
@@ -63,12 +61,6 @@ def make_run(
     parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
     parts.model.train()
     return plan, parts
-
-
-def over_nccl(alone: Communicator) -> Communicator:
-    """A real NCCL group of one rank."""
-    backend = TorchDistributedBackend(ALONE, alone.control, library="nccl", device=alone.device)
-    return replace(alone, backend=backend, memory=None).with_algorithm("native")
 
 
 def batches(sizes: tuple[int, ...], *, error: str = "") -> Iterator[Batch]:

@@ -11,6 +11,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.foreign import make_foreign
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.param_groups import param_groups
@@ -20,16 +21,19 @@ from bigbatch.trainer.step.precision import Precision
 OVERFLOW_STEP, OVERFLOW_RANK = 3, 1
 
 
-def main(precision_name: str) -> int:
+def main(precision_name: str, foreign: str = "") -> int:
     """Train; the process fails when the ranks disagree."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     communicator = connect(backend="gloo", algorithm="ring")
     norm = partial(GhostBatchNorm2d, bn_span=8, ghosts_per_step=1)
-    model = build_model("resnet9", num_classes=4, norm=norm, width=4)
+    if foreign:
+        model = make_foreign(foreign, num_classes=4, norm=norm, options={})
+    else:
+        model = build_model("resnet9", num_classes=4, norm=norm, width=4)
     scaling = Scaling(initial=65536.0, growth_steps=2000) if precision_name in SCALED else None
     precision = Precision(model, name=precision_name, device=torch.device("cpu"), scaling=scaling, clip_norm=1.0)
-    statistics_N = flatten_running_statistics(model)
+    statistics_N = flatten_running_statistics(model, num_spare=1)  # a model may have none
     optimizer = LARS(param_groups(model, weight_decay=1e-4, substitute=precision.masters), lr=1.0)
     reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=2000, buffer_bytes=8000)
     generator = torch.Generator().manual_seed(communicator.rank)

@@ -108,6 +108,7 @@ def test_one_rank_replays_eight_in_half_precision(precision: str, runs: Runs) ->
     assert distance(runs(f"replay, {precision}"), runs(f"8 ranks, {precision}")).is_within(half, factor=2)
 
 
+@pytest.mark.long
 def test_another_span_is_another_run(runs: Runs) -> None:
     """What both comparisons above would say of ghost batches that are not those of the eight ranks."""
     other = distance(runs("another span, fp32"), runs("8 ranks, fp32"))

@@ -89,6 +89,7 @@ def test_what_is_kept_of_schedule_free_is_its_average(data: Path, tmp_path: Path
         assert not torch.equal(state["model"][name], y)
 
 
+@pytest.mark.long
 def test_shares_go_on_at_another_world_size_and_in_whole(data: Path, tmp_path: Path) -> None:
     settings = {**SGD, **CONSTANT, "schedule.base_lr": 1e-5, "run.epochs": 3}
     whole, moved = tmp_path / "whole", tmp_path / "moved"

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests.laws.jobs import (
     AUGMENTED,
     ROUNDING,
     SGD,
+    TIMEOUT_SECONDS,
+    Forked,
+    ForkedJob,
     Job,
     alone,
     assert_identical,
@@ -28,6 +32,7 @@ from tests.laws.jobs import (
     mpirun,
     newest_step,
     rank_pids,
+    records,
     run,
     start,
     statistics_distance,
@@ -90,7 +95,8 @@ def not_stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), pytest.param("torchrun", 1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 130), ("torchrun", 1)])
 def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     launcher: str, code: int, data: Path, not_stopped: Path, tmp_path: Path
 ) -> None:
@@ -108,9 +114,50 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     assert 4 <= newest_step(stopped) < STOPPED_EPOCHS * STEPS_PER_EPOCH
     assert not RunDir(stopped).summary.exists(), "an interrupted run has no result"
     assert "the same command goes on" in log.read_text()
+    assert launcher != "mpirun" or "non-zero status" not in log.read_text()
 
     run(launch)
     assert_identical(final_state(stopped), final_state(not_stopped))
+
+
+SELDOM = {"run.log_every_steps": 100, "run.epochs": 2, "data.loader": "torchvision"}
+
+
+@pytest.fixture(scope="module")
+def seldom_reported(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seldom_reported")
+    run(forked(train_command(data, folder, SELDOM), ranks=2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("slow", "begun", "done"),
+    [("SLOW_STEP_SECONDS", "step 7 begins", {7}), ("SLOW_BATCH_SECONDS", "evaluation batch begins", {5})],
+    ids=["step", "evaluation"],
+)
+def test_one_ranks_signal_stops_all_after_the_slow_step_under_way(
+    slow: str, begun: str, done: set[int], data: Path, seldom_reported: Path, tmp_path: Path
+) -> None:
+    """In the middle of an epoch and long before a report, or in an evaluation, which the resumed run does anew."""
+    command, log = (
+        tuple(train_command(data, tmp_path / "run", {**SELDOM, "run.eval_every_epochs": 1})),
+        tmp_path / "log",
+    )
+    # a rank looks once a second whether another one was asked
+    job = ForkedJob(Forked(tuple(command), ranks=2, target="tests.laws.ranks_slow:main"), log, **{slow: "1.5"})
+    wait_until(lambda: log.exists() and log.read_text().count(begun) == 2, process=job, log=log)
+    os.kill(job.ranks[1].pid or 0, signal.SIGTERM)
+    asked = time.monotonic()
+    assert job.wait(timeout=TIMEOUT_SECONDS) == 130, log.read_text()
+    text = log.read_text()
+    assert time.monotonic() - asked < 2 * 1.5 + 5, text
+    assert "another rank's signal: will save a checkpoint after this step" in text
+    assert {newest_step(tmp_path / "run")} == done, text
+    assert not records(tmp_path / "run", "eval")[1:]
+
+    run(forked(command, ranks=2))
+    assert_identical(final_state(tmp_path / "run"), final_state(seldom_reported))
+    assert [record["step"] for record in records(tmp_path / "run", "eval")] == [5, 10]
 
 
 def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.run.folder import RunDir, read_records
 from tests.laws.jobs import (
     SGD,
     Forked,
@@ -135,19 +136,27 @@ LIMIT = (
 )
 
 
-def test_truncated_checkpoint_names_an_intact_one(data: Path, tmp_path: Path) -> None:
+def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(alone(train_command(data, folder, {"run.checkpoint_every_steps": 5})))
     older, newest = (c.path for c in list_checkpoints(folder / "checkpoints"))
     state = newest / "state.pt"
     state.write_bytes(state.read_bytes()[:-1000])
-    command = train_command(data, folder, {"run.epochs": 3})
-    line = fails(alone(command))
+    command = train_command(data, folder, {"run.epochs": 3, "run.keep_checkpoints": 9})
+    line = fails(alone([*command, f"--run.resume={newest}"]))
     assert f"{newest} is truncated" in line
     assert str(older) in line
+    said = run(alone(command)).stdout
+    assert f"{newest} is truncated" in said
+    assert f"goes on from {older}" in said
+    assert "resumed after step 5" in said
+    (aside,) = (folder / "checkpoints").glob("damaged-*")
+    assert str(aside) in said
+    (record,) = (r for r in read_records(RunDir(folder).metrics) if r["kind"] == "damaged")
+    assert (record["step"], record["set_aside"]) == (5, str(aside))
     done = run(alone([*command, f"--run.resume={older}"]))
     assert "resumed after step 5" in done.stdout
-    assert "set aside" in done.stdout
+    assert "set aside" in done.stdout, "what that run will not go through"
     assert "resumed after step 15" in run(alone([*command, "--run.epochs=4"])).stdout, "auto goes on where that ended"
 
 
@@ -185,6 +194,14 @@ def test_weights_that_are_no_numbers_are_not_saved(data: Path, tmp_path: Path) -
     huge = {"schedule.base_lr": 1e300, "schedule.warmup_epochs": 0, "run.checkpoint_every_steps": 1, "run.epochs": 1}
     assert "the update of step 1 left weights" in fails(alone(train_command(data, tmp_path, huge)))
     assert not list_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.long
+def test_slow_plot_fails_no_run(data: Path, tmp_path: Path) -> None:
+    limits = {"comm.timeout_seconds": 10, "comm.warn_seconds": 5, "data.patience_seconds": 4}
+    job = Forked(tuple(train_command(data, tmp_path, limits)), ranks=2, target="tests.laws.ranks_slow:main")
+    run(job, SLOW_PLOT_SECONDS="30")
+    assert (tmp_path / "summary.json").exists()
 
 
 def test_finished_run_says_so_again(data: Path, tmp_path: Path) -> None:

@@ -69,9 +69,10 @@ def summary(folder: Path) -> dict[str, Any]:
     return dict(json.loads(RunDir(folder).summary.read_text()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "loader"),
-    [pytest.param(mpirun, "dali", marks=pytest.mark.long), (forked, "torchvision")],
+    [(mpirun, "dali"), (forked, "torchvision")],
     ids=["dali", "torchvision"],
 )
 def test_data_that_go_away_change_no_bit(launcher: Callable[..., Job], loader: str, data: Path, tmp_path: Path) -> None:
@@ -133,7 +134,9 @@ def test_evaluation_that_fails_is_made_up_for(every_epochs: int, data: Path, tmp
         assert ours[name] == theirs[name]
 
 
-@pytest.mark.parametrize(("loader", "damage"), [("torchvision", no_image), ("dali", only_decoding_tells)])
+@pytest.mark.parametrize(
+    ("loader", "damage"), [pytest.param("torchvision", no_image, marks=pytest.mark.long), ("dali", only_decoding_tells)]
+)
 def test_bad_image_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data: Path, tmp_path: Path) -> None:
     damaged = copy_of(data, tmp_path)
     victim = image_of(damaged, epoch=0, step=2, rank=1)
@@ -151,6 +154,7 @@ def test_bad_image_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data:
         assert record == {"kind": "skipped", "time": record["time"], "step": 3, "pictures": {key: told["skipped"][0]}}
 
 
+@pytest.mark.long
 def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> None:
     """It goes on where only steps are left that do not meet the picture again."""
     damaged, whole, resumed = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "resumed"

@@ -11,22 +11,20 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_norm import check_norm, lose_in_a_norm
-from ranks_reducer import check_gradients, check_uneven_use
-from ranks_sharded import check_sharded_update
-from ranks_sums import check_several_at_once, check_sums, without_shared_memory
-from ranks_transport import check_transport
+from ranks_contract import check_contract, connect_to_check
+from ranks_norm import lose_in_a_norm
+from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_gather
 
 from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import control
-from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import CommError, PeerLostError
 
 SURVIVED = 7
@@ -39,12 +37,10 @@ def main(mode: str, *arguments: str) -> int:
     return MODES[mode](*arguments)
 
 
-def connect_as(hosts: str, **options: Any) -> Communicator:
-    """Connect as if the ranks ran on these hosts, "a,a,b"; "-" leaves them where they are."""
+def env_on(hosts: str) -> ProcessEnv:
+    """As if the ranks ran on these hosts, "a,a,b"; "-" leaves them where they are."""
     env = read_process_env()
-    if hosts != "-":
-        env = replace(env, host=hosts.split(",")[env.rank], plays_host=True)
-    return connect(env=env, **options)
+    return env if hosts == "-" else replace(env, host=hosts.split(",")[env.rank], plays_host=True)
 
 
 def passed(communicator: Communicator) -> int:
@@ -57,28 +53,12 @@ def passed(communicator: Communicator) -> int:
 
 
 def check_backends(hosts: str, group_size: str, *backends: str) -> int:
-    """The contract on each backend, in one job: starting ranks costs more than the checks.
-
-    gloo-flat is gloo without shared memory, as GPUs communicate.
-    """
+    """The contract on each backend, in one job: starting ranks costs more than the checks."""
     connected = []
     for backend in backends:
-        communicator = connect_as(hosts, backend=backend.split("-")[0], group_size=int(group_size) or None)
+        communicator = connect_to_check(env_on(hosts), backend, group_size=int(group_size) or None)
         connected.append(communicator)
-        if backend == "gloo-flat":
-            communicator = without_shared_memory(communicator)
-        for check in (
-            check_transport,
-            check_sums,
-            check_several_at_once,
-            check_gradients,
-            check_uneven_use,
-            check_norm,
-        ):
-            started = time.monotonic()
-            check(communicator)
-            if communicator.rank == 0:
-                print(f"{backend}: {check.__name__} took {time.monotonic() - started:.1f} s")
+        check_contract(communicator)
         check_listeners(communicator)
     for communicator in connected:  # the first one may have made the default process group, on which others rest
         communicator.backend.close()
@@ -127,7 +107,7 @@ def check_reconnect(*backends: str) -> int:
 def check_mismatch(hosts: str, backend: str, algorithm: str, *lengths: str) -> int:
     """Ranks that sum tensors of different lengths fail, and say so."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    communicator = connect_as(hosts, backend=backend, algorithm=algorithm, timeout_seconds=30)
+    communicator = connect(env=env_on(hosts), backend=backend, algorithm=algorithm, timeout_seconds=30)
     tensor_N = communicator.allocate(100, torch.float32)[: int(lengths[communicator.rank])]
     with pytest.raises(PeerLostError) as caught:
         communicator.sum_(tensor_N, label="buffer 0")
@@ -136,11 +116,12 @@ def check_mismatch(hosts: str, backend: str, algorithm: str, *lengths: str) -> i
 
 
 def check_listeners(communicator: Communicator) -> None:
-    """On one host nothing of ours listens beyond the loopback interface (Open MPI's own sockets are its business)."""
-    if communicator.env.launcher == "torchrun" and communicator.env.is_one_host and Path("/proc/net/tcp").exists():
+    """On one host nothing of ours listens beyond the loopback interface (Open MPI and NCCL have sockets of theirs)."""
+    env, name = communicator.env, communicator.backend.name
+    if env.launcher == "torchrun" and name != "nccl" and env.is_one_host and Path("/proc/net/tcp").exists():
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         found = listening_addresses()
-        assert found, f"{communicator.backend.name} listens, so at least one socket was expected"
+        assert found, f"{name} listens, so at least one socket was expected"
         assert found <= loopback, f"listens on {found}"
 
 
@@ -206,15 +187,32 @@ def check_sharded(*backends: str) -> int:
     return passed(communicator)
 
 
+def check_behind(backend: str) -> int:
+    """Weights that are gathered behind the next forward."""
+    communicator = connect(backend=backend)
+    check_behind_forward(communicator)
+    communicator.close()
+    return passed(communicator)
+
+
+def lose_rank_in_a_gather(*arguments: str) -> int:
+    """Rank 1 dies in a gather of weights."""
+    in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
+    control.ROLL_CALL_SECONDS = 3.0
+    return lose_in_a_gather(*arguments)
+
+
 MODES = {
     "check": check_backends,
     "sharded": check_sharded,
+    "behind-forward": check_behind,
     "beside": check_beside,
     "reconnect": check_reconnect,
     "mismatch": check_mismatch,
     "lose": lose_a_rank,
     "stall": stall_under_mpi,
     "norm": lose_rank_in_a_norm,
+    "gather": lose_rank_in_a_gather,
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks_reducer import set_weights_
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
@@ -79,19 +80,17 @@ def check_against_the_whole(communicator: Communicator, group: RankGroup, dtype:
 def make_part(rank: int, ghost: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A rank's pictures of a ghost batch and their gradient: mean and spread differ from rank to rank."""
     generator = torch.Generator().manual_seed(100 * ghost + rank)
-    inputs, grads = torch.randn(2, PART, C, 5, 6, generator=generator) * (rank + 1) + torch.tensor(rank % 3)
-    return inputs.to(dtype, memory_format=torch.channels_last), grads.to(dtype, memory_format=torch.channels_last)
+    both = torch.randn(2, PART, C, 5, 6, generator=generator, device="cpu") * (rank + 1) + rank % 3
+    inputs, grads = both.to(torch.get_default_device(), dtype)
+    return inputs.to(memory_format=torch.channels_last), grads.to(memory_format=torch.channels_last)
 
 
 def make_model(group: RankGroup) -> nn.Sequential:
     """Three norm layers, and gradients of which several buffers are in flight while backward gathers."""
-    torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(3):
-        layers += [
-            nn.Conv2d(C, C, 3, padding=1),
-            GhostBatchNorm2d(C, bn_span=group.num_ranks * PART, ghosts_per_step=1, group=group),
-        ]
+        set_weights_(conv := nn.Conv2d(C, C, 3, padding=1))
+        layers += [conv, GhostBatchNorm2d(C, bn_span=group.num_ranks * PART, ghosts_per_step=1, group=group)]
     return nn.Sequential(*layers)
 
 

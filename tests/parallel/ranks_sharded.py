@@ -3,18 +3,25 @@
 import copy
 import hashlib
 import io
-from collections.abc import Mapping
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients import scatter_gather
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, PeerLostError
 from bigbatch.trainer.build.optimizer import make_native
 from bigbatch.trainer.optim.param_groups import load_optimizer_state, param_groups
 from bigbatch.trainer.step.loss_scale import Scaling
@@ -38,16 +45,18 @@ class Run:
     optimizer: torch.optim.Optimizer
     communicator: Communicator
 
-    def steps(self, *steps: int, skip: bool = False, poison: float = 1.0) -> None:
+    def steps(self, *steps: int, skip: bool = False, poison: float = 1.0, accumulation: int = 1) -> None:
         """Each from pictures of its own on each rank. poison: factor of the last rank's loss."""
         for step in steps:
             self.reducer.zero_grad()
             generator = torch.Generator().manual_seed(1000 * step + self.communicator.rank)
-            images = torch.randn(8, 3, 6, 6, generator=generator).to(self.precision.compute_dtype)
-            loss = 0.02 * self.model(images).float().square().mean()  # or fp16 overflows at first
-            if self.communicator.rank == self.communicator.world_size - 1:
-                loss = loss * poison
-            self.precision.backward(loss)
+            for microbatch in range(accumulation):
+                self.reducer.is_active = microbatch == accumulation - 1
+                images = torch.randn(8, 3, 6, 6, generator=generator).to(self.precision.compute_dtype)
+                loss = 0.02 * self.model(images).float().square().mean()  # or fp16 overflows at first
+                if self.communicator.rank == self.communicator.world_size - 1:
+                    loss = loss * poison
+                self.precision.backward(loss)
             self.reducer.wait()
             self.precision.update_(self.optimizer, skip_1=torch.tensor([skip]))
 
@@ -77,7 +86,9 @@ class Run:
         return torch.cat([p.detach().float().flatten() for p in self.model.parameters()])
 
 
-def start(name: str, precision_name: str, communicator: Communicator, *, sharded: bool) -> Run:
+def start(
+    name: str, precision_name: str, communicator: Communicator, *, sharded: bool, behind_forward: bool = False
+) -> Run:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Flatten(), nn.Linear(112, 5), nn.Linear(5, 3)]
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last).eval()
@@ -93,7 +104,9 @@ def start(name: str, precision_name: str, communicator: Communicator, *, sharded
         return make_native(of_config, groups, lr=lr)
 
     if sharded:
-        optimizer = shard_update(model, precision, reducer, communicator, make_optimizer=make)
+        optimizer = shard_update(
+            model, precision, reducer, communicator, make_optimizer=make, behind_forward=behind_forward
+        )
     else:
         optimizer = make(precision.masters)
     return Run(model, precision, reducer, optimizer, communicator)
@@ -285,3 +298,64 @@ def check_memory(communicator: Communicator) -> None:
     assert sum(master.numel() for master in run.precision.masters.values()) <= most
     for key in ("exp_avg", "exp_avg_sq"):
         assert sum(state[key].numel() for state in run.optimizer.state.values()) <= most
+
+
+@contextmanager
+def late_gathers(communicator: Communicator, *, of_rank: int) -> Iterator[None]:
+    """Let gathers of buffers take long, and begin later still on one rank."""
+    gather_ = scatter_gather.all_gather_
+
+    def late_(buffer_N: Tensor, **facts: Any) -> None:
+        time.sleep(0.004 if communicator.rank == of_rank else 0.002)
+        gather_(buffer_N, **facts)
+
+    with patch.object(scatter_gather, "all_gather_", late_):
+        yield
+
+
+def check_behind_forward(communicator: Communicator) -> None:
+    """Weights that travel behind the next forward give the bits of those that the step waits for."""
+    labels: list[str] = []
+    start_gather = ScatterGather.start_all_gather
+
+    def noted(self: ScatterGather, buffer_N: Tensor, *, label: str) -> Any:
+        labels.append(label)
+        return start_gather(self, buffer_N, label=label)
+
+    with (
+        late_gathers(communicator, of_rank=communicator.world_size - 1),
+        patch.object(ScatterGather, "start_all_gather", noted),
+    ):
+        for precision in ("fp32", "fp16"):
+            for accumulation in (1, 2):
+                ways = [start("lars", precision, communicator, sharded=True, behind_forward=b) for b in (False, True)]
+                labels.clear()
+                for run in ways:
+                    run.steps(*range(3), accumulation=accumulation)
+                num_buffers = len(ways[0].reducer.plan.buffers)
+                assert num_buffers > 1
+                assert len(labels) == 2 * 3 * num_buffers
+                assert len(set(communicator.gather_text(str(labels)))) == 1, "all ranks start the same gathers"
+                ways[1].precision.settle()
+                assert torch.equal(ways[0].weights(), ways[1].weights())
+                assert same(ways[0].state(), ways[1].state())
+
+
+def lose_in_a_gather(backend: str, timeout_seconds: str) -> int:
+    """Rank 1 dies as it gathers the weights of the second update; the next forward of the others says so."""
+    communicator = connect(backend=backend, timeout_seconds=float(timeout_seconds))
+    run = start("sgd", "fp32", communicator, sharded=True, behind_forward=True)
+    run.steps(0)
+    if communicator.rank == 1:
+        run.precision.settle()
+        scatter_gather_ = run.precision.weights._scatter_gather  # type: ignore[attr-defined]
+        scatter_gather_._all_gather_ = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        run.steps(1)
+        started = time.monotonic()
+        run.model(torch.ones(1, 3, 6, 6))
+    except PeerLostError as error:
+        print(f"noticed after {time.monotonic() - started:.1f} s: {error}", flush=True)
+        return 7
+    return 0

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -58,19 +58,18 @@ def cases() -> Iterator[Case]:
     yield Case(100_003, torch.float32, NARROW[1], is_shared=False)
 
 
-def check_sums(communicator: Communicator) -> None:
+def check_sums(communicator: Communicator, *, longest: int) -> None:
     """Each algorithm and case: rank 0 against the bound, and the others, law 4, against the bits of rank 0."""
     bits: list[str] = []
-    homes = {dtype: communicator.allocate(LONGEST + 5, dtype) for dtype in ALL_DTYPES}  # pages not used cost nothing
+    homes = {dtype: communicator.allocate(longest + 5, dtype) for dtype in ALL_DTYPES}  # pages not used cost nothing
+    some = [case for case in cases() if case.num_elements <= longest]
     for name in (*communicator.algorithms, "hybrid"):
-        for wire in dict.fromkeys(case.wire for case in cases()):  # in the same order on all ranks
+        for wire in dict.fromkeys(case.wire for case in some):  # in the same order on all ranks
             summing = communicator.with_algorithm(name, wire=wire, table=TABLE if name == "hybrid" else None)
-            for case in (case for case in cases() if case.wire == wire):
+            for case in (case for case in some if case.wire == wire):
                 tensor_N = values(case.num_elements, case.dtype, rank=communicator.rank)
                 if case.is_shared:
                     tensor_N = homes[case.dtype][5 : 5 + case.num_elements].copy_(tensor_N)
-                else:
-                    tensor_N = tensor_N.clone()
                 label = f"{communicator.backend.name} {name}: {case}"
                 summing.sum_(tensor_N, label=label)
                 bits.append(f"{label}: {zlib.crc32(as_bytes(tensor_N))}")
@@ -85,7 +84,7 @@ def check_sums(communicator: Communicator) -> None:
 def check_overflow(communicator: Communicator, name: str) -> None:
     """Partial sums beyond 65,504 overflow fp16, but not divided by the number of ranks."""
     n = communicator.world_size
-    for predivide, expected in ((1.0, float("inf")), (float(n), 40_000.0 * n)):
+    for predivide, expected in ((1.0, float("inf") if n > 1 else 40_000.0), (float(n), 40_000.0 * n)):
         wire = Wire(torch.float16, predivide)
         summing = communicator.with_algorithm(name, wire=wire, table=TABLE if name == "hybrid" else None)
         sum_N = summing.sum_(torch.full((100,), 40_000.0), label=f"{name} near fp16's limit, predivide {predivide}")
@@ -96,7 +95,7 @@ def check_several_at_once(communicator: Communicator) -> None:
     """Sums that are started before the one ahead is waited for, each longer than the last, shared memory or not."""
     lengths = (10, 100_003, 400_001)
     for is_shared in (True, False):
-        tensors = [values(length, torch.float32, rank=communicator.rank).clone() for length in lengths]
+        tensors = [values(length, torch.float32, rank=communicator.rank) for length in lengths]
         if is_shared:
             tensors = [communicator.allocate(len(t), torch.float32).copy_(t) for t in tensors]
         works = [communicator.start(tensor_N, label=f"{len(tensor_N)} elements") for tensor_N in tensors]
@@ -107,20 +106,15 @@ def check_several_at_once(communicator: Communicator) -> None:
             check_sum(tensor_N, case, num_ranks=communicator.world_size, label=f"several at once, {case}")
 
 
-def without_shared_memory(communicator: Communicator) -> Communicator:
-    """The same ranks with the algorithms that GPUs use: made of the backend's own collectives."""
-    return replace(communicator, memory=None).with_algorithm(communicator.algorithm)
-
-
 @cache
 def whole_random(num_elements: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + num_elements)
-    return torch.randn(num_elements, dtype=torch.float64, generator=generator)
+    return torch.randn(num_elements, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def values(num_elements: int, dtype: torch.dtype, *, rank: int) -> Tensor:
-    """What a rank brings to a sum; any rank can compute any other's part."""
-    return whole_random(num_elements, rank).to(dtype)
+    """What a rank brings to a sum, on torch's default device; any rank can compute any other's part."""
+    return torch.empty(num_elements, dtype=dtype).copy_(whole_random(num_elements, rank))
 
 
 @cache
@@ -162,4 +156,4 @@ def check_sum(sum_N: Tensor, case: Case, *, num_ranks: int, label: str) -> None:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bits of a tensor."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())

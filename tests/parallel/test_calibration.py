@@ -37,8 +37,8 @@ def train(tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
 def test_a_cluster_is_measured_once_and_rank_0_tells_all(
     backend: str, train: Callable[..., tuple[dict[str, Any], str]], tmp_path: Path
 ) -> None:

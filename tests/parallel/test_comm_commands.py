@@ -12,6 +12,7 @@ import pytest
 from forked_ranks import places
 from test_parallel import fork_job, needs_mpi, run_job
 
+from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.gradients.fusion import TensorSpec
 from bigbatch.comm.tuning.plan_search import LEAST_GAIN
 from bigbatch.comm.tuning.tuned import read_tuned
@@ -72,15 +73,19 @@ def test_bench_finds_every_algorithm_of_every_backend_right(backend: str, precis
 
 
 def test_bench_share_of_a_given_link(tmp_path: Path) -> None:
-    """2 nodes: the least time is 2 * 1/2 * bytes / link, here given as 8 Gbit/s = 1e9 bytes/s; fp16 wire: half."""
+    """2 nodes: the least time is 2 * 1/2 * bytes / link, here given as 8 Gbit/s = 1e9 bytes/s; fp16 wire: half.
+
+    Doubling sends unrounded partial sums, in fp32.
+    """
     output = tmp_path / "a.jsonl"
     options = [*ONE_SIZE, "--interface", "lo", "--link-gbit", "8", "--wire-dtype", "float16", "--output", str(output)]
     code, text = play_nodes(("a", "a", "b", "b"), "comm", "bench", *options)
     assert code == 0, text
-    assert "2(m-1)/m * size * 0.5 / link, with m = 2 nodes and 8 Gbit/s per link, as given" in text
+    assert "2(m-1)/m * size * 0.5 (doubling 1) / link, with m = 2 nodes and 8 Gbit/s per link, as given" in text
     _, rows = records(output)
     for r in rows:
-        assert r["limit_share"] == pytest.approx(0.5 * 40_000 / 1e9 / (r["time_us"] / 1e6), rel=1e-9)
+        num_bytes = 40_000 if r["algorithm"] == "doubling" else 20_000
+        assert r["limit_share"] == pytest.approx(num_bytes / 1e9 / (r["time_us"] / 1e6), rel=1e-9)
 
 
 def test_bench_share_of_a_measured_link(tmp_path: Path) -> None:
@@ -118,11 +123,12 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
     options = [*SMALL_MODEL, "--comm.interface", "lo", "--budget-seconds", "10", "--output", str(path)]
     code, text = play_nodes(nodes, "comm", "tune", *options)
     assert code == 0, text
-    for expected in ("inside a node", "between nodes", "algorithm: ", "fusion plan: ", f"stored in {path}"):
+    for expected in ("inside a node", "between nodes", "algorithm by size: ", "chosen: ", f"stored in {path}"):
         assert expected in text
     tuned = read_tuned(path)
     assert (tuned.cluster.world_size, tuned.cluster.group_sizes, tuned.cluster.placement) == (4, (2, 2), "block")
-    check_promises(tuned.evidence, tuned.table.choose, tuned.tensors)
+    fastest = HybridTable.from_json(json.dumps(tuned.evidence["fastest_table"]))
+    check_promises(tuned.evidence, fastest.choose, tuned.tensors)
 
     bench = ["comm", "bench", *ONE_SIZE, "--interface", "lo", "--table", str(path)]
     code, text = play_nodes(nodes, *bench, "--algorithms", "hybrid,native")
@@ -134,7 +140,7 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
 
 
 def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorSpec, ...]) -> None:
-    """Within 5% of the best median everywhere; a plan no worse than the stated one; gradients in their order."""
+    """Within 5% of the best median everywhere; nothing worse than what is stated; gradients in their order."""
     medians = {
         int(size): {name: sorted(seconds)[len(seconds) // 2] for name, seconds in at_size.items()}
         for size, at_size in evidence["all_reduce_seconds"].items()
@@ -143,9 +149,9 @@ def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorS
     for size, at_size in medians.items():
         assert at_size[choose(size)] <= 1.1 * min(at_size.values())  # this median is the upper one of two
     exposed = evidence["exposed_seconds"]
-    assert exposed["least"] <= exposed["chosen"]
-    stated = exposed["stated_with_table"]
-    assert exposed["chosen"] <= stated + LEAST_GAIN * (evidence["backward_seconds"] + stated)
+    assert exposed["least"] <= exposed["chosen"] <= exposed["stated"]
+    stated = exposed["stated_with_fastest"]
+    assert exposed["searched"] <= stated + LEAST_GAIN * (evidence["backward_seconds"] + stated)
     ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]
     assert ready == sorted(ready)
 

@@ -67,6 +67,9 @@ HOLDER = "rank 0, which holds the rendezvous"
         # rank 3 has no connection to rank 1 in a ring: it must neither wait for its own timeout nor be taken for lost
         pytest.param(4, "gloo", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
         (3, "gloo", "native", 0, "kill", 60, HOLDER),
+        # who holds the rendezvous answers no request: the limit must not hang on it
+        pytest.param(3, "tcp", "ring", 0, "stop", 4, HOLDER, marks=pytest.mark.long),
+        pytest.param(3, "gloo", "ring", 0, "stop", 4, HOLDER, marks=pytest.mark.long),
         # the stall is inside a group of its own, whose timeout must be the job's
         pytest.param(3, "gloo", "doubling", 1, "stop", 4, "rank 1 on node0", marks=pytest.mark.long),
         pytest.param(4, "tcp", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
@@ -94,6 +97,16 @@ def test_survivors_name_the_lost_rank(
         assert seconds < detection + 15, output  # roll call of 3 s, 2 s more on rank 0, and a slow machine
 
 
+def operation_without_rank_1(rank: int, code: int, output: str) -> str:
+    """What a survivor was in when it noticed, within 15 s, that rank 1 is gone."""
+    assert code == SURVIVED, f"rank {rank} ended with {code}:\n{output}"
+    match = re.search(rf"noticed after ([\d.]+) s: rank {rank}: (.*) failed after", output)
+    assert match, output
+    assert float(match[1]) < 15, output
+    assert "no answer from rank 1 on node0" in output
+    return match[2]
+
+
 @pytest.mark.parametrize(
     ("backend", "where"),
     [
@@ -105,12 +118,13 @@ def test_survivors_name_the_lost_rank(
 def test_a_rank_lost_between_two_norm_layers_is_named_by_its_group_and_the_others(backend: str, where: str) -> None:
     ranks = start_ranks(4, ["norm", backend, where, "60"])
     results = finish(ranks, victim=1, timeout_seconds=60)
-    for rank in (0, 2, 3):
-        code, output = results[rank]
-        assert code == SURVIVED, f"rank {rank} ended with {code}:\n{output}"
-        match = re.search(rf"noticed after ([\d.]+) s: rank {rank}: (.*) failed after", output)
-        assert match, output
-        assert float(match[1]) < 15, output
-        assert "no answer from rank 1 on node0" in output
-        if rank == 0:
-            assert match[2] == "gather of batch-norm statistics over ranks 0 to 1"
+    operations = {rank: operation_without_rank_1(rank, *results[rank]) for rank in (0, 2, 3)}
+    assert operations[0] == "gather of batch-norm statistics over ranks 0 to 1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+def test_a_rank_lost_while_weights_are_gathered_is_named_by_the_next_forward(backend: str) -> None:
+    results = finish(start_ranks(3, ["gather", backend, "60"]), victim=1, timeout_seconds=60)
+    for rank in (0, 2):
+        assert re.fullmatch(r"all-gather of weights \d+", operation_without_rank_1(rank, *results[rank]))

@@ -8,17 +8,25 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from forked_ranks import LAUNCHED, exit_codes, places, start_rank
+from ranks_contract import PLAYED_NCCL, check_contract
+from thread_ranks import run_over_played_nccl
 
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.launch.launchers.torchrun import torchrun_argv
 
+HOSTS = ("a", "a,a", "a,b,a", "a,a,b,b", "a,a,b,b,c", "a,b,a,b,a,b", "a,a,a,b,b,b,c", "a,a,a,a,b,b,b,b")
+"""Worlds of 1 to 8, of equal nodes and of unequal ones."""
 RANKS = Path(__file__).with_name("ranks.py")
+SUPPORT = Path(__file__).parents[1] / "support"
+"""What ranks.py imports lies there, which pytest's processes have on their path and a launcher's do not."""
 
 
 needs_mpi = pytest.mark.skipif(
@@ -41,7 +49,7 @@ def job_argv(launcher: str, *, num_ranks: int, arguments: list[str]) -> list[str
 def run_job(argv: list[str], *, timeout_seconds: float) -> tuple[int, str]:
     """Exit code and all output; a job that hangs is ended with all its processes, and fails the test."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHED)}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(SUPPORT)}
     process = subprocess.Popen(
         argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -111,20 +119,32 @@ long = pytest.mark.long
 @pytest.mark.parametrize(
     ("hosts", "group_size", "backends"),
     [
-        ("a,a", 0, "tcp gloo gloo-flat"),
+        ("a,a", 0, "tcp gloo"),
         pytest.param("a,b,c", 0, "tcp gloo", marks=long),
-        pytest.param("a,a,b,b", 0, "tcp gloo-flat", marks=long),
+        pytest.param("a,a,b,b", 0, "tcp", marks=long),
         pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=long),
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
-        pytest.param("a,a,a,b,b,c", 0, "tcp gloo-flat", marks=long),
+        pytest.param("a,a,a,b,b,c", 0, "tcp", marks=long),
         pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
-        pytest.param("a,a,a,b,b,c,c,d", 0, "tcp gloo-flat", marks=long),
+        pytest.param("a,a,a,b,b,c,c,d", 0, "tcp", marks=long),
+        *(pytest.param(hosts, 0, PLAYED_NCCL, marks=long) for hosts in HOSTS),
     ],
 )
 def test_backend_contract(hosts: str, group_size: int, backends: str) -> None:
     num_ranks = len(hosts.split(","))
     output = run_forked(num_ranks, ["check", hosts, str(group_size), *backends.split()])
     assert_all_passed(output, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    "hosts", [pytest.param(hosts, marks=[] if hosts.count(",") in (0, 6) else long) for hosts in HOSTS]
+)
+def test_contract_by_threads_over_gloo_that_plays_nccl(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(check_contract, longest=7)
+    played = run_over_played_nccl(check, hosts.split(","), monkeypatch=monkeypatch)
+    num_ranks = len(hosts.split(","))
+    assert played.of("init") == [torch.device("cuda", 0)] * num_ranks, "NCCL is connected before it is used"
+    assert played.of("new") == []
 
 
 @pytest.mark.parametrize(
@@ -150,6 +170,14 @@ def test_backend_contract_under_mpirun(hosts: str, backends: str) -> None:
 )
 def test_sharded_update(num_ranks: int, backends: str) -> None:
     assert_all_passed(run_forked(num_ranks, ["sharded", *backends.split()]), num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "backend"),
+    [pytest.param(4, "tcp", marks=long), (2, "tcp"), pytest.param(2, "gloo", marks=long)],
+)
+def test_weights_behind_the_next_forward(num_ranks: int, backend: str) -> None:
+    assert_all_passed(run_forked(num_ranks, ["behind-forward", backend]), num_ranks=num_ranks)
 
 
 def test_connect_beside_a_process_group_of_the_scripts_own() -> None:

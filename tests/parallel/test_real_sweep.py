@@ -51,3 +51,25 @@ def test_sweep_point_out_of_memory_fails_alone(tmp_path: Path, capsys: pytest.Ca
     assert main(command) == 3
     assert read_state(folder, 0) == small, "what is done stays as it is"
     assert "0 to run" in capsys.readouterr().out
+
+
+SCRIPT = """
+import sys
+from bigbatch.cli import main
+assert sys.argv[1:3] == ["--mine", "--config"], sys.argv
+print("by my script", flush=True)
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+def test_sweep_by_an_own_script_is_measured_as_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SCRIPT)
+    sweep = SWEEP | {"script": ["mine.py", "--mine"], "where": "local", "grid": {"ranks": [1], "model.width": [4]}}
+    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
+    assert main(["sweep", "sweep.yaml"]) == 0
+    folder = SweepFolder(Path("runs/sweeps/memory"))
+    summary = read_summary(folder, 0)
+    assert summary is not None
+    assert (summary["steps"], summary["world_size"]) == (4, 1)
+    assert "by my script" in folder.log(0).read_text()

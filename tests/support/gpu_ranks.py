@@ -1,11 +1,21 @@
 """What the ranks of a job on real GPUs do, each a process of its own that has used none before."""
 
+from dataclasses import replace
+
 import torch
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import ThreadQueue
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.errors import CommError
+
+
+def over_nccl(alone: Communicator) -> Communicator:
+    """One rank over a real NCCL group of its own, which connect() does without: everything but the wire."""
+    backend = TorchDistributedBackend(alone.env, alone.control, library="nccl", device=alone.device)
+    return replace(alone, backend=backend, memory=None).with_algorithm("native")
 
 
 def sum_over_tcp(algorithm: str, group_size: str) -> int:

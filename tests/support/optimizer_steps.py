@@ -85,11 +85,43 @@ def scaled_step(scaler, optimizer, weights, *, seed, poison=None, unscale_first=
     scaler.update()
 
 
-class OpNames(TorchDispatchMode):
+class Launches(TorchDispatchMode):
+    """Lists the operations that a step on a GPU launches kernels for: a foreach one that needs a loop, once a tensor.
+
+    By the conditions of torch's ForeachUtils.h and, for numbers on the device, ForeachPointwiseOp.cu. Where they hold,
+    one kernel takes dozens of tensors, and the operation counts once. Views and unwritten memory launch nothing.
+    """
+
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and not (func.is_view or name.startswith(("empty", "new_empty"))):
+            looped = name.startswith("_foreach_") and not _is_one_kernel(name, args)
+            self.names += [name] * (len(args[0]) if looped else 1)
+        if name.startswith("_fused_"):
+            return None  # in place, and without an implementation for tensors that have no values
         return func(*args, **(kwargs or {}))
+
+
+def _is_one_kernel(name, args):
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and isinstance(arg[0], torch.Tensor)]
+    first = lists[0][0]
+    numbers = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if name.startswith(("_foreach_addcmul", "_foreach_addcdiv")) and all(t.dim() == 0 for t in lists[1]):
+        numbers += lists.pop(1)
+    return all(
+        (t.device, t.dtype, t.layout) == (first.device, first.dtype, torch.strided)
+        for t in [*numbers, *(t for tensors in lists for t in tensors)]
+    ) and all(
+        # as one without gaps would be laid out
+        _layout(t) == _layout(like) == _layout(torch.empty_like(like, device="meta"))
+        for tensors in lists
+        for t, like in zip(tensors, lists[0], strict=True)
+    )
+
+
+def _layout(tensor):
+    return [(size, stride if size > 1 else 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

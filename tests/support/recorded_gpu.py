@@ -135,7 +135,7 @@ class RecordedGpu(PlayedGpus):
             "CUDAGraph": lambda: _Graph(self),
             "graph": self._capture,
             "graph_pool_handle": lambda: None,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register),
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister),
             "check_error": lambda code: None,
         }
         for name, value in played.items():
@@ -215,6 +215,10 @@ class RecordedGpu(PlayedGpus):
 
     def _register(self, address: int, *_: int) -> int:
         self._pinned.add(address)
+        return 0
+
+    def _unregister(self, address: int) -> int:
+        self._pinned.remove(address)
         return 0
 
     def _freed_by(self, stream: Actor) -> list[int]:

@@ -1,7 +1,8 @@
 """What stands in for a CUDA graph on a CPU: operations are recorded below autograd, and replayed without any Python.
 
 As with a real graph, a replay works on the tensors of the capture, wherever Python has turned to since; numbers are
-those of the capture; the capture itself leaves every value as it was; and a read by the host breaks it.
+those of the capture; the capture itself leaves every value as it was; and a read by the host breaks it. What ranks
+send each other travels in replays alone.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C._distributed_c10d import FakeWork, Work
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
 from bigbatch.trainer.step.execution import Cut
 
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+
+
+def is_recording() -> bool:
+    """Tell whether the calling thread is within a capture."""
+    return any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack())
 
 
 class RecordedCapture:
@@ -61,6 +68,10 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.name in READS:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if func.namespace == "c10d":
+            self._operations.append((func, args, kwargs, None))
+            work = FakeWork().boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
         tensors = _tensors((args, kwargs))
         for tensor in tensors:
             address = tensor.untyped_storage().data_ptr()
@@ -86,10 +97,24 @@ class _Recording(TorchDispatchMode):
     @torch.no_grad()
     def replay_(self) -> None:
         """All operations again, their results where the first ones are."""
+        travelling: list[Any] = []
         for func, args, kwargs, results in self._operations:
+            if func._schema.name != "c10d::recv_":  # which is under way together with the message that goes out
+                _arrive(travelling)
+            if func.namespace == "c10d":
+                travelling.append(func(*args, **kwargs))
+                continue
             for old, new in zip(_tensors(results), _tensors(func(*args, **kwargs)), strict=True):
                 if old is not new:
                     old.copy_(new)
+        _arrive(travelling)
+
+
+def _arrive(travelling: list[Any]) -> None:
+    """Wait for all that ranks have started to send each other; each is a Work, or ends with one."""
+    while travelling:
+        started = travelling.pop(0)
+        Work.unbox(started[-1] if isinstance(started, tuple) else started).wait()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

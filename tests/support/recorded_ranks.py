@@ -42,7 +42,12 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
         with patch.object(dist, "new_group", fake_group), patch.object(dist, "barrier", lambda **_: None):
             alone = connect(env=ALONE, device=torch.device("cpu"))
             control: Any = SimpleNamespace(
-                gather_text=lambda text, **_: [text] * len(hosts), timeout_seconds=8, explain=None, heed_others=None
+                gather_text=lambda text, **_: [text] * len(hosts),
+                timeout_seconds=8,
+                explain=None,
+                heed_others=None,
+                bounded=lambda label, operation: operation(),
+                begin=lambda: None,
             )
             backend = TorchDistributedBackend(env, control, library=library, device=GPU)
             topology = make_topology(hosts, rank=0)

@@ -1,12 +1,13 @@
 """A run of four steps on one rank, small enough for unit tests, and hooks that write down what happens."""
 
 import gc
+import math
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.comm.connection import connect
@@ -23,6 +24,7 @@ from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Hooks, Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
+from bigbatch.trainer.step.stop_request import Stopped
 
 CPU = torch.device("cpu")
 SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
@@ -35,11 +37,11 @@ PLAN = Plan(
     global_batch_size=SPAN * ACCUMULATION,
     ghosts_per_microbatch=1,
     ranks_per_ghost=1,
-    label_smoothing=SMOOTHING,
     log_every_steps=1,
     eval_every_steps=2,
     eval_offset_steps=0,
     checkpoint_every_steps=0,
+    compare_every_steps=0,
 )
 SCALING = Scaling(initial=256.0, growth_steps=2)
 """Small enough to begin without overflow, and grows while we look."""
@@ -75,7 +77,8 @@ def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "s
         communicator=communicator,
         prepare=PrepareBatch(normalize=normalize, device=CPU),
         normalize=normalize,
-        stop=stop or SimpleNamespace(is_set=False, signal_name=None),
+        loss=partial(F.cross_entropy, label_smoothing=SMOOTHING, reduction="sum"),
+        stop=stop or Stop(),
     )
 
 
@@ -96,6 +99,24 @@ def num_alive(kind: str) -> int:
     """Objects whose class has that name, without those that only cycles hold."""
     gc.collect()
     return sum(type(each).__name__ == kind for each in gc.get_objects())
+
+
+class Stop:
+    """A request to stop that is due at that boundary, and at all later ones."""
+
+    asked_by = "SIGINT"
+
+    def __init__(self, at: float = math.inf) -> None:
+        self.at = at
+        self.num_passed = 0
+
+    def is_due(self) -> bool:
+        self.num_passed += 1
+        return self.num_passed >= self.at
+
+    def leave_if_due(self) -> None:
+        if self.is_due():
+            raise Stopped
 
 
 class Recorder:

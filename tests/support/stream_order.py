@@ -163,16 +163,19 @@ class _Check:
                 return
 
 
-def require_every_wait(trace: Trace, *, by_place: bool = False) -> None:
+def require_every_wait(trace: Trace, *, by_place: str | None = None) -> None:
     """Assert that all is in order, and would not be without any one of the waits.
 
-    by_place: of the waits that one line asks for one is enough, as where it is called twice with nothing in between.
+    by_place: what the names of some places hold. Of the waits that such a place asks for one is enough, as where it is
+    called twice with nothing in between.
     """
     assert (objections := trace.objections()) == [], objections[:3]
     waits = trace.waits()
     needed = [place for at, place in waits.items() if trace.objections(without=at)]
-    idle = set(waits.values()) - set(needed) if by_place else Counter(waits.values()) - Counter(needed)
-    total, what = (len(set(waits.values())), "places that wait") if by_place else (len(waits), "waits")
-    print(f"{total - len(idle)} of {total} {what} are needed, {len(waits)} waits in {len(trace.events)} events")
+    idle = Counter(waits.values()) - Counter(needed)
+    for place in set(needed):
+        if by_place is not None and by_place in place:
+            del idle[place]
+    print(f"{len(needed)} of {len(waits)} waits are needed, {idle.total()} too many, in {len(trace.events)} events")
     assert not idle, f"no objection without {idle}"
     assert waits

@@ -1,16 +1,30 @@
-"""Ranks that are threads of this process: what they send lies in letterboxes, and is counted."""
+"""Ranks that are threads of this process: what they send lies in letterboxes, and is counted; or goes by gloo."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
+import pytest
+import torch
+from played_gpus import PlayedGpus
+from played_nccl import PlayedNccl
 from torch import Tensor
+from torch.distributed import HashStore
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import AllOf, Done, InFlight
+from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.topology import make_topology
 
 
 @dataclass
@@ -70,3 +84,38 @@ def sum_by_threads(algorithm: Callable[..., None], tensors: Sequence[Tensor], *,
     with ThreadPoolExecutor(len(tensors)) as pool:
         list(pool.map(one, ranks))
     return post
+
+
+def run_over_played_nccl(
+    job: Callable[[Communicator], None], hosts: Sequence[str], *, monkeypatch: pytest.MonkeyPatch
+) -> PlayedNccl:
+    """Let as many ranks as there are hosts do a job over gloo that plays NCCL, each in torch's state of its own."""
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    played, store = PlayedNccl(monkeypatch, carrier="gloo"), HashStore()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def one(rank: int) -> None:
+        env = replace(ALONE, rank=rank, world_size=len(hosts), local_rank=rank, local_size=len(hosts))
+        control = Control(ALONE, timeout_seconds=30, find_master=meet_by_mpi)
+        control.rank, control.world_size = rank, len(hosts)
+        control.store = BoundedStore(store, seconds=30)
+        control.store.set(f"bigbatch/host/{rank}", env.host)
+        backend = TorchDistributedBackend(env, control, library="nccl", device=torch.device("cuda", 0))
+        alone = connect(env=ALONE, device=torch.device("cpu"))
+        topology = make_topology(hosts, rank=rank)
+        communicator = replace(alone, env=env, control=control, backend=backend, topology=topology, memory=None)
+        job(communicator.with_algorithm("native"))
+        backend.close()
+
+    if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11's own world has them, this one not
+        monkeypatch.setattr(multi_threaded_pg.ThreadLocalWorld, "comms", [], raising=False)
+    multi_threaded_pg._install_threaded_pg()
+    isolate: Callable[[bool], None] = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate(True)
+    try:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            list(pool.map(one, range(len(hosts))))
+    finally:
+        isolate(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+    return played

@@ -1,11 +1,13 @@
 """The command's own behaviour: its help, its exit codes, what it shows of an error."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from bigbatch import cli
+from bigbatch import cli, exit_codes
 
 
 def test_help_names_every_subcommand_and_loads_nothing_slow() -> None:
@@ -23,6 +25,12 @@ def test_exit_codes(argv: list[str], code: int, capsys: pytest.CaptureFixture[st
     assert cli.main(argv) == code
     output = capsys.readouterr()
     assert "bigbatch" in output.out + output.err
+
+
+def test_exit_codes_are_all_on_their_page() -> None:
+    page = Path(__file__).parents[2] / "docs" / "exit-codes.md"
+    explained = [int(code) for code in re.findall(r"^\| (\d+) \|", page.read_text(), re.M)]
+    assert explained == [0, *sorted(value for name, value in vars(exit_codes).items() if name.isupper())]
 
 
 def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(

@@ -5,23 +5,26 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 from benchmark_process import run_benchmark
+from sample_images import encoded, smooth_image, write
 from torch import nn
 
 from bigbatch.cli import main
 from bigbatch.comm.bench.sweep import _parser as bench_parser
 from bigbatch.comm.bench.sweep import make_sweep
+from bigbatch.launch.faults.table import format_campaign, read_records
 from bigbatch.launch.report.publish import _parser as report_parser
-from bigbatch.launch.start import _parser as launch_parser
+from bigbatch.launch.start import make_parser as launch_parser
 from bigbatch.launch.sweep.plan import read_sweep
 from bigbatch.launch.sweep.points import make_points
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.datasets.subcommands import _parser as data_parser
+from bigbatch.trainer.datasets.subcommands import make_parser as data_parser
 from bigbatch.trainer.doctor.consult import _parser as doctor_parser
 from bigbatch.trainer.inference.arguments import read_trained
 from bigbatch.trainer.inference.evaluate import _parser as evaluate_parser
@@ -69,6 +72,7 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.gpu.run --small ": "tests/unit/benchmarks/test_gpu.py::test_cases_all_run_small",
 }
 BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that really runs such a one
+    "init": "tests/unit/trainer/init/test_init.py::test_init_to_a_prediction",
     "train": "tests/laws/test_law1_batch_is_global.py::test_any_division_gives_the_same_update",
     "evaluate": "tests/laws/test_law3_evaluation.py::test_every_image_counts_once",
     "predict": "tests/unit/trainer/inference/test_predict.py::test_predict_it_scores_what_evaluate_counts",
@@ -82,6 +86,8 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "tune search": "tests/unit/trainer/tune/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
     "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
+    "faults run": "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
+    "faults table": "tests/unit/test_docs.py::test_failure_model_shows_the_recorded_campaign",
     "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config diff": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config list": "tests/unit/test_docs.py::test_bigbatch_commands",
@@ -92,6 +98,9 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "data stage": "tests/laws/test_law7_input.py::test_packed_and_staged_copies_are_the_same_data",
     "launch local": "tests/unit/launch/jobs/test_spec.py::test_local_starts_a_rank_per_gpu",
     "launch mpirun": ".ci/run::train",
+    "examples/language_model.py": (
+        "tests/parallel/test_own_script.py::test_own_script_runs_on_every_rank_with_its_arguments"
+    ),
     "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
     "launch slurm": "tests/cluster/test_slurm.py::test_training_job_ends_with_the_bits_of_mpirun",
     "launch k8s": "tests/unit/launch/launchers/test_slurm_queue.py::test_kubernetes_kubectl_gets_what_dry_run_prints",
@@ -160,6 +169,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
+    ".venv/bin/python -m benchmarks.replicas --out benchmarks/results/replicas-cpu.json": (
+        "replicas --model resnet18 --image-size 32 --batch 2 --rounds 2 --threads 1 --out out.json"
+    ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
     ".venv/bin/python -m benchmarks.largebatch.ablations --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
         "largebatch.ablations --dataset cifar10 --form short --dry-run"
@@ -224,6 +236,35 @@ def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OWN = {"flowers": ("rose", "tulip", "iris"), "birds": ("heron", "stork")}
+"""Own pictures that the pages speak of: folder below data -> classes."""
+
+
+@pytest.fixture(scope="module")
+def own_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data/flowers in class folders, its recipe and its run, and data/birds with a table."""
+    folder = tmp_path_factory.mktemp("own")
+    for name, classes in OWN.items():
+        files = [f"{each}/{number}.jpg" for each in classes for number in range(4)]
+        images = {path: encoded(smooth_image(seed, 70, 70)) for seed, path in enumerate(files)}
+        write(folder / "data" / name, images)
+    (folder / "data/shards").mkdir()
+    with tarfile.open(folder / "data/shards/0.tar", "w") as tar:
+        for number, path in enumerate(sorted((folder / "data/flowers").rglob("*.jpg"))):
+            tar.add(path, f"{number}.jpg")
+            (folder / "label").write_text(path.parent.name)
+            tar.add(folder / "label", f"{number}.cls")
+    rows = (f"{path.stem},{path.parent.name}/{path.name},{path.parent.name}" for path in folder.glob("data/birds/*/*"))
+    (folder / "data/birds/labels.csv").write_text("\n".join(("number,image,species", *rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["init", "data/flowers", "--workers", "1"]) == 0
+        config = load_config(["--config", "flowers.yaml"])
+    (folder / config.run.directory / "checkpoints/step-00000001").mkdir(parents=True)
+    (folder / config.run.directory / "config.yaml").write_text(dump_config(config))
+    return folder
+
+
 BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bigbatch )bigbatch ", line)]
 
 
@@ -251,6 +292,10 @@ def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
     assert make_points(read_sweep(tmp_path / "sweep.yaml"), folder=tmp_path)
 
 
+GROUPED = ("launch", "data", "comm", "config", "faults", "tune")
+"""Commands whose second word names one, too."""
+
+
 def words_of(line: str) -> list[str]:
     """What follows the word bigbatch, whoever starts it."""
     return shlex.split(re.sub(r"^(srun |docker run .*? bigbatch )(?=bigbatch )", "", line))[1:]
@@ -263,7 +308,7 @@ def names_of(line: str) -> set[str]:
         parts = [words]
         if words[0] == "launch" and "--" in words and words[2] != "exec":
             parts.append(words[words.index("--") + 1 :])
-        return {" ".join(part[: 2 if part[0] in ("launch", "data", "comm", "config", "tune") else 1]) for part in parts}
+        return {" ".join(part[: 2 if part[0] in GROUPED else 1]) for part in parts}
     return {line} & {*RUN_BY} or {name for name in BENCHMARKS_RUN_BY if line.startswith(name)}
 
 
@@ -315,9 +360,12 @@ def test_bigbatch_commands(
     """Launches are dry, trainings are parsed and checked for that number of ranks, measurements are parsed."""
     words = words_of(line)
     num_ranks = 1
-    if "mine.yaml" in words:
-        (tmp_path / "mine.yaml").write_text(RECIPES[0])
-        monkeypatch.chdir(tmp_path)
+    is_own = any(name in line for name in (*OWN, "data/shards"))
+    if is_own:
+        monkeypatch.chdir(request.getfixturevalue("own_pictures"))
+        if words[0] in ("init", "data"):
+            assert main([*words, *(["--force"] if words[0] == "init" else []), "--workers", "1"]) == 0
+            return
     if words[:2] == ["launch", "emulate"]:
         if "--nodes" in words:
             assert main([*words[:3], "--dry-run", *words[3:]]) == 0
@@ -347,6 +395,9 @@ def test_bigbatch_commands(
             num_ranks = int(launched[launched.index("-n") + 1])
         words = words[split + 1 :]
         assert launched[-len(words) :] == words
+    if words[0].endswith(".py"):
+        assert (ROOT / words[0]).is_file()
+        return
     if words[:2] == ["comm", "bench"]:
         make_sweep(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
     elif words[:2] == ["comm", "tune"]:
@@ -378,14 +429,24 @@ def test_bigbatch_commands(
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
     elif words[0] == "config":
         assert main(words) == 0
+    elif words[0] == "faults":
+        monkeypatch.chdir(ROOT)
+        assert main([*words, *(["--dry-run"] if words[1] == "run" else [])]) == 0
     elif words[0] == "verify":
         assert verify_parser().parse_args(words[1:]).runs
     elif words[0] in TRAINED:
-        monkeypatch.chdir(request.getfixturevalue("run_folders"))  # only read
+        if not is_own:
+            monkeypatch.chdir(request.getfixturevalue("run_folders"))  # only read
         read_trained(TRAINED[words[0]](), words[1:])
     else:
         assert words[0] == "data"
         data_parser().parse_args(words[1:])
+
+
+def test_failure_model_shows_the_recorded_campaign() -> None:
+    page = (ROOT / "docs/failure-model.md").read_text()
+    shown = re.findall(r"<!-- faults:begin -->\n(.*)\n<!-- faults:end -->", page, re.S)
+    assert shown == [format_campaign(*read_records(ROOT / "benchmarks/results/faults.jsonl"))]
 
 
 @pytest.mark.long

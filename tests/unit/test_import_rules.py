@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
+    ("exit_codes", "colours"),
     ("errors", "files", "locks"),
     ("comm.rendezvous",),
     ("comm.backends",),
@@ -30,7 +31,7 @@ ROOMS = (
     ("trainer.machine", "trainer.models", "trainer.optim"),
     ("trainer.input",),
     ("trainer.augment", "trainer.datasets"),
-    ("trainer.input.loaders",),
+    ("trainer.input.loaders", "trainer.init"),
     ("trainer.step",),
     ("trainer.run",),
     ("trainer.build",),
@@ -47,6 +48,7 @@ ROOMS = (
     ("launch.sweep",),
     ("launch.report",),
     ("launch.ablate",),
+    ("launch.faults",),
 )
 FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = (
@@ -68,16 +70,18 @@ DOORS = {
     "mlperf_logging": ("bigbatch.trainer.mlperf.reference",),
     "scipy": ("bigbatch.trainer.mlperf.reference",),
     "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
+    "pyarrow": ("bigbatch.trainer.init.tables",),
     "optuna": ("bigbatch.trainer.tune.search.study",),
     "safetensors": ("bigbatch.trainer.run.weights",),
     "onnx": ("bigbatch.trainer.inference.formats",),
     "onnxscript": ("bigbatch.trainer.inference.formats",),
     "onnxruntime": ("bigbatch.trainer.inference.formats",),
-    "timm": ("bigbatch.trainer.inference.formats",),
+    "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
 ENVIRONMENT_READERS = (
     "bigbatch.comm.rendezvous.environ",
     "bigbatch.launch.start",  # hands all of it to the job that it starts
+    "bigbatch.launch.faults.rank",  # gives ranks that it forks their own, and hands the rest on
 )
 
 
@@ -386,7 +390,7 @@ def test_reader_sees_torch_behind_other_modules(job: str, rooms: dict[str, str],
     [
         (["--help"], {"torch", "numpy", "yaml"}),
         (["--version"], {"torch", "numpy", "yaml"}),
-        (["launch", "mpirun", "--dry-run", "--", "train"], {"torch", "numpy"}),
+        (["launch", "mpirun", "--dry-run", "--", "train", "--config", "quickstart"], {"torch", "numpy"}),
     ],
 )
 def test_command_answers_at_once_without_torch(arguments: list[str], slow: set[str]) -> None:

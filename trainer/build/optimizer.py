@@ -20,13 +20,17 @@ def make_optimizer(
     settings: OptimizerConfig, model: nn.Module, masters: Mapping[str, Tensor], *, lr: float
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a config over the masters of a model's parameters. Raises: ConfigError."""
-    groups = param_groups(
-        model,
-        weight_decay=settings.weight_decay,
-        exclude_bias_and_norm=settings.exclude_bias_and_norm,
-        bias_lr_factor=settings.bias_lr_factor,
-        substitute=masters,
-    )
+    try:
+        groups = param_groups(
+            model,
+            weight_decay=settings.weight_decay,
+            exclude_bias_and_norm=settings.exclude_bias_and_norm,
+            bias_lr_factor=settings.bias_lr_factor,
+            lr_factors=settings.lr_factors,
+            substitute=masters,
+        )
+    except ValueError as error:
+        raise ConfigError(f"optimizer.{error}") from error
     if is_foreign(settings.name):
         return _make_foreign(settings, groups, lr=lr)
     return make_native(settings, groups, lr=lr)

@@ -22,8 +22,10 @@ from bigbatch.errors import ConfigError, TunedError, UserError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import make_execution, memory_format, require_capturable, set_up_compute_
 from bigbatch.trainer.build.optimizer import make_optimizer
+from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.precision import require_hardware
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
@@ -32,6 +34,8 @@ from bigbatch.trainer.machine.energy import make_energy_meter
 from bigbatch.trainer.machine.host import set_up_process
 from bigbatch.trainer.machine.numa import bind
 from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.foreign import make_foreign, require_logits_
+from bigbatch.trainer.models.freezing import freeze_
 from bigbatch.trainer.models.norm import (
     GhostBatchNorm2d,
     MicrobatchStatistics,
@@ -49,8 +53,8 @@ from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision, set_tf32
 from bigbatch.trainer.step.seeding import seed_weights
 from bigbatch.trainer.step.sharded import shard_update
-from bigbatch.trainer.step.signals import StopRequest
 from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
+from bigbatch.trainer.step.stop_request import StopRequest
 
 
 def join_job(
@@ -101,9 +105,9 @@ def _with_algorithm(
         communicator,
         is_fresh=comm.calibrate == "always",
         interface=comm.interface,
-        settings={"reduce_dtype": comm.reduce_dtype, "max_ctas": comm.max_ctas, "buffers": comm.buffers},
         kept=kept_calibration,
         folder=calibration_folder(),
+        buffer_bytes=stated_sizes(config).buffer_bytes,
     )
     communicator = communicator.with_algorithm(comm.algorithm, table=measured.table, table_from=measured.source)
     return replace(communicator, calibration=measured.text)
@@ -170,13 +174,13 @@ def without_choices(config: Config, *, world_size: int) -> Config:
     return replace(config, batch=batch, comm=comm)
 
 
-def stated_sizes(config: Config) -> PlanSizes:
-    """Return what the config states; DEFAULT_SIZES where it leaves them to a table."""
-    comm = config.comm
+def stated_sizes(config: Config, tuned: Tuned | None = None) -> PlanSizes:
+    """Return what the config states; the tuned ones where it leaves them to a table, DEFAULT_SIZES without."""
+    comm, others = config.comm, tuned.sizes if tuned else DEFAULT_SIZES
     return PlanSizes(
-        comm.threshold_bytes or DEFAULT_SIZES.threshold_bytes,
-        comm.buffer_bytes or DEFAULT_SIZES.buffer_bytes,
-        comm.first_buffer_bytes,
+        comm.threshold_bytes or others.threshold_bytes,
+        comm.buffer_bytes or others.buffer_bytes,
+        comm.first_buffer_bytes or others.first_buffer_bytes,
     )
 
 
@@ -195,6 +199,9 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     )
     # drawn on the CPU, whose generator gives the same weights whatever the device
     model = _build_model(config, norm)
+    if is_foreign_model(config.model.name):
+        require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
+    freeze_(model, config.model.frozen or ())
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
 
 
@@ -219,6 +226,8 @@ def make_plain_model(config: Config, *, weights: Path) -> nn.Module:
 
 def _build_model(config: Config, norm: NormFactory) -> nn.Module:
     model = config.model
+    if is_foreign_model(model.name):
+        return make_foreign(model.name, num_classes=config.data.num_classes, norm=norm, options=model.options or {})
     options = {
         "width": model.width,
         "pool_first": model.pool_first,
@@ -252,7 +261,7 @@ def make_parts(
     model = make_model(config, communicator, exposed=exposed)
     if config.model.weights is not None and plan.first_step == 0:
         # while all is fp32 still: the masters are taken from these
-        load_weights_(model, Path(config.model.weights), config=config)
+        load_weights_(model, Path(config.model.weights), config=config, new_head=config.model.new_head)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     statistics = StepStatistics(flatten_running_statistics(model, num_spare=NUM_FLAGS))
@@ -285,8 +294,9 @@ def make_parts(
             communicator=communicator,
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
+            loss=make_loss(config, communicator.device),
             stop=StopRequest(),
-            average=_make_average(config, precision),
+            average=_make_average(config, model, precision),
             energy=make_energy_meter(communicator.device),
             execution=make_execution(config, communicator, optimizer, num_microbatches=plan.accumulation_steps),
             notes=tuple(notes),
@@ -303,7 +313,11 @@ def _make_optimizer(
     make = partial(make_optimizer, config.optimizer, model, lr=config.schedule.base_lr)
     if not config.optimizer.sharded:
         return make(precision.masters)
-    return shard_update(model, precision, reducer, communicator, make_optimizer=make)
+    # compiled code and a captured step leave no place to wait within a forward; others' modules may read weights of
+    # submodules that they do not call, as MultiheadAttention does
+    may_wait = config.compute.compile is None and not config.compute.cuda_graph
+    behind_forward = may_wait and not is_foreign_model(config.model.name)
+    return shard_update(model, precision, reducer, communicator, make_optimizer=make, behind_forward=behind_forward)
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:
@@ -315,12 +329,13 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
     return Precision(model, name=settings.precision, device=device, scaling=scaling, clip_norm=settings.clip_norm)
 
 
-def _make_average(config: Config, precision: Precision) -> WeightAverage:
+def _make_average(config: Config, model: nn.Module, precision: Precision) -> WeightAverage:
     """Make the average of the weights and of batch norm's running statistics, which are theirs (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
         return NoAverage()
-    tensors = {name: tensor for name, tensor in precision.model_state().items() if tensor.is_floating_point()}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    tensors = {name: t for name, t in precision.model_state().items() if t.is_floating_point() and name not in frozen}
     return MovingAverage(tensors, decay=decay, every_steps=every_steps, on_change=precision.write_half_)
 
 
@@ -338,12 +353,10 @@ def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
 
 def _fusion_sizes(config: Config, model: nn.Module, tuned: Tuned | None) -> dict[str, Any]:
     """Return the config's own sizes, and the tuned ones where it gives none. Raises: TunedError."""
-    sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}
-    if tuned is None:
-        return sizes
-    tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    tuned.require_model(tensors, path=Path(str(config.comm.table)))
-    return {name: getattr(tuned.sizes, name) if size is None else size for name, size in sizes.items()}
+    if tuned is not None:
+        tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        tuned.require_model(tensors, path=Path(str(config.comm.table)))
+    return asdict(stated_sizes(config, tuned))
 
 
 def _make_schedule(config: Config, plan: Plan) -> Schedule:
@@ -412,9 +425,9 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
         global_batch_size=config.batch.global_batch_size,
         ghosts_per_microbatch=ghosts_per_microbatch(config.batch),
         ranks_per_ghost=ranks_per_ghost(config.batch),
-        label_smoothing=config.optimizer.label_smoothing,
         log_every_steps=config.run.log_every_steps,
         eval_every_steps=steps_per_epoch * config.run.eval_every_epochs,
         eval_offset_steps=steps_per_epoch * config.run.eval_offset_epochs,
         checkpoint_every_steps=config.run.checkpoint_every_steps,
+        compare_every_steps=config.run.compare_every_steps,
     )

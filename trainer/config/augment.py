@@ -1,6 +1,7 @@
 """Which augmentations go together, with the batch, and with the size of the pictures."""
 
-from bigbatch.errors import ConfigError
+from collections.abc import Iterator
+
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.sections import AugmentConfig, BatchConfig, DataConfig
 
@@ -11,37 +12,35 @@ SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
 """Pixels a side that a model needs to reach its last pooling; the ResNets take any."""
 
 
-def check_augment(augment: AugmentConfig, batch: BatchConfig) -> None:
-    """Raise ConfigError where augmentations contradict each other or the batch."""
+def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
+    """Say where augmentations contradict each other or the batch."""
     if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
         remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
-        raise ConfigError(
+        yield (
             f"augment.randaugment_magnitude={augment.randaugment_magnitude} does not go with "
             f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
         )
     if (augment.randaugment_magnitude or 0) > 30:
-        raise ConfigError(f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30")
+        yield f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30"
     if augment.cutout_size % 2:
-        raise ConfigError(f"augment.cutout_size={augment.cutout_size} must be even: {augment.cutout_size + 1} is")
+        yield f"augment.cutout_size={augment.cutout_size} must be even: {augment.cutout_size + 1} is"
     if (augment.mixup_alpha or augment.cutmix_alpha) and batch.bn_span < 2:
-        raise ConfigError(
-            "augment.mixup_alpha and augment.cutmix_alpha mix within a ghost batch: batch.bn_span=1 leaves none"
-        )
+        yield "augment.mixup_alpha and augment.cutmix_alpha mix within a ghost batch: batch.bn_span=1 leaves none"
     if (augment.mixup_alpha or augment.cutmix_alpha) and ranks_per_ghost(batch) > 1:
-        raise ConfigError(
+        yield (
             f"augment.mixup_alpha={augment.mixup_alpha} and augment.cutmix_alpha={augment.cutmix_alpha} mix within a "
             f"ghost batch, whose pictures batch.bn_span={batch.bn_span} spreads over ranks of "
             f"batch.microbatch_size={batch.microbatch_size}: set both to 0"
         )
 
 
-def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) -> None:
-    """Raise ConfigError where pictures are too small for the model, or for an augmentation."""
+def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) -> Iterator[str]:
+    """Say where pictures are too small for the model, or for an augmentation."""
     needs = [(SMALLEST_IMAGE.get(model, 1), f"model.name={model}")]
     if augment.randaugment_ops:
         needs.append((SMALLEST_SHARPENED, f"augment.randaugment_ops={augment.randaugment_ops}"))
-    train_sizes = [("train_sizes", size) for _, size in data.train_sizes or ()]
+    train_sizes = [("train_sizes", size) for _, size in data.train_sizes or () if size > 0]
     for key, size in [("image_size", data.image_size), *train_sizes]:
         for smallest, who in needs:
             if size < smallest:
-                raise ConfigError(f"data.{key}={size} is too small for {who}: give at least {smallest}")
+                yield f"data.{key}={size} is too small for {who}: give at least {smallest}"

@@ -1,22 +1,29 @@
 """Which global batches, microbatches, ghost batches and numbers of ranks go together."""
 
 import math
+from collections.abc import Iterator
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
 
 
-def check_batch(batch: BatchConfig) -> None:
-    """Check what can be said before the number of ranks is known. Raises: ConfigError."""
+def check_batch(batch: BatchConfig) -> Iterator[str]:
+    """Check what can be said before the number of ranks is known."""
     microbatch_size, bn_span = batch.microbatch_size, batch.bn_span
     if microbatch_size % bn_span and bn_span % microbatch_size:
-        raise ConfigError(
+        yield (
             f"batch.bn_span={bn_span} is neither a divisor nor a multiple of batch.microbatch_size={microbatch_size}: "
             f"{largest_divisor(microbatch_size, bn_span)} is"
         )
-    _check_division(batch, num_ranks=ranks_per_ghost(batch))
-    if batch.virtual_ranks is not None:
-        _check_virtual_ranks(batch, batch.virtual_ranks)
+    elif batch.global_batch_size % max(microbatch_size, bn_span):
+        divisor = f"batch.microbatch_size={microbatch_size}"
+        remedy = _batch_remedy(batch, num_ranks=ranks_per_ghost(batch))
+        if bn_span > microbatch_size:
+            divisor = f"batch.bn_span={bn_span}"
+            remedy += "" if batch.global_batch_size % microbatch_size else f", or batch.bn_span to {microbatch_size}"
+        yield f"batch.global_batch_size={batch.global_batch_size} is not a multiple of {divisor}: {remedy}"
+    elif batch.virtual_ranks is not None:
+        yield from _check_virtual_ranks(batch, batch.virtual_ranks)
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -48,17 +55,13 @@ def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
             f"batch.virtual_ranks={batch.virtual_ranks} is not a multiple of the {world_size} rank(s) of this job, "
             f"which are to do the same work each: start {fitting} rank(s)"
         )
-    _check_division(batch, num_ranks=world_size)
-    return batch.global_batch_size // (batch.microbatch_size * world_size)
-
-
-def _check_division(batch: BatchConfig, *, num_ranks: int) -> None:
-    if batch.global_batch_size % (batch.microbatch_size * num_ranks):
+    if batch.global_batch_size % (batch.microbatch_size * world_size):
         raise ConfigError(
             f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
-            f"batch.microbatch_size={batch.microbatch_size} x {num_ranks} rank(s): "
-            f"{_batch_remedy(batch, num_ranks=num_ranks)}"
+            f"batch.microbatch_size={batch.microbatch_size} x {world_size} rank(s): "
+            f"{_batch_remedy(batch, num_ranks=world_size)}"
         )
+    return batch.global_batch_size // (batch.microbatch_size * world_size)
 
 
 def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
@@ -113,10 +116,10 @@ def _fitting_ranks(batch: BatchConfig, *, limit: int) -> int:
     return shares * largest_divisor(num_parts, max(1, limit // shares))
 
 
-def _check_virtual_ranks(batch: BatchConfig, virtual_ranks: int) -> None:
+def _check_virtual_ranks(batch: BatchConfig, virtual_ranks: int) -> Iterator[str]:
     fitting = _fitting_ranks(batch, limit=virtual_ranks)
     if virtual_ranks != fitting:
-        raise ConfigError(
+        yield (
             f"batch.virtual_ranks={virtual_ranks} cannot share batch.global_batch_size={batch.global_batch_size} in "
             f"microbatches of {batch.microbatch_size} and ghost batches of {batch.bn_span}: {fitting} can"
         )

@@ -1,6 +1,7 @@
 """What goes together in the computation of forward and backward."""
 
-from bigbatch.errors import ConfigError
+from collections.abc import Iterator
+
 from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.sections import BatchConfig, CommConfig, ComputeConfig, OptimizerConfig
@@ -16,31 +17,33 @@ RESIDUAL_BLOCKS = {
 }
 
 
-def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> None:
-    """Check what compiling and recomputation go with. Raises: ConfigError."""
+def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> Iterator[str]:
+    """Check what compiling and recomputation go with."""
     if compute.compile is None and compute.compile_fallback:
-        raise ConfigError("compute.compile_fallback=True has no meaning without compute.compile: set it to false")
+        yield "compute.compile_fallback=True has no meaning without compute.compile: set it to false"
     if compute.compile is not None and ranks_per_ghost(batch) > 1:
-        raise ConfigError(
+        yield (
             f"compute.compile={compute.compile} cannot have ranks exchange statistics within a graph, which "
             f"batch.bn_span={batch.bn_span} over ranks of batch.microbatch_size={batch.microbatch_size} needs: set "
             f"compute.compile to null, or batch.bn_span to at most {batch.microbatch_size}"
         )
-    num_blocks = RESIDUAL_BLOCKS[model]
+    num_blocks = RESIDUAL_BLOCKS.get(model, 0)
     if compute.recomputed_blocks > num_blocks:
         has = f"{num_blocks} residual blocks: give at most {num_blocks}" if num_blocks else "none: set it to 0"
-        raise ConfigError(f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}")
+        yield f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}"
 
 
-def check_cuda_graph(optimizer: OptimizerConfig, comm: CommConfig) -> None:
-    """Refuse what a captured step cannot have. Raises: ConfigError."""
+def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
+    """Refuse what a captured step cannot have."""
+    if not compute.cuda_graph:
+        return
     if is_foreign(optimizer.name):
-        raise ConfigError(
+        yield (
             f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}, for which the host waits every "
             "step: set compute.cuda_graph to false"
         )
     if comm.timeline_steps is not None:
-        raise ConfigError(
+        yield (
             f"comm.timeline_steps={list(comm.timeline_steps)} cannot look into the steps of compute.cuda_graph=True: "
             "set one of them to null or false"
         )

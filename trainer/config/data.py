@@ -1,58 +1,57 @@
 """Which settings of the input go together, and with the rest of the run."""
 
 import math
+from collections.abc import Iterator
 
-from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import CommConfig, DataConfig
 
 
-def check_loader(data: DataConfig) -> None:
-    """Raise ConfigError where crop, sizes or stage do not go with the loader."""
+def check_loader(data: DataConfig) -> Iterator[str]:
+    """Say where crop, sizes or stage do not go with the loader."""
     if (data.loader == "resident") != (data.crop == "padded"):
-        raise ConfigError(
+        yield (
             f"data.crop={data.crop} does not go with data.loader={data.loader}: resident takes padded crops, the "
             "other loaders take resized ones"
         )
     if data.loader == "resident" and data.eval_crop_fraction != 1:
-        raise ConfigError(
+        yield (
             f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
             "not resize: set it to 1.0"
         )
     if data.loader == "resident" and data.train_sizes is not None:
-        raise ConfigError(
-            f"data.train_sizes={_plain(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
-        )
+        yield f"data.train_sizes={_plain(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
     if data.stage == "":
-        raise ConfigError("data.stage is empty: name a folder of each node, or set it to null")
+        yield "data.stage is empty: name a folder of each node, or set it to null"
 
 
-def check_patience(data: DataConfig, comm: CommConfig) -> None:
-    """Refuse a patience of which twice (input/retry.py) is more than other ranks wait. Raises: ConfigError."""
+def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
+    """Refuse a patience of which twice (input/retry.py) is more than other ranks wait."""
     patience, timeout = data.patience_seconds, comm.timeout_seconds
     if data.loader == "synthetic" or 2 * (patience + 1) <= timeout:
         return
     longest = math.floor(100 * (timeout / 2 - 1)) / 100
     shorter = f", or data.patience_seconds to at most {longest:g}" if longest > 0 else ""
-    raise ConfigError(
+    yield (
         f"data.patience_seconds={patience:g} is too long: the other ranks give up after comm.timeout_seconds="
         f"{timeout:g}: set that to at least {math.ceil(2 * (patience + 1))}{shorter}"
     )
 
 
-def check_train_sizes(data: DataConfig, *, epochs: int) -> None:
-    """Raise ConfigError where the sizes are not those of a run of so many epochs."""
+def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
+    """Say where the sizes are not those of a run of so many epochs."""
     if data.train_sizes is None:
         return
     firsts = [first for first, _ in data.train_sizes]
     if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
-        raise ConfigError(f"data.train_sizes={_plain(data.train_sizes)} must give epochs that rise from 0")
+        yield f"data.train_sizes={_plain(data.train_sizes)} must give epochs that rise from 0"
+        return
     if firsts[-1] >= epochs:
-        raise ConfigError(
+        yield (
             f"data.train_sizes={_plain(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
             f"last epoch is {epochs - 1}"
         )
     if min(size for _, size in data.train_sizes) <= 0:
-        raise ConfigError(f"data.train_sizes={_plain(data.train_sizes)} must give sizes of 1 pixel or more")
+        yield f"data.train_sizes={_plain(data.train_sizes)} must give sizes of 1 pixel or more"
 
 
 def _plain(pairs: tuple[tuple[int, int], ...]) -> list[list[int]]:

@@ -12,7 +12,10 @@ import yaml
 
 from bigbatch.errors import ConfigError, nearest
 from bigbatch.trainer.config.fields import takes_text
+from bigbatch.trainer.config.names import LEAST_LIKENESS
 from bigbatch.trainer.config.options import parse_options
+from bigbatch.trainer.config.refusals import Refusals
+from bigbatch.trainer.config.schedule import in_proportion
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, Config, make_config, require_known, typed, with_defaults
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
@@ -24,6 +27,10 @@ RUN_CONFIG = "config.yaml"
 
 NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 """1e-4, which YAML 1.2 takes for a number, and 1.1, as PyYAML reads it, for text."""
+
+
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What PyYAML raises for text that it cannot read: ValueError for 2026-13-45 and 0x_, RecursionError for deep nests."""
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -67,30 +74,45 @@ def find_config(name: str, *, what: str = "--config") -> Path:
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train") -> Config:
-    """Parse and check an experiment. Raises: ConfigError, one line; SystemExit after --help."""
+    """Parse and check an experiment. Raises: ConfigError, a line for each refusal; SystemExit after --help."""
     return resolve(argv, prog=prog).config
 
 
 def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
     """Parse and check an experiment, and keep the origins of its values. Raises: as load_config."""
-    names, words = parse_options(argv, prog=prog, packaged=packaged_configs())
+    refusals = Refusals()
+    names, words = parse_options(argv, prog=prog, packaged=packaged_configs(), refusals=refusals)
+    overrides = {}
+    for key, word in words.items():
+        with refusals.of(key):
+            overrides[key] = typed(key, _value_of(word, KEYS[key].kind))
+    with refusals.finally_of():
+        path = _only(names)
+        stated, origins = read_stated(path, refusals)
+        values = with_defaults(stated | overrides)
+        values["run.directory"] = values["run.directory"].replace("{name}", path.stem)
+        try:
+            config = make_config(values)
+        except ConfigError as error:
+            epochs = stated.get("run.epochs", KEYS["run.epochs"].default)
+            shorter = in_proportion(values, epochs=epochs, kept=overrides)
+            raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
+    origins |= dict.fromkeys(overrides, "command line")
+    return Resolved(config, {key: origins.get(key, "default") for key in KEYS})
+
+
+def _only(names: Sequence[str]) -> Path:
     if not names:
         raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
     if len(names) > 1:
         raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
-    path = find_config(names[0])
-    stated, origins = read_stated(path)
-    for key, word in words.items():
-        stated[key], origins[key] = typed(key, _value_of(word, KEYS[key].kind)), "command line"
-    values = with_defaults(stated)
-    values["run.directory"] = values["run.directory"].replace("{name}", path.stem)
-    return Resolved(make_config(values), {key: origins.get(key, "default") for key in KEYS})
+    return find_config(names[0])
 
 
-def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_stated(path: Path, refusals: Refusals) -> tuple[dict[str, Any], dict[str, str]]:
     """Read what a YAML file and those that it extends state, the file itself last, and where: by dotted key.
 
-    Raises: ConfigError, one line that names the file.
+    Raises: ConfigError for a file that cannot be read; refusals gets what is wrong within.
     """
     chain: list[tuple[Path, dict[str, Any]]] = []
     following: Path | None = path
@@ -105,7 +127,7 @@ def read_stated(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     values, origins = {}, {}
     # the furthest base first, so that each file overrides what it extends
     for each, content in reversed(chain):
-        for key, value in _flatten_checked(content, path=each).items():
+        for key, value in _flatten_checked(content, path=each, refusals=refusals).items():
             values[key], origins[key] = value, f"{'recipe' if each is path else 'base'} {_short(each)}"
     return values, origins
 
@@ -157,8 +179,8 @@ def _find(name: str, *, below: Path, what: str) -> Path:
     run_config = below / name / RUN_CONFIG
     if name and run_config.is_file():  # without a name it would be the config of below
         return run_config
-    near = nearest(name, known)
-    hint = f"; the nearest packaged one is {near}" if near else ""
+    near = nearest(name, known, cutoff=LEAST_LIKENESS)
+    hint = f"; the nearest packaged one is {near}" if near else "; bigbatch config list names those" if known else ""
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 
@@ -169,27 +191,32 @@ def _short(path: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content: Any = yaml.load(path.read_text(), StrictLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no sections; see a packaged experiment, {PACKAGED / 'quickstart.yaml'}")
     return content
 
 
-def _flatten_checked(content: dict[str, Any], *, path: Path) -> dict[str, Any]:
+def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals) -> dict[str, Any]:
+    checked = {}
     for section, values in content.items():
-        require_known(str(section), known=(*SECTIONS, "base"), where=str(path))
+        require_known(str(section), known=(*SECTIONS, "base"), where=str(path), refusals=refusals)
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: section {section} must hold keys and values")
-        for key in values:
-            require_known(f"{section}.{key}", known=tuple(KEYS), where=str(path))
-    return {key: typed(key, value) for key, value in flatten(content).items()}
+        for key, value in values.items() if section in SECTIONS else ():
+            name = f"{section}.{key}"
+            require_known(name, known=tuple(KEYS), where=str(path), refusals=refusals)
+            if name in KEYS:
+                with refusals.of(name):
+                    checked[name] = typed(name, value)
+    return checked
 
 
 def _value_of(word: str, kind: Any) -> Any:
     """Read what an option's word states: YAML, but for text, which needs no quotes."""
     try:
         value = yaml.load(word, StrictLoader)
-    except yaml.YAMLError:
+    except UNREADABLE:
         return word
     return word if takes_text(kind) and (value is not None or not word or kind is str) else value

@@ -1,6 +1,10 @@
 """Which settings of the optimizer go together."""
 
-from bigbatch.errors import ConfigError, nearest
+import math
+from collections.abc import Iterator
+
+from bigbatch.errors import nearest
+from bigbatch.trainer.config.dotted import is_dotted
 from bigbatch.trainer.config.sections import OPTIMIZERS, CommConfig, OptimizerConfig
 
 STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_decay"}
@@ -12,58 +16,62 @@ def is_foreign(name: str) -> bool:
     return "." in name
 
 
-def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Raise ConfigError for a name that is none, and for settings that contradict each other."""
-    name = optimizer.name
+def check_optimizer_name(name: str) -> Iterator[str]:
+    """Refuse a name that is neither ours nor dotted."""
     if not is_foreign(name) and name not in OPTIMIZERS:
-        raise ConfigError(
+        yield (
             f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}; the nearest is "
             f"{nearest(name.lower(), OPTIMIZERS)}. Others go by their dotted names, such as "
             "schedulefree.SGDScheduleFree"
         )
+    if is_foreign(name) and not is_dotted(name):
+        yield f"optimizer.name={name} is no dotted name of a class: schedulefree.SGDScheduleFree is one"
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Refuse settings that contradict each other."""
+    name = optimizer.name
     if is_foreign(name):
-        _check_foreign(optimizer)
+        yield from _check_foreign(optimizer)
     elif optimizer.options is not None:
-        raise ConfigError(
-            f"optimizer.options={optimizer.options} has no meaning with optimizer.name={name}: set it to null"
-        )
+        yield f"optimizer.options={optimizer.options} has no meaning with optimizer.name={name}: set it to null"
     if optimizer.nesterov and optimizer.momentum == 0:
-        raise ConfigError("optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false")
+        yield "optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false"
+    for pattern, factor in (optimizer.lr_factors or {}).items():
+        # type(): true would count as 1
+        if type(factor) not in (int, float) or not 0 < factor < math.inf:
+            yield f"optimizer.lr_factors: {pattern!r} has {factor!r}: give each pattern a positive, finite number"
     if name in ("lamb", "adamw") and optimizer.eps == 0:
-        raise ConfigError(f"optimizer.name={name} needs an optimizer.eps above 0: give a value, 1e-6 is usual")
+        yield f"optimizer.name={name} needs an optimizer.eps above 0: give a value, 1e-6 is usual"
 
 
-def _check_foreign(optimizer: OptimizerConfig) -> None:
-    if any(not part.isidentifier() for part in optimizer.name.split(".")):
-        raise ConfigError(
-            f"optimizer.name={optimizer.name} is no dotted name of a class: schedulefree.SGDScheduleFree is one"
-        )
+def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.sharded:
-        raise ConfigError(
+        yield (
             f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which may need whole tensors: "
             f"set it to false, or take one of {', '.join(OPTIMIZERS)}"
         )
     for argument, key in STATED_ELSEWHERE.items():
         if argument in (optimizer.options or {}):
-            raise ConfigError(f"optimizer.options must not give {argument}: {key} does")
+            yield f"optimizer.options must not give {argument}: {key} does"
     if "fused" in (optimizer.options or {}):
-        raise ConfigError(
+        yield (
             "optimizer.options must not give fused: where a first update is skipped, torch's fused kernels go on from "
             f"memory that nobody wrote. Leave it out, or take one of {', '.join(OPTIMIZERS)}"
         )
 
 
-def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> None:
-    """Raise ConfigError for what a sharded update does not go with."""
+def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
+    """Refuse what a sharded update does not go with."""
     if not optimizer.sharded:
         return
     if comm.wire_dtype is not None:
-        raise ConfigError(
+        yield (
             f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, whose gradients travel in "
             "their own precision: set it to null, and optimizer.precision to bf16 for half the bytes"
         )
     if optimizer.ema_decay is not None:
-        raise ConfigError(
+        yield (
             f"optimizer.ema_decay={optimizer.ema_decay} does not go with optimizer.sharded=True, which keeps no whole "
             "weights to average: set one of them to null or false"
         )

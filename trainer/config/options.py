@@ -10,10 +10,17 @@ from typing import NoReturn
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import sections
 from bigbatch.trainer.config.fields import Key, describe
+from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 
 ALIASES = {"--virtual-ranks": "batch.virtual_ranks"}
 """Short options, and the keys that they state."""
+FLAGS = {
+    "--dry-run": "say what this run would be, with its steps and fusion buffers; train, stage and write nothing",
+    "--quiet": "print nothing but errors; the run folder has it all",
+}
+"""Of `bigbatch train` alone: they are no part of the experiment."""
+TRAIN = "bigbatch train"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -21,20 +28,26 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse_options(argv: Sequence[str], *, prog: str, packaged: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def parse_options(
+    argv: Sequence[str], *, prog: str, packaged: Sequence[str], refusals: Refusals
+) -> tuple[list[str], dict[str, str]]:
     """Return the names that --config is given, and the words of keys that are stated. packaged: names for the help.
 
-    Raises: ConfigError; SystemExit after --help.
+    Raises: ConfigError, but for unknown options, which refusals gets; SystemExit after --help.
     """
     # to read and parse the sources for their texts pays for a help alone
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     parsed, others = _make_parser(prog, packaged, for_help=for_help).parse_known_args(argv)
+    # a command that takes its experiment otherwise has given it by now
+    known = (*KEYS, *(() if "config" in parsed else ("config",)))
     for word in others:
         if word.startswith("--"):
-            require_known(word.partition("=")[0][2:], known=("config", "help", *KEYS), where="command line")
-    if others:
+            name = word.partition("=")[0][2:]
+            require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
+    # words between unknown options may be their values
+    if others and not others[0].startswith("--"):
         raise ConfigError(f"unrecognized arguments: {' '.join(others)}")
-    words = vars(parsed)
+    words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS)}
     return words.pop("config", []), words
 
 
@@ -70,6 +83,8 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
         const="",
         help="YAML file, name of a packaged experiment, or run folder.",
     )
+    for flag, text in FLAGS.items() if prog == TRAIN else ():
+        parser.add_argument(flag, action="store_true", help=text)
     texts = _docstrings() if for_help else {}
     for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))

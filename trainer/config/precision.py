@@ -1,6 +1,7 @@
 """What goes together in a precision: the loss scale, the moving average, and what a GPU's hardware can do."""
 
 import math
+from collections.abc import Iterator
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import OptimizerConfig
@@ -16,11 +17,11 @@ TENSOR_CORES = (7, 0)
 """First CUDA compute capability that has them."""
 
 
-def check_precision(optimizer: OptimizerConfig) -> None:
-    """Check the loss scale. Raises: ConfigError."""
+def check_precision(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Check the loss scale."""
     scale = optimizer.loss_scale
     if scale is not None and scale != nearest_scale(scale):
-        raise ConfigError(
+        yield (
             f"optimizer.loss_scale={scale:g} must be a power of two from {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}, so "
             f"that scaling rounds nothing: {nearest_scale(scale):g} is the nearest"
         )
@@ -33,15 +34,13 @@ def nearest_scale(scale: float) -> float:
     return min(max(nearest, SMALLEST_SCALE), LARGEST_SCALE)
 
 
-def check_average(optimizer: OptimizerConfig) -> None:
-    """Check that an average of the weights has both of its settings. Raises: ConfigError."""
+def check_average(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Check that an average of the weights has both of its settings."""
     decay, every_steps = optimizer.ema_decay, optimizer.ema_every_steps
     if decay is not None and every_steps is None:
-        raise ConfigError(f"optimizer.ema_every_steps is null, but optimizer.ema_decay={decay} needs it: 1 is usual")
+        yield f"optimizer.ema_every_steps is null, but optimizer.ema_decay={decay} needs it: 1 is usual"
     if decay is None and every_steps is not None:
-        raise ConfigError(
-            f"optimizer.ema_every_steps={every_steps} has no meaning without optimizer.ema_decay: set it to null"
-        )
+        yield f"optimizer.ema_every_steps={every_steps} has no meaning without optimizer.ema_decay: set it to null"
 
 
 def require_hardware(precision: str, *, capability: tuple[int, int], device: str) -> None:

@@ -1,6 +1,11 @@
 """Which settings of the schedule and of the evaluations go together, and fit into the run."""
 
-from bigbatch.errors import ConfigError
+import json
+import math
+import shlex
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 
 
@@ -9,51 +14,79 @@ def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
     return epochs - schedule.warmup_epochs if schedule.decay_epochs is None else schedule.decay_epochs
 
 
-def check_evaluations(run: RunConfig) -> None:
-    """Raise ConfigError where the first evaluation lies past the interval."""
+def in_proportion(values: Mapping[str, Any], *, epochs: int, kept: Container[str]) -> Iterator[str]:
+    """Say which options shorten a schedule of so many epochs to run.epochs, but for those keys that are kept."""
+    share = values["run.epochs"] / epochs
+    if share >= 1:
+        return
+    options = []
+    for key in ("schedule.warmup_epochs", "schedule.decay_epochs", "schedule.milestone_epochs", "data.train_sizes"):
+        value = values[key]
+        if value is None or key in kept:
+            continue
+        if key == "data.train_sizes":
+            shorter: Any = list({int(first * share): size for first, size in value}.items())
+        else:
+            shorter = (
+                [_rounded_down(each * share) for each in value]
+                if isinstance(value, tuple)
+                else _rounded_down(value * share)
+            )
+        options.append(f"--{key} {shlex.quote(json.dumps(shorter))}")
+    if options:
+        yield f"from {epochs} epochs to run.epochs={values['run.epochs']} in proportion: {' '.join(options)}"
+
+
+def _rounded_down(epochs: float) -> float:
+    """Keep four decimals: parts of a run that are rounded down fit into it."""
+    return math.floor(epochs * 1e4) / 1e4
+
+
+def check_evaluations(run: RunConfig) -> Iterator[str]:
+    """Say where the first evaluation lies past the interval."""
     if run.eval_offset_epochs >= run.eval_every_epochs:
-        raise ConfigError(
+        yield (
             f"run.eval_offset_epochs={run.eval_offset_epochs} must be below run.eval_every_epochs="
             f"{run.eval_every_epochs}: give at most {run.eval_every_epochs - 1}"
         )
 
 
-def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> None:
-    """Raise ConfigError where the schedule contradicts itself or a run of so many epochs."""
+def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
+    """Say where the schedule contradicts itself or a run of so many epochs."""
     warmup = schedule.warmup_epochs
     if warmup > epochs:
-        raise ConfigError(f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}: give at most that")
+        yield f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}: give at most that"
+    else:
+        yield from _check_decay(schedule, epochs=epochs)
     if schedule.end_lr is not None and schedule.end_lr > schedule.base_lr:
-        raise ConfigError(
-            f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"
-        )
-    _check_decay(schedule, epochs=epochs)
-    _check_milestones(schedule.milestone_epochs or (), warmup=warmup, epochs=epochs)
+        yield f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"
+    yield from _check_milestones(schedule.milestone_epochs or (), warmup=warmup, epochs=epochs)
 
 
-def _check_decay(schedule: ScheduleConfig, *, epochs: int) -> None:
+def _check_decay(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     warmup, decay = schedule.warmup_epochs, schedule.decay_epochs
     if decay is None:
         return
     if schedule.name == "step":
-        raise ConfigError(f"schedule.decay_epochs={decay:g} has no meaning with schedule.name=step: set it to null")
-    if warmup + decay > epochs:
-        raise ConfigError(
+        yield f"schedule.decay_epochs={decay:g} has no meaning with schedule.name=step: set it to null"
+    elif warmup + decay > epochs:
+        yield (
             f"schedule.warmup_epochs={warmup:g} and schedule.decay_epochs={decay:g} are longer than run.epochs={epochs}"
             ": set schedule.decay_epochs to null, which means the rest of the run"
         )
 
 
-def _check_milestones(milestones: tuple[float, ...], *, warmup: float, epochs: int) -> None:
+def _check_milestones(milestones: tuple[float, ...], *, warmup: float, epochs: int) -> Iterator[str]:
     rising = tuple(sorted({m for m in milestones if m >= warmup}))
     if milestones != rising:
-        raise ConfigError(
+        yield (
             f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs={warmup} on: "
             f"{list(rising)} does"
         )
+        return
     within = [m for m in milestones if m < epochs]
     if len(within) < len(milestones):
-        raise ConfigError(
+        yield (
             f"schedule.milestone_epochs={list(milestones)} reaches past the end of run.epochs={epochs}: {within} does "
             "not"
         )

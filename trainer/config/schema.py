@@ -1,19 +1,23 @@
 """What an experiment is: its keys, their defaults, and all checks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from bigbatch.errors import ConfigError, nearest
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.augment import check_augment, check_image_size
 from bigbatch.trainer.config.batch import check_batch
 from bigbatch.trainer.config.comm import check_comm
 from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
 from bigbatch.trainer.config.fields import Key, conform, describe, read_keys
-from bigbatch.trainer.config.optimizer import check_optimizer, check_sharded
+from bigbatch.trainer.config.model import check_model, check_model_name
+from bigbatch.trainer.config.names import meant_name
+from bigbatch.trainer.config.optimizer import check_optimizer, check_optimizer_name, check_sharded
 from bigbatch.trainer.config.precision import check_average, check_precision
+from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import check_evaluations, check_schedule
+from bigbatch.trainer.config.score import check_loss, check_metrics
 from bigbatch.trainer.config.sections import (
     AugmentConfig,
     BatchConfig,
@@ -30,7 +34,7 @@ from bigbatch.trainer.config.stopping import check_stopping
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Describes one experiment, complete. Raises: ConfigError naming the key, the value and a legal one."""
+    """Describes one experiment, complete. Raises: ConfigError with a line for each refusal: key, value, a legal one."""
 
     run: RunConfig
     data: DataConfig
@@ -43,26 +47,9 @@ class Config:
     comm: CommConfig
 
     def __post_init__(self) -> None:
-        # first: the checks below divide by these numbers and compare them
-        _check_ranges(self)
-        check_batch(self.batch)
-        check_compute(self.compute, self.batch, model=self.model.name)
-        if self.compute.cuda_graph:
-            check_cuda_graph(self.optimizer, self.comm)
-        check_optimizer(self.optimizer)
-        check_sharded(self.optimizer, self.comm)
-        _check_choices(self)
-        check_loader(self.data)
-        check_train_sizes(self.data, epochs=self.run.epochs)
-        check_image_size(self.data, self.augment, model=self.model.name)
-        check_augment(self.augment, self.batch)
-        check_patience(self.data, self.comm)
-        check_evaluations(self.run)
-        check_schedule(self.schedule, epochs=self.run.epochs)
-        check_comm(self.comm)
-        check_precision(self.optimizer)
-        check_average(self.optimizer)
-        check_stopping(self.run, self.data)
+        # each value by itself at first: the other checks divide by these numbers and compare them
+        if refusals := list(_check_values(self)) or list(_check_together(self)):
+            raise ConfigError(*refusals)
 
 
 SECTIONS: dict[str, type] = get_type_hints(Config)
@@ -99,18 +86,26 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed(name: str, value: Any) -> Any:
-    """Give the value as the field of that key holds it. Raises: ConfigError."""
+    """Give the value as the field of that key holds it. Raises: ConfigError, also for a number out of range."""
     kind = KEYS[name].kind
     try:
-        return conform(value, kind)
+        held = conform(value, kind)
     except TypeError:
         raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}") from None
+    if refusals := list(_check_value(name, held)):
+        raise ConfigError(*refusals)
+    return held
 
 
-def require_known(name: str, *, known: tuple[str, ...], where: str) -> None:
-    """Raise ConfigError for a name that is not known, with the nearest one that is."""
+def require_known(
+    name: str, *, known: tuple[str, ...], where: str, refusals: Refusals, prog: str = "bigbatch train"
+) -> None:
+    """Refuse a name that is not known, with the one that was meant, or else the command whose help has all."""
     if name not in known:
-        raise ConfigError(f"{where}: unknown key {name}; the nearest legal one is {nearest(name, known)}")
+        near = meant_name(name, known)
+        hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
+        with refusals.of(near):
+            raise ConfigError(f"{where}: unknown key {name}; {hint}")
 
 
 def _shown(value: Any) -> Any:
@@ -122,22 +117,53 @@ def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
     return key.only_for is not None and values[key.decider] not in key.only_for.values
 
 
-def _check_ranges(config: Config) -> None:
-    for name, key in KEYS.items():
-        value = lookup(config, name)
-        numbers = value if isinstance(value, tuple) else (value,)
-        for legal in key.ranges:
-            if value is not None and not all(map(legal.holds, numbers)):
-                raise ConfigError(f"{name}={value} must be {legal.legal}")
+def _check_values(config: Config) -> Iterator[str]:
+    for name in KEYS:
+        yield from _check_value(name, lookup(config, name))
 
 
-def _check_choices(config: Config) -> None:
+def _check_value(name: str, value: Any) -> Iterator[str]:
+    numbers = value if isinstance(value, tuple) else (value,)
+    for legal in KEYS[name].ranges:
+        if value is not None and not all(map(legal.holds, numbers)):
+            yield f"{name}={value} must be {legal.legal}"
+    if name == "optimizer.name":
+        yield from check_optimizer_name(value)
+    if name == "model.name":
+        yield from check_model_name(value)
+
+
+def _check_together(config: Config) -> Iterator[str]:
+    run, data, batch, optimizer = config.run, config.data, config.batch, config.optimizer
+    yield from check_batch(batch)
+    yield from check_compute(config.compute, batch, model=config.model.name)
+    yield from check_cuda_graph(config.compute, optimizer, config.comm)
+    yield from check_model(config.model)
+    yield from check_optimizer(optimizer)
+    yield from check_sharded(optimizer, config.comm)
+    yield from _check_choices(config)
+    yield from check_loader(data)
+    yield from check_train_sizes(data, epochs=run.epochs)
+    yield from check_image_size(data, config.augment, model=config.model.name)
+    yield from check_augment(config.augment, batch)
+    yield from check_patience(data, config.comm)
+    yield from check_evaluations(run)
+    yield from check_schedule(config.schedule, epochs=run.epochs)
+    yield from check_comm(config.comm)
+    yield from check_precision(optimizer)
+    yield from check_average(optimizer)
+    yield from check_stopping(run, data)
+    yield from check_loss(optimizer, run)
+    yield from check_metrics(run.metrics)
+
+
+def _check_choices(config: Config) -> Iterator[str]:
     values = {name: lookup(config, name) for name in KEYS}
     for name, key in KEYS.items():
         if key.only_for is None:
             continue
         choice = f"{key.decider}={values[key.decider]}"
         if _is_idle(key, values) and values[name] is not None:
-            raise ConfigError(f"{name}={values[name]} has no meaning with {choice}: set it to null")
+            yield f"{name}={values[name]} has no meaning with {choice}: set it to null"
         if not _is_idle(key, values) and values[name] is None and not key.only_for.or_null:
-            raise ConfigError(f"{name} is null, but {choice} needs it: give a value")
+            yield f"{name} is null, but {choice} needs it: give a value"

@@ -14,6 +14,7 @@ from bigbatch.trainer.config.fields import (
 )
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 READERS = ("dali", "torchvision")  # loaders that read pictures while training
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw")  # each is made by the module of its name in trainer/optim
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
@@ -39,11 +40,19 @@ class RunConfig:
     """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
     keep_checkpoints: Annotated[int, POSITIVE] = 2
     """Newest checkpoints to keep, besides the best."""
+    compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps, up to the next report, between two comparisons of all ranks' weights and optimizer state, besides those at
+    the start and before each checkpoint; 0 for none. Where they differ the run goes back to the newest checkpoint on
+    which they agreed."""
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
-    """A checkpoint that is not written after this long ends the job; comm.timeout_seconds does not count meanwhile."""
+    """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
+    not count meanwhile."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
     else the path of a checkpoint to start from."""
+    metrics: dict[str, Any] | None = None
+    """Own figures of an evaluation: names, and the dotted name of what gives numbers for each picture, such as
+    {balanced: mypackage.metrics.Balanced}, or {name, options} where it takes arguments. null for none."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None
@@ -64,7 +73,8 @@ class DataConfig:
     """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
     resident: whole set decoded once on the device; synthetic: generated tensors, for measuring."""
     root: str = "data/imagenet"
-    """Folder with train/<class>/<picture> and val/<class>/<picture>; unused by synthetic."""
+    """Folder with train/<class>/<picture> and val/<class>/<picture>, or a list of pictures by bigbatch init; unused by
+    synthetic."""
     num_classes: Annotated[int, POSITIVE] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, POSITIVE, OnlyFor("loader", ("synthetic",))] = None
@@ -129,8 +139,11 @@ class AugmentConfig:
 class ModelConfig:
     """These keys describe the classifier."""
 
-    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet_bn", "resnet9"] = "resnet50"
-    """Architecture; the ResNets are v1.5, resnet9 is David Page's."""
+    name: str = "resnet50"
+    """resnet18, resnet34, resnet50, resnet101, resnet152 (v1.5), alexnet_bn, resnet9 (David Page's), torchvision:NAME,
+    timm:NAME, or the dotted name of any other torch.nn.Module, such as mypackage.models.Net."""
+    options: dict[str, Any] | None = None
+    """Further arguments of a model of torchvision, timm or another package; null for the others."""
     width: Annotated[int | None, POSITIVE, OnlyFor("name", ("resnet9",))] = 64
     """Channels of resnet9's first layer; null for every other model."""
     pool_first: Annotated[bool | None, OnlyFor("name", ("resnet9",))] = True
@@ -150,8 +163,14 @@ class ModelConfig:
     """Blur before every strided convolution but the first (Zhang 2019, arXiv 1904.11486); null for models but the
     ResNets."""
     weights: str | None = None
-    """Weights to start from: a checkpoint folder, or a file with a state_dict of ours, torchvision's or timm's; null
-    for random ones from run.seed. A resumed run has its own."""
+    """Weights to start from: a checkpoint folder, a file with a state_dict of ours, torchvision's or timm's, or
+    torchvision:NAME or timm:NAME for what these have downloaded; null for random ones from run.seed. A resumed run has
+    its own."""
+    new_head: bool = False
+    """The last layer starts from random weights, and not from those in model.weights, which may be of other classes."""
+    frozen: tuple[str, ...] | None = None
+    """Patterns of names, such as layer1.*, of weights that stay as they are. Batch norms whose running statistics they
+    name, too, compute as in evaluation. null to train all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +226,9 @@ class OptimizerConfig:
     """Bias and batch norm neither decay nor adapt (Jia et al. 2018: worth 1.3% top-1)."""
     bias_lr_factor: Annotated[float, POSITIVE] = 1.0
     """The learning rate of biases, batch norm's too, is the schedule's times this, and their decay is divided by it."""
+    lr_factors: dict[str, Any] | None = None
+    """Factors on the schedule's learning rate by patterns of weights' names, such as {"fc.*": 1, "*": 0.1}, of which
+    the first that matches counts; weights that none names have 1. null for no such factors."""
     trust_coefficient: Annotated[float | None, POSITIVE, OnlyFor("name", ("lars",))] = 0.001
     """LARS eta; null but for lars."""
     eps: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("lars", "lamb", "adamw"))] = 0.0
@@ -225,8 +247,13 @@ class OptimizerConfig:
     evaluated. null for no average."""
     ema_every_steps: Annotated[int | None, POSITIVE] = None
     """Steps between two steps of the average; null without one."""
+    loss: str = "cross_entropy"
+    """cross_entropy, or the dotted name of an own loss that gives a number for each picture, such as
+    mypackage.losses.Focal."""
+    loss_options: dict[str, Any] | None = None
+    """Arguments of an own loss; null for cross_entropy."""
     label_smoothing: Annotated[float, BELOW_ONE] = 0.0
-    """Share of the target spread over all classes, in [0, 1)."""
+    """Share of the target spread over all classes, in [0, 1); 0 with an own loss."""
     precision: Literal["fp32", "tf32", "bf16_autocast", "fp16_autocast", "bf16", "fp16"] = "fp32"
     """bf16, fp16: of weights, activations and gradients. bf16_autocast, fp16_autocast: of activations alone. tf32: of
     the factors in convolutions and matrix products on a GPU. Master weights, update and batch norm are fp32 always."""

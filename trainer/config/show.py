@@ -13,7 +13,9 @@ COLUMN = 50
 
 def main(argv: Sequence[str]) -> int:
     """Print an experiment. Raises: ConfigError."""
-    arguments, overrides = _make_parser().parse_known_args(join_values(argv))
+    # NAME may come as it does to the other commands
+    words = [word.removeprefix("--config=") for word in argv if word != "--config"]
+    arguments, overrides = _make_parser().parse_known_args(join_values(words))
     path = find_config(arguments.name, what="NAME")
     print("\n".join(lines(resolve([f"--config={path}", *overrides], prog="bigbatch config show"))))
     return 0

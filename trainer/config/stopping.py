@@ -1,30 +1,29 @@
 """Which settings that end a run early go together."""
 
-from bigbatch.errors import ConfigError
+from collections.abc import Iterator
+
 from bigbatch.trainer.config.sections import DataConfig, RunConfig
 
 METRICS = {"top1": 1, "top5": 1, "loss": -1}
 """Figures of an evaluation, and the sign of what is better."""
 
 
-def check_stopping(run: RunConfig, data: DataConfig) -> None:
-    """Check what may end a run before its last epoch. Raises: ConfigError."""
+def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
+    """Check what may end a run before its last epoch."""
     metric, evaluations = run.stop_metric, run.stop_after_evaluations
     if metric is not None and metric not in METRICS:
-        raise ConfigError(f"run.stop_metric={metric} is no figure of an evaluation: choose one of {', '.join(METRICS)}")
+        yield f"run.stop_metric={metric} is no figure of an evaluation: choose one of {', '.join(METRICS)}"
     if metric is not None and evaluations is None:
-        raise ConfigError(f"run.stop_after_evaluations is null, but run.stop_metric={metric} needs it: give a number")
+        yield f"run.stop_after_evaluations is null, but run.stop_metric={metric} needs it: give a number"
     if metric is None and evaluations is not None:
-        raise ConfigError(
-            f"run.stop_after_evaluations={evaluations} has no meaning without run.stop_metric: set it to null"
-        )
-    if evaluations is not None and evaluations >= _num_evaluations(run):
-        raise ConfigError(
+        yield f"run.stop_after_evaluations={evaluations} has no meaning without run.stop_metric: set it to null"
+    elif evaluations is not None and evaluations >= _num_evaluations(run):
+        yield (
             f"run.stop_after_evaluations={evaluations} would have no effect on a run of {_num_evaluations(run)} "
             f"evaluations: give less, or set it and run.stop_metric to null"
         )
     if run.divergence_steps is not None and data.num_classes < 2:
-        raise ConfigError(
+        yield (
             f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}, "
             "where a guess is always right: set it to null"
         )

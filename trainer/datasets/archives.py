@@ -53,7 +53,7 @@ class Member:
     def read(self) -> bytes:
         """Return all bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
         if self.num_bytes > MAX_MEMBER_BYTES:
-            raise DataError(f"{self}: claims {self.num_bytes:,} bytes; this is not the official archive")
+            raise DataError(f"{self}: claims {self.num_bytes:,} bytes; it is refused: get another one")
         with _named_errors(str(self)):
             return self.file.read()
 
@@ -138,7 +138,7 @@ def read_members(archive: Path | Member) -> Iterator[Member]:
             path = PurePosixPath(info.name)
             problem = "comes twice" if path in seen and not info.isdir() else _problem(info)
             if problem:
-                raise DataError(f"{origin}: member {info.name!r} {problem}; this is not the official archive")
+                raise DataError(f"{origin}: member {info.name!r} {problem}; it is refused whole: get another one")
             seen.add(path)
             if info.isfile():
                 file = tar.extractfile(info)

@@ -13,9 +13,9 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
 from bigbatch.trainer.datasets.listing import Listing, open_listing
 from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import IMAGE_SUFFIXES
 
-SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
 """How many pictures there are, and how many of each class where these are equal; 10,000 are ImageNet-V2's."""
@@ -76,12 +76,14 @@ def check_dataset(
     """Look at every picture of root/train and root/val; on_progress gets the number done and the total.
 
     decode False reads all files and headers, so that only damage inside of a picture remains unseen.
-    Raises: DataError if root has neither split; ConfigError for an impossible num_workers.
+    Raises: DataError if root has neither split, or is no list of pictures; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
-    listings = {split: open_listing(root, split) for split in SPLITS if (root / split).is_dir()}
+    listings = {split: open_listing(root, split) for split in SPLITS if root.is_file() or (root / split).is_dir()}
     if not listings:
-        raise DataError(f"{root}: holds neither train/ nor val/; name the folder that contains them")
+        what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of pictures"
+        hint = "name the folder that contains train/ and val/, or the list that `bigbatch init` wrote"
+        raise DataError(f"{root}: {what if root.exists() else 'is not there'}; {hint}")
     splits = {split: listing.images for split, listing in listings.items()}
     total, num_done = sum(map(len, splits.values())), 0
     # an empty part, so that a split without pictures can be concatenated, too
@@ -175,7 +177,9 @@ def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
         empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
         if empty:
             meaning = f"fill or remove it; a picture ends in {', '.join(IMAGE_SUFFIXES)}"
-            findings.append(Finding("class without pictures", split, empty, is_problem=True, meaning=meaning))
+            is_problem = split == "train" or not root.is_file()  # a list names the classes of both splits
+            findings.append(Finding("class without pictures", split, empty, is_problem=is_problem, meaning=meaning))
+        findings += unprintable_findings(split, images.classes)
         if not images.classes:
             cases = (f"{root / split}: expected {split}/<class>/<picture>",)
             findings.append(Finding("no class folders", split, cases, is_problem=True))
@@ -187,6 +191,13 @@ def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
                 findings.append(Finding(kind, split, lacking, is_problem=True, meaning=meaning))
         findings += imagenet_findings(split, images)
     return findings
+
+
+def unprintable_findings(where: str, classes: Sequence[str]) -> list[Finding]:
+    """Return classes that no table or message can show as they are."""
+    odd = tuple(name for name in classes if not name.isprintable())
+    kind = "class whose name cannot be printed"
+    return [Finding(kind, where, odd, is_problem=True, meaning="give it another one")] if odd else []
 
 
 def imagenet_findings(split: str, images: Images) -> list[Finding]:

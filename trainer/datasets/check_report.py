@@ -1,14 +1,14 @@
 """A check of a data set for a person to read, and for a program."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bigbatch.errors import DataError
+from bigbatch.errors import DataError, printable
 from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts, Spread
 from bigbatch.trainer.input.base import written_keys
 
@@ -28,7 +28,7 @@ def print_report(report: CheckReport, *, console: Console) -> None:
         for row in (title, *rows):
             cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
             console.print("  ".join((row[0].ljust(widths[0]), *cells)).rstrip(), soft_wrap=True, highlight=False)
-    for line in finding_lines(report):
+    for line in finding_lines((*report.problems, *report.remarks)):
         style = "red" if line.startswith("problem") else None
         console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
     console.print(verdict(report), style="bold", soft_wrap=True, highlight=False, markup=False)
@@ -65,14 +65,14 @@ def _range(values: Spread) -> str:
     return f"{values.smallest:,} to {values.largest:,}"
 
 
-def finding_lines(report: CheckReport) -> Iterator[str]:
-    """Return a line per finding: where, what, how many, the first case."""
-    for finding in (*report.problems, *report.remarks):
+def finding_lines(findings: Sequence[Finding], *, num_shown: int = 1) -> Iterator[str]:
+    """Return a line per finding: where, what, how many; below it the first cases."""
+    for finding in findings:
         word = "problem" if finding.is_problem else "remark"
-        yield f"{word:7}  {finding.where}: {finding.kind} ({len(finding.cases):,}){_meaning(finding)}"
-        more = f"   and {len(finding.cases) - 1:,} more" if len(finding.cases) > 1 else ""
-        # a file name need not be valid text
-        yield f"         {finding.cases[0]}{more}".encode(errors="backslashreplace").decode()
+        yield f"{word:7}  {printable(finding.where)}: {finding.kind} ({len(finding.cases):,}){_meaning(finding)}"
+        shown = [f"         {printable(case)}" for case in finding.cases[:num_shown]]
+        more = len(finding.cases) - len(shown)
+        yield from (*shown[:-1], shown[-1] + (f"   and {more:,} more" if more else ""))
 
 
 def _meaning(finding: Finding) -> str:

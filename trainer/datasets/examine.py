@@ -17,10 +17,13 @@ from bigbatch.trainer.input.base import Images
 from bigbatch.trainer.input.formats import (
     PNG_END,
     PNG_START,
+    SUFFIXES,
     UnsupportedImageError,
     encoded_size,
+    is_webp,
     jpeg_size,
     open_image,
+    webp_size,
 )
 from bigbatch.trainer.input.order import IMAGE_SUFFIXES
 
@@ -32,7 +35,7 @@ TRAITS = {
     "progressive JPEG": "decoded as any other, more slowly",
     "grayscale": "red, green and blue all get the one channel",
     "CMYK": "converted to RGB by the plain formula, without a colour profile",
-    "PNG named as JPEG, or JPEG as PNG": "decoded by content, whatever the name says",
+    "named as another format": "decoded by content, whatever the name says",
     "EXIF rotation": "used as stored: the rotation is not applied, neither in training nor in evaluation",
     "16 bit": "reduced to 8 bits",
     "palette": "expanded to RGB",
@@ -83,9 +86,11 @@ def kind_of_fault(data: bytes, error: Exception) -> str:
             if end not in data[len(start) :]:
                 return "cut off picture"
             return "unsupported picture" if isinstance(error, UnsupportedImageError) else "damaged picture"
+    if is_webp(data):
+        return "cut off picture" if webp_size(data) is None else "damaged picture"
     if data[:100].lstrip().startswith(b"<"):
         return "HTML or XML instead of a picture"
-    return "neither JPEG nor PNG"
+    return "neither JPEG, PNG nor WebP"
 
 
 def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], str, int]:
@@ -100,7 +105,7 @@ def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], s
         size = encoded_size(data, path=path)
         image = _open_header(data, path=path)
     kind = "JPEG" if image.format == "MPO" else str(image.format)
-    found = _traits(image, data=data, path=path)
+    found = _traits(image, kind=kind, data=data, path=path)
     return size, f"{kind} {image.mode}", sum(1 << bit for bit, trait in enumerate(TRAITS) if found.get(trait))
 
 
@@ -111,18 +116,18 @@ def _open_header(data: bytes, *, path: str) -> Image.Image:
         return open_image(data, path=path)  # which says what is wrong with it
 
 
-def _traits(image: Image.Image, *, data: bytes, path: str) -> dict[str, bool]:
-    is_png, mode, info = image.format == "PNG", image.mode, image.info
+def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[str, bool]:
+    mode, info = image.mode, image.info
     suffix = os.path.splitext(path)[1].lower()  # a picture in a shard has none
     return {
         "progressive JPEG": "progressive" in info,
         "grayscale": mode in ("1", "L", "LA"),
         "CMYK": mode == "CMYK",
-        "PNG named as JPEG, or JPEG as PNG": suffix in IMAGE_SUFFIXES and is_png != (suffix == ".png"),
-        "16 bit": is_png and data[24] == 16,  # the bit depth in PNG's first chunk
+        "named as another format": suffix in IMAGE_SUFFIXES and suffix.replace("jpeg", "jpg") != f".{SUFFIXES[kind]}",
+        "16 bit": kind == "PNG" and data[24] == 16,  # the bit depth in PNG's first chunk
         "palette": mode in ("P", "PA"),
         "transparency": mode in ("LA", "PA", "RGBA") or "transparency" in info,
-        "several pictures in one file": image.format == "MPO",
+        "several pictures in one file": image.format == "MPO" or getattr(image, "is_animated", False),
         "EXIF rotation": _is_rotated(image),
     }
 

@@ -18,11 +18,11 @@ from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.input.listed import SPLITS
 
 DATASET_VERSION = 1
 """Raise it with every change that alters a pixel: old folders are then refused instead of mixed up."""
 
-SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 JPEG_QUALITY = 90
 CHUNK_IMAGES = 50

@@ -8,6 +8,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.listed import read_images
 from bigbatch.trainer.input.order import list_names
 from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, read_packed
 
@@ -82,6 +83,11 @@ def list_packed(folder: Path) -> Listing:
 
 
 def open_listing(root: Path, split: str) -> Listing:
-    """List the pictures of root/split, packed or in folders. Raises: DataError if there is no way to list them."""
+    """List the pictures of root/split, packed, in folders, or as the list root has them.
+
+    Raises: DataError if there is no way to list them.
+    """
+    if root.is_file():
+        return Listing(read_images(root, split))
     folder = root / split
     return list_packed(folder) if is_packed(folder) else list_folder(folder)

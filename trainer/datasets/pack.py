@@ -27,7 +27,8 @@ from bigbatch.trainer.datasets.shard_writer import (
     sweep_unfinished,
     write_shard,
 )
-from bigbatch.trainer.input.order import ImageIndex, read_index
+from bigbatch.trainer.input.listed import read_images
+from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shards import (
     BLOCK_BYTES,
     ENTRIES,
@@ -99,11 +100,11 @@ def pack(
     num_workers: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PackSummary:
-    """Write target/<split>/ from source/<split>/<class>/<picture>, or finish what an earlier call left.
+    """Write target/<split>/ from source/<split>/<class>/<picture>, or from the list source.
 
-    num_workers processes share the work (1: none are started). on_progress gets (pictures done, pictures in
-    all). Every picture is decoded once. Raises: ConfigError for an impossible setting; DataError naming a bad
-    picture, a target that holds something else, or a disk that cannot be written.
+    It finishes what an earlier call left. num_workers processes share the work (1: none are started). on_progress gets
+    (pictures done, pictures in all). Every picture is decoded once. Raises: ConfigError for an impossible setting;
+    DataError naming a bad picture, a target that holds something else, or a disk that cannot be written.
     """
     _require_possible(splits, num_workers)
     start, plans = time.monotonic(), _plan_splits(source, target, splits=splits, recipe=recipe)
@@ -146,7 +147,7 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
     """Look at all splits, then claim a folder for each; labels of the later splits are those of the first."""
     plans, classes = [], None
     for split in splits:
-        index = read_index(source, split, classes=classes)
+        index = read_images(source, split, classes=classes)
         classes = index.classes
         stamps_N = _survey(index)
         sizes_N = [size for size, _ in stamps_N]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import replacing
-from bigbatch.trainer.input.formats import PNG_START, encoded_size, open_image
+from bigbatch.trainer.input.formats import PNG_START, encoded_size, is_webp, open_image
 from bigbatch.trainer.input.order import read_file
 from bigbatch.trainer.input.shards import BLOCK_BYTES, Shard, key_number
 
@@ -136,7 +136,7 @@ def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes
         data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality)
         # readers end the key at the first dot; the number makes it unique, whatever the folder held
         key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
-        suffix = "png" if data.startswith(PNG_START) else "jpg"
+        suffix = "png" if data.startswith(PNG_START) else "webp" if is_webp(data) else "jpg"
         yield *tar_member(f"{key}.{suffix}", data), (len(data), *encoded_size(data, path=path))
         yield *tar_member(f"{key}.cls", str(label).encode()), None
     yield b"", bytes(2 * BLOCK_BYTES), None  # the end mark

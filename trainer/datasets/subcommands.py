@@ -11,11 +11,12 @@ from bigbatch.trainer.datasets.stage_options import add_stage
 
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand of `bigbatch data`; return the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     return int(arguments.run(arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(prog="bigbatch data", description="Prepare pictures for training.")
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     generate = commands.add_parser(
@@ -55,7 +56,9 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "formats, bad files, duplicates inside a split and across them. Exit code 0 when fit for training, 1 when "
         "there are problems; remarks do not count.",
     )
-    check.add_argument("root", type=Path, help="folder with train/ and val/, such as data/imagenet")
+    check.add_argument(
+        "root", type=Path, help="folder with train/ and val/, such as data/imagenet, or a list by `bigbatch init`"
+    )
     check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
     check.add_argument("--json", type=Path, metavar="FILE", help="write everything found, all paths, to FILE")
     check.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
@@ -87,7 +90,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
         "Without --max-side the pictures stay byte for byte what they are.",
     )
-    pack.add_argument("source", type=Path, nargs="?", metavar="SRC", help="folder with train/ and val/")
+    pack.add_argument("source", type=Path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
     pack.add_argument("target", type=Path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
     pack.add_argument(
         "--shard-mb", type=int, default=512, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"

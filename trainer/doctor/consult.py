@@ -19,6 +19,7 @@ from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import ConfigError, DoctorError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.candidates import change, part_of_step
@@ -29,7 +30,6 @@ from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS
 from bigbatch.trainer.run.folder import writing
 
-INTERRUPTED = 130
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 1.0), (900.0, 300.0)
 """Each: usually, and with --quick."""
 

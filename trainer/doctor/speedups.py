@@ -150,7 +150,7 @@ def _microbatch(config: Config, machine: Machine) -> Tried:
 
 def _recompute(config: Config, machine: Machine) -> Tried:
     """Try recomputing: it costs time and saves memory, which a larger microbatch may turn into speed."""
-    num_blocks = min(RECOMPUTED_BLOCKS, RESIDUAL_BLOCKS[config.model.name])
+    num_blocks = min(RECOMPUTED_BLOCKS, RESIDUAL_BLOCKS.get(config.model.name, 0))
     if not num_blocks or config.compute.recomputed_blocks:
         return
     recomputed = {"compute.recomputed_blocks": num_blocks}

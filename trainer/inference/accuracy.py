@@ -8,7 +8,6 @@ from itertools import count as count_up
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
@@ -16,9 +15,10 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.on_device import on_device
 from bigbatch.trainer.input.stream import gather_replaced
+from bigbatch.trainer.step.score import PerPicture, Score, cross_entropies
 
 BATCHES_BETWEEN_EXCHANGES = 8
-"""A rank whose input failed waits for the others no longer than they need for so many batches."""
+"""A rank whose input failed, and one that was asked to stop, wait no longer than for so many batches."""
 
 
 @torch.no_grad()
@@ -31,51 +31,68 @@ def evaluate(
     num_samples: int,
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     flip: bool = False,
+    score: Score | None = None,
     skipped: Callable[[dict[int, str]], None] = lambda images: None,
+    between_batches: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Measure top1, top5 (shares), loss (mean cross-entropy, nats), count and seconds over all ranks' batches.
+    """Measure top1, top5 (shares), loss (a mean), own metrics, count and seconds over all ranks' batches.
 
+    score: the loss, else cross-entropy in nats, and metrics, which the record has by name where there are any.
     forward: makes what surrounds the model's forward, as Precision.forward does.
     flip: the mean of the logits for the picture and for its mirror image. skipped is told the positions of bad
-    pictures and why; they are not counted.
+    pictures and why; they are not counted. between_batches is called before the first of every eight batches, where
+    all ranks have just met, and may raise what ends the evaluation, on all ranks alike.
     Collective, with equally many batches on all ranks. Leaves the model in evaluation mode.
     Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples pictures.
     """
     start = time.perf_counter()
     device = communicator.device
     model.eval()
+    score = score or Score()
     sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
+    metric_sums = {
+        name: torch.zeros(metric.width, dtype=torch.float64, device=device) for name, metric in score.metrics.items()
+    }
     replaced: dict[int, str] = {}
-    for batch in in_touch(batches, communicator):
+    for batch in in_touch(batches, communicator, met=between_batches):
         labels_B, valid_B = on_device(batch.labels_B, device), on_device(batch.valid_B, device)
         with forward():
             logits_BK = predict(model, normalize(batch.images_BCHW), flip=flip)
         # stays on the device: the host reads it once, after the last batch
-        sums_4 += count_batch(logits_BK, labels_B, valid_B)
+        sums_4 += count_batch(logits_BK, labels_B, valid_B, losses=score.losses)
+        for name, metric in score.metrics.items():
+            metric_sums[name] += metric.sums(logits_BK, labels_B, valid_B)
         replaced |= {image.position: image.reason for image in batch.replaced}
     skipped_1 = torch.tensor([len(replaced)], dtype=torch.float64, device=device)
-    top1, top5, loss, count, num_skipped = communicator.sum_(
-        torch.cat([sums_4, skipped_1]), label="sums of the evaluation"
-    ).tolist()
+    all_sums = [sums_4, skipped_1, *metric_sums.values()]
+    summed_N = communicator.sum_(torch.cat(all_sums), label="sums of the evaluation").cpu()
+    summed = summed_N.split([len(sums) for sums in all_sums])
+    (top1, top5, loss, count), (num_skipped,) = summed[0].tolist(), summed[1].tolist()
     if num_skipped:
         replaced = gather_replaced(communicator, replaced)
         skipped(replaced)
     if int(count) != num_samples - len(replaced):
         raise DataError(f"evaluation counted {int(count)} pictures of {num_samples}; the loader is broken")
+    figures = {
+        name: metric.figure(sums_M, count=int(count))
+        for (name, metric), sums_M in zip(score.metrics.items(), summed[2:], strict=True)
+    }
     return {
         "top1": top1 / count,
         "top5": top5 / count,
         "loss": loss / count,
+        **({"metrics": figures} if figures else {}),
         "count": int(count),
         "seconds": time.perf_counter() - start,
     }
 
 
-def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
+def in_touch(batches: Iterator[Batch], communicator: Communicator, *, met: Callable[[], None]) -> Iterator[Batch]:
     """Yield the batches, while all ranks tell each other every now and then, and at the end, that theirs came.
 
-    A rank whose input fails comes to the next exchange at once: each is the end for all, or for none. Without a sync
-    with the device. Collective. Raises: DataError where the input of any rank failed.
+    A rank whose input fails comes to the next exchange at once: each is the end for all, or for none. met is called
+    after each but the last, and nowhere else, so equally often on all ranks.
+    Without a sync with the device. Collective. Raises: DataError where the input of any rank failed.
     """
     for number in count_up():
         batch, failure = None, ""
@@ -89,6 +106,8 @@ def in_touch(batches: Iterator[Batch], communicator: Communicator) -> Iterator[B
                 raise DataError(text)
         if batch is None:
             return
+        if number % BATCHES_BETWEEN_EXCHANGES == 0:
+            met()
         yield batch
 
 
@@ -98,11 +117,13 @@ def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
     return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
 
 
-def count_batch(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Return sums over the valid samples of a batch, (4) float64: top-1 and top-5 correct, loss (nats), samples."""
+def count_batch(
+    logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor, *, losses: PerPicture = cross_entropies
+) -> Tensor:
+    """Return sums over the valid samples of a batch, (4) float64: top-1 and top-5 correct, loss, samples."""
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
     # at most one hit a row: the first column counts top-1, all of them top-5
     hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
-    loss_B = F.cross_entropy(logits_BK, labels_B, reduction="none") * valid_B
+    loss_B = torch.where(valid_B, losses(logits_BK, labels_B), 0.0)
     sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())
     return torch.stack([s.double() for s in sums])

@@ -13,6 +13,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.accuracy import evaluate, predict
@@ -22,6 +23,7 @@ from bigbatch.trainer.input.bad_images import require_few
 from bigbatch.trainer.run.progress import describe_evaluation
 from bigbatch.trainer.run.weights import digest
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
+from bigbatch.trainer.step.score import Score
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     config = build.without_choices(config, world_size=env.world_size)
     build.bind_rank(config, env)
     communicator, _ = build.join_job(config, env)
+    score = make_score(config, communicator.device)
     plain = build.make_plain_model(config, weights=path)
     communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}")
     config, _ = stage_data(config, communicator)
@@ -50,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         "num_folded": num_norms(plain) - num_norms(model),
         "compiled": arguments.compile,
     }
-    record, skipped = _evaluate(model, config, communicator, split)
+    record, skipped = _evaluate(model, config, communicator, split, score=score)
     if communicator.rank == 0:
         for reason in skipped:
             print(f"skipped: {reason}")
@@ -65,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(
-    model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split
+    model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split, *, score: Score
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the record, and why pictures were skipped. Collective. Raises: DataError."""
     skipped: dict[int, str] = {}
@@ -77,6 +80,7 @@ def _evaluate(
         num_samples=split.num_samples,
         forward=partial(in_forward, config.optimizer.precision, device=communicator.device),
         flip=config.data.eval_flip,
+        score=score,
         skipped=skipped.update,
     )
     split.loader.close()

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out, suffix=out.suffix) as file:  # some formats go by the suffix
             aside = Path(file.name)
-            chosen.write(written, _images(TRACED_BATCH, config), aside)
+            chosen.write(written, _images(TRACED_BATCH, config), aside, facts)
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         # after the file has its name, which it gets only if its logits agree
         Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -1,16 +1,19 @@
 """The forms in which a model leaves: each is a writer, and a reader that stands for those who will use it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ExportError
+from bigbatch.trainer.build.parts import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RESNETS
-from bigbatch.trainer.models.exchange import to_torchvision
+from bigbatch.trainer.models.exchange import plain_tensors
+from bigbatch.trainer.run.weights import write_safetensors
 
 Classify = Callable[[Tensor], Tensor]
 """From images_BCHW to logits_BK, on the CPU."""
@@ -22,12 +25,14 @@ class Format:
     """Describes one form. suffix is None where any file name will do."""
 
     suffix: str | None
-    write: Callable[[nn.Module, Tensor, Path], None]
-    """The model, images_BCHW to trace it with, the file."""
+    write: Callable[[nn.Module, Tensor, Path, Mapping[str, Any]], None]
+    """The model, images_BCHW to trace it with, the file, and what serving needs besides it."""
     read: Callable[[Path, Config], Classify]
     """The file, the config of its model. Raises: ImportError where the library of those who use it is not installed."""
     only_resnets: bool = False
     """What it takes is the library's own model."""
+    takes_folded: bool = True
+    """It also has the layers, and not the weights of a known model alone."""
 
 
 def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Format:
@@ -37,21 +42,23 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
         file = out / f"{config.model.name}{chosen.suffix or '.pth'}"
         raise ExportError(f"--out {out} is a folder: name a file in it, such as {file}")
     if chosen.only_resnets and config.model.name not in RESNETS:
-        raise ExportError(f"{name} has no {config.model.name}: choose --format onnx or torch_export")
+        raise ExportError(f"{name} has no {config.model.name}: choose --format safetensors, onnx or torch_export")
     if chosen.only_resnets and config.model.blurpool:
         raise ExportError(
-            f"{name}'s {config.model.name} does not blur and this one does (model.blurpool): choose --format onnx or "
-            "torch_export"
+            f"{name}'s {config.model.name} does not blur and this one does (model.blurpool): choose --format "
+            "safetensors, onnx or torch_export"
         )
-    if chosen.only_resnets and fold:
-        raise ExportError(f"{name}'s {config.model.name} has batch norms: leave out --fold, or choose --format onnx")
+    if fold and not chosen.takes_folded:
+        raise ExportError(
+            f"who reads {name} has a {config.model.name} with batch norms: leave out --fold, or choose --format onnx"
+        )
     if chosen.suffix is not None and out.suffix != chosen.suffix:
         raise ExportError(f"--out {out}: {name} writes {chosen.suffix}; name it {out.with_suffix(chosen.suffix)}")
     return chosen
 
 
-def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path) -> None:
-    torch.save(to_torchvision(model.state_dict()), path)
+def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
+    torch.save(plain_tensors(model.state_dict()), path)
 
 
 def _read_torchvision(path: Path, config: Config) -> Classify:
@@ -71,7 +78,18 @@ def _with_state(model: nn.Module, path: Path) -> Classify:
     return model.eval()
 
 
-def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path) -> None:
+def _write_safetensors(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
+    try:
+        write_safetensors(plain_tensors(model.state_dict()), path, facts=facts)
+    except ImportError as error:
+        raise ExportError(f"--format safetensors needs it ({error}): pip install 'bigbatch[export]'") from error
+
+
+def _read_safetensors(path: Path, config: Config) -> Classify:
+    return make_plain_model(config, weights=path)
+
+
+def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
@@ -99,7 +117,7 @@ def _read_onnx(path: Path, config: Config) -> Classify:
     return lambda images_BCHW: torch.from_numpy(session.run([OUTPUT], {INPUT: images_BCHW.numpy()})[0])
 
 
-def _write_program(model: nn.Module, images_BCHW: Tensor, path: Path) -> None:
+def _write_program(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
     torch.export.save(torch.export.export(model, (images_BCHW,), dynamic_shapes=_any_batch()), path)
 
 
@@ -112,8 +130,9 @@ def _any_batch() -> tuple[dict[int, torch.export.Dim]]:
 
 
 FORMATS = {
-    "torchvision": Format(None, _write_state, _read_torchvision, only_resnets=True),
-    "timm": Format(None, _write_state, _read_timm, only_resnets=True),
+    "torchvision": Format(None, _write_state, _read_torchvision, only_resnets=True, takes_folded=False),
+    "timm": Format(None, _write_state, _read_timm, only_resnets=True, takes_folded=False),
+    "safetensors": Format(".safetensors", _write_safetensors, _read_safetensors, takes_folded=False),
     "onnx": Format(".onnx", _write_onnx, _read_onnx),
     "torch_export": Format(".pt2", _write_program, _read_program),
 }

@@ -12,7 +12,7 @@ from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.microbatches import rank_microbatches
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Pictures in tar shards with an index: any sample is one seek away, and its size is known before it is read.
 
-A packed split is a folder with shard-000000.tar ... (WebDataset's convention: <key>.jpg or .png, then <key>.cls
+A packed split is a folder with shard-000000.tar ... (WebDataset's convention: <key>.jpg, .png or .webp, then <key>.cls
 with the label), index.npy (one Entry per picture, in the order of the class folders) and index.json (the Facts).
 """
 
@@ -20,7 +20,8 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
-from bigbatch.trainer.input.order import list_names, read_index, read_problem, require_same_classes
+from bigbatch.trainer.input.listed import listed_classes, read_images
+from bigbatch.trainer.input.order import list_names, read_problem, require_same_classes
 
 FORMAT_VERSION = 1
 FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
@@ -156,19 +157,21 @@ def is_packed(folder: Path) -> bool:
 
 
 def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-    """Open root/split, packed or as class folders; classes, if given, are those that it must have (train's).
+    """Open root/split, packed, listed or as class folders; classes, if given, are those that it must have (train's).
 
-    Raises: DataError, as read_packed and read_index do.
+    Raises: DataError, as read_packed and read_images do.
     """
     folder = Path(root) / split
-    return read_packed(folder, classes=classes) if is_packed(folder) else read_index(root, split, classes=classes)
+    return read_packed(folder, classes=classes) if is_packed(folder) else read_images(root, split, classes=classes)
 
 
 def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
-    """Return sorted class names of root/split, whose pictures are not listed; None where there is no such split.
+    """Return sorted class names of root/split, or of the list root; None where there is no such split.
 
-    Raises: DataError.
+    Pictures in folders are not listed for it. Raises: DataError.
     """
+    if Path(root).is_file():
+        return listed_classes(Path(root))
     folder = Path(root) / split
     if not folder.is_dir():
         return None

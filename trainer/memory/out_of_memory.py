@@ -56,8 +56,10 @@ def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> 
             "optimizer.sharded on more ranks"
         )
     words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
+    if config.compute.cuda_graph:
+        words += " (tried without compute.cuda_graph, whose graph keeps memory of its own beside the rest)"
     line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
-    num_blocks = RESIDUAL_BLOCKS[config.model.name]
+    num_blocks = RESIDUAL_BLOCKS.get(config.model.name, 0)
     if config.compute.recomputed_blocks < num_blocks:
         line += f"; --compute.recomputed_blocks, up to {num_blocks}, takes less memory, too"
     return line

@@ -37,9 +37,12 @@ REFERENCE = {
     "model.name": "resnet50",
     "model.blurpool": False,
     "model.weights": None,
+    "model.frozen": None,
+    "optimizer.loss": "cross_entropy",
     "optimizer.nesterov": False,
     "optimizer.exclude_bias_and_norm": True,
     "optimizer.bias_lr_factor": 1.0,
+    "optimizer.lr_factors": None,
     "optimizer.clip_norm": None,
     "optimizer.ema_decay": None,
 }

@@ -17,22 +17,36 @@ NUM_NAMED = 3
 """Names of a kind that an error lists."""
 
 
-def from_foreign(state: object, model: nn.Module, *, source: str) -> dict[str, Tensor]:
+def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool = False) -> dict[str, Tensor]:
     """Read the weights in state, complete, by the names of model; its ResNets share theirs with torchvision and timm.
 
+    new_head: the last layer keeps the model's own, whatever state has there, if anything.
     source names the file in errors. Raises: CheckpointError where state is no state_dict or one of another model.
     """
     own = model.state_dict()
     tensors = _require_tensors(_unwrapped(state), source=source)
     # ours first, so that the file's counters win where it has them
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
+    if new_head:
+        head = _owner(_classifier(own))
+        tensors = {name: tensor for name, tensor in tensors.items() if _owner(name) != head}
+        tensors |= {name: tensor for name, tensor in own.items() if _owner(name) == head}
     _require_names(tensors, own, source=source)
     _require_shapes(tensors, own, source=source)
     return tensors
 
 
-def to_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Save the weights of one of our ResNets as torchvision and timm save theirs: plain tensors, by the same names."""
+def _classifier(own: Mapping[str, Tensor]) -> str:
+    """Name the weight that gives the classes: the last one of a linear layer or of a convolution."""
+    return [name for name in own if own[name].ndim >= 2][-1]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same by the same names as others save theirs: on the CPU, contiguous, each in memory of its own."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
@@ -85,15 +99,15 @@ def _is_plain_alexnet(tensors: Mapping[str, Tensor]) -> bool:
 
 def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str) -> None:
     odd = [name for name in own if own[name].shape != tensors[name].shape]
-    # matrices belong to linear layers alone, and the last one gives the classes
-    classifier = [name for name in own if own[name].ndim == 2][-1]
     if not odd:
         return
+    classifier = _classifier(own)
     if odd[0] == classifier and own[classifier].shape[1:] == tensors[classifier].shape[1:]:
         there, here = len(tensors[classifier]), len(own[classifier])
         raise CheckpointError(
-            f"{source}: {classifier} has {there} classes and data.num_classes is {here}: set data.num_classes to "
-            f"{there} for data of these classes, or name weights of {here} classes"
+            f"{source}: {classifier} has {there} classes and data.num_classes is {here}: train with "
+            f"--model.new_head true to give it a new last layer, or set data.num_classes to {there} for data of these "
+            "classes"
         )
     shapes = [list(state[odd[0]].shape) for state in (tensors, own)]
     raise CheckpointError(

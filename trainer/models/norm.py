@@ -57,6 +57,12 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         self.ghost_index = 0
         self.gathered: tuple[Tensor, Tensor] | None = None
         """Where MicrobatchStatistics wants mean and variance instead of in the running ones."""
+        self.is_frozen = False
+        """In training, too, it computes as in evaluation."""
+
+    def train(self, mode: bool = True) -> "GhostBatchNorm2d":
+        """Go into training, unless frozen, or into evaluation."""
+        return super().train(mode and not self.is_frozen)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Normalise each ghost batch by itself; in eval mode, plain batch norm with running statistics.
@@ -131,8 +137,9 @@ def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
 def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tensor:
     """Move all running means and variances of model into one flat fp32 tensor and return it (may be empty).
 
-    The buffers become views of it, so one all-reduce of the result averages them all; it may run between
-    forward and backward. num_spare elements behind them are for what else is to be summed with them.
+    Those of frozen norms stay where they are. The buffers become views of it, so one all-reduce of the result averages
+    them all; it may run between forward and backward. num_spare elements behind them are for what else is to be summed
+    with them.
     Call after model.to(...), which would replace the views.
     """
     slots = _slots(model)
@@ -149,11 +156,12 @@ def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tenso
 
 
 def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
-    """List norms, and names of their running statistics, in the order of the flat tensor."""
+    """List norms that are not frozen, and names of their running statistics, in the order of the flat tensor."""
     return [
         (norm, name)
         for norm in model.modules()
-        if isinstance(norm, _BatchNorm) and norm.track_running_stats
+        # the average of a frozen one over ranks would be the same but for rounding
+        if isinstance(norm, _BatchNorm) and norm.track_running_stats and not getattr(norm, "is_frozen", False)
         for name in ("running_mean", "running_var")
     ]
 

@@ -29,22 +29,24 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     """Let torch.compile have each region of model: one graph without breaks for each of its shapes.
 
     Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
-    first call with each shape.
+    first call with each shape. A model that is no DividedModel is one region.
     """
-    assert isinstance(model, DividedModel)
     # Blocks share one forward: in training and in evaluation, at each size of the pictures, it meets every shape of a
     # block. None of them is to be compiled for sizes in general, which is slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
-    for owner, name in model.regions():
+    for owner, name in _regions(model):
         compiled = torch.compile(getattr(owner, name), fullgraph=True, dynamic=False, mode=mode, backend=backend)
         setattr(owner, name, compiled)
 
 
 def restore_regions_(model: nn.Module) -> None:
     """Take back what compile_regions_ did."""
-    assert isinstance(model, DividedModel)
-    for owner, name in model.regions():
+    for owner, name in _regions(model):
         delattr(owner, name)
+
+
+def _regions(model: nn.Module) -> list[Region]:
+    return model.regions() if isinstance(model, DividedModel) else [(model, "forward")]
 
 
 def recompute_(model: nn.Module, num_blocks: int) -> None:
@@ -52,8 +54,7 @@ def recompute_(model: nn.Module, num_blocks: int) -> None:
 
     The running statistics of batch norm must be such that a second forward changes nothing: see MicrobatchStatistics.
     """
-    assert isinstance(model, DividedModel)
-    blocks = model.residual_blocks()
+    blocks = model.residual_blocks() if isinstance(model, DividedModel) else []
     assert num_blocks <= len(blocks)
     for block in blocks[:num_blocks]:
         again: Callable[[Tensor], Tensor] = partial(

@@ -2,25 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.config.dotted import import_owner
+
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Import the class of that dotted name. Raises: ValueError saying what is missing, and how to get it."""
-    module_name, _, class_name = name.rpartition(".")
-    package = module_name.partition(".")[0]
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{error}: install its package, as by pip install {package}") from error
+    module, class_name = import_owner(name)
     found = getattr(module, class_name, None)
     if found is None:
         known = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise ValueError(f"{module_name} has no {class_name}; its optimizers are {', '.join(known) or 'none'}")
+        raise ValueError(f"{module.__name__} has no {class_name}; its optimizers are {', '.join(known) or 'none'}")
     if not _is_optimizer(found):
         raise ValueError(f"{name} is no torch.optim.Optimizer")
     return found

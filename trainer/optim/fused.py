@@ -66,6 +66,27 @@ def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tens
     return torch.where((w_N > 0) & (u_N > 0), ratios_N, torch.ones_like(ratios_N))
 
 
+def scaled(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
+    """Return tensors, each times its own factor; those given may be overwritten."""
+    if tensors[0].device.type == "cpu":
+        # a loop costs little there, and memory that is new at every step much
+        torch._foreach_mul_(tensors, factors_N.unbind())
+        return tensors
+    return scaled_on_gpu(tensors, factors_N)
+
+
+def scaled_on_gpu(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
+    """Do it in as many launches for many tensors as for one, on copies, with zeros as large as the largest beside them.
+
+    torch._foreach_mul_ would launch one a tensor: it has a kernel for numbers on the host only. _foreach_addcmul has
+    one for numbers on the device (torch 2.11 and later), so the products are added to zeros.
+    """
+    zeros_M = tensors[0].new_zeros(max(t.numel() for t in tensors))
+    # all lie in the same memory, which is only read
+    zeros = [zeros_M.as_strided(t.size(), t.stride()) for t in tensors]
+    return list(torch._foreach_addcmul(zeros, factors_N.unbind(), tensors))
+
+
 def write_(
     weights: list[Tensor],
     updates: list[Tensor],

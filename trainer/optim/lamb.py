@@ -18,6 +18,7 @@ from bigbatch.trainer.optim.fused import (
     overflow_flag,
     problem_with_number,
     problem_with_weights,
+    scaled,
     unscaled_grads,
     write_,
 )
@@ -34,7 +35,8 @@ class LAMB(torch.optim.Optimizer):
     it: apex's and NVIDIA's clipping of all gradients to norm 1 before (config key optimizer.clip_norm).
 
     Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
-    Gradients are only read; a step needs one more copy of a group's gradients, two under a GradScaler.
+    Gradients are only read; a step needs one more copy of a group's gradients, two under a GradScaler; on a GPU two,
+    and as many zeros as its largest tensor has elements.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an overflow
     leaves weights, moments and the count of steps untouched.
     """
@@ -81,7 +83,7 @@ class LAMB(torch.optim.Optimizer):
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         if group["adapt"]:
             w_N, u_N = self.norms([*weights, *updates]).view(2, -1)
-            torch._foreach_mul_(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N).unbind())
+            updates = scaled(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N))
         write_(weights, updates, [], lr=group["lr"], overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any], overflow: Tensor | None) -> list[Tensor]:
@@ -91,7 +93,8 @@ class LAMB(torch.optim.Optimizer):
         the zeros and the moments, so that no inf or NaN gets into what follows.
         """
         grads = unscaled_grads(self, weights)
-        directions = [torch.zeros_like(w) for w in weights]
+        directions = [torch.empty_like(w) for w in weights]
+        torch._foreach_zero_(directions)  # zeros_like would launch one kernel a tensor
         moments, squares, steps = self._moments(weights)
         # the kernel corrects the bias by this count, so it moves on first
         torch._foreach_add_(steps, 1)

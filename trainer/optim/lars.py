@@ -18,6 +18,7 @@ from bigbatch.trainer.optim.fused import (
     overflow_flag,
     problem_with_number,
     problem_with_weights,
+    scaled,
     unscaled_grads,
     write_,
 )
@@ -54,7 +55,8 @@ class LARS(torch.optim.Optimizer):
     momentum * v plus v's last summand instead of v (u alike), as in TensorFlow's reference.
 
     Every setting can differ per parameter group; `adapt=False` fixes r = 1 (bias and batch norm).
-    Gradients are only read; a step on a GPU needs one more copy of a group's gradients, two under a GradScaler.
+    Gradients are only read; a step on a GPU needs two more copies of a group's gradients, three under a GradScaler, and
+    as many zeros as its largest tensor has elements.
     A GradScaler's scale and overflow flag are applied on the device: step() never waits for it, and an
     overflow leaves weights and momentum untouched.
     Source: mlcommons/training, retired_benchmarks/resnet-tf1 (tf.contrib LARSOptimizer);
@@ -113,10 +115,10 @@ class LARS(torch.optim.Optimizer):
         return loss
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Make one update of weights that share device and dtype: few kernels, and one product a weight."""
+        """Make one update of weights that share device and dtype: as few kernels for many weights as for one."""
         grads = unscaled_grads(self, weights)
-        updates = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
-        torch._foreach_mul_(updates, self._scales(weights, grads, group).unbind())
+        decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
+        updates = scaled(decayed, self._scales(weights, grads, group))
         overflow = overflow_flag(self, weights[0].device)
         write_(weights, updates, self._momenta(weights, group), overflow=overflow, **_writing(group))
 

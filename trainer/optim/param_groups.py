@@ -1,6 +1,8 @@
 """Which parameters decay and adapt: weights do, bias and normalisation do not."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,15 +35,18 @@ def param_groups(
     weight_decay: float,
     exclude_bias_and_norm: bool = True,
     bias_lr_factor: float = 1.0,
+    lr_factors: Mapping[str, float] | None = None,
     substitute: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     """Make two groups for any torch optimizer: [decaying and adapting, neither]; frozen parameters are left out.
 
     Without exclude_bias_and_norm the second group is empty. With another bias_lr_factor than 1, biases are a third
     group: it carries the factor as lr_factor, for whoever sets the learning rate, and has weight_decay / the factor.
+    lr_factors: pattern of names -> factor, of which the first that matches counts, 1 where none does. Each group is
+    then divided by them; they multiply lr_factor and leave weight_decay.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
     `names` keeps the parameters' names, in order; `adapt` is read by LARS and LAMB, torch's optimizers carry it along.
-    Raises: ValueError for a substitute that names no trainable parameter.
+    Raises: ValueError for a substitute that names no trainable parameter, and for a pattern that decides for none.
     """
     tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if unknown := set(substitute or ()) - set(tensors):
@@ -66,7 +71,35 @@ def param_groups(
     if biases:
         last = group([name for name in tensors if name in biases], is_decaying=not exclude_bias_and_norm)
         groups.append(last | {"weight_decay": last["weight_decay"] / bias_lr_factor, "lr_factor": bias_lr_factor})
-    return groups
+    if not lr_factors:
+        return groups
+    factors = _factors(tensors, lr_factors)
+    return [part for group in groups for part in _divided(group, factors)]
+
+
+def _factors(names: Iterable[str], lr_factors: Mapping[str, float]) -> dict[str, float]:
+    """Return each name's factor, that of the first pattern which matches. Raises: ValueError for an idle pattern."""
+    deciding = {name: next((p for p in lr_factors if fnmatchcase(name, p)), None) for name in names}
+    if idle := [pattern for pattern in lr_factors if pattern not in deciding.values()]:
+        raise ValueError(
+            f"lr_factors: {idle[0]!r} decides for none of the weights that are trained, {next(iter(deciding))} to "
+            f"{[*deciding][-1]}: correct it, or put it before the pattern that has its weights"
+        )
+    return {name: 1.0 if pattern is None else lr_factors[pattern] for name, pattern in deciding.items()}
+
+
+def _divided(group: dict[str, Any], factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Divide a group into those of equal factors."""
+    named = list(zip(group["names"], group["params"], strict=True))
+    return [
+        {
+            **group,
+            "params": [tensor for name, tensor in named if factors[name] == factor],
+            "names": [name for name, _ in named if factors[name] == factor],
+            "lr_factor": factor * group.get("lr_factor", 1.0),
+        }
+        for factor in dict.fromkeys(factors[name] for name, _ in named)
+    ]
 
 
 def load_optimizer_state(
@@ -78,15 +111,28 @@ def load_optimizer_state(
     Raises: ValueError if the parameters or the meaning of the momentum differ.
     """
     own = optimizer.state_dict()
+    _require_same_names(own["param_groups"], saved["param_groups"])
     groups = []
     for ours, theirs in zip(own["param_groups"], saved["param_groups"], strict=True):
-        # torch compares numbers of parameters only, and would hand a momentum to another weight
-        for key in ("names", "momentum_form"):
-            if ours.get(key) != theirs.get(key):
-                raise ValueError(f"{key} is {theirs.get(key)} there and {ours.get(key)} here")
+        if ours.get("momentum_form") != theirs.get("momentum_form"):
+            raise ValueError(
+                f"momentum_form is {theirs.get('momentum_form')} there and {ours.get('momentum_form')} here"
+            )
         if ("betas" in ours) != ("betas" in theirs):
             raise ValueError("one keeps a momentum, and the other means of gradients and of their squares")
         counted = {} if stated is None else {key: theirs[key] for key in ours.keys() & theirs.keys() - set(stated)}
         groups.append({**ours, **counted})
     # a momentum of 0 was there where none was kept: to torch's fused kernels, none is memory that nobody wrote
     optimizer.load_state_dict({"state": {**own["state"], **saved["state"]}, "param_groups": groups})
+
+
+def _require_same_names(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Raise ValueError where groups differ: torch compares numbers of parameters, and would mix up their momentum."""
+    here, there = ([group.get("names", []) for group in groups] for groups in (ours, theirs))
+    if here == there:
+        return
+    if only_one := set(chain(*here)) ^ set(chain(*there)):
+        raise ValueError(
+            f"{min(only_one)} is trained in one of them only: if the model is the same, set model.frozen as it was"
+        )
+    raise ValueError("the names of their groups differ: set the learning rate's factors in optimizer as they were")

@@ -15,10 +15,10 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import require_own_gpus
 from bigbatch.errors import CommError
+from bigbatch.exit_codes import UNFIT
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.trainer.preflight import UNFIT
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent

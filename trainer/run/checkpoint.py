@@ -15,11 +15,14 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError
+from bigbatch.errors import CheckpointError, DamagedCheckpoint
+from bigbatch.files import exchange, flush
 
 FORMAT = 1
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
+REPLACED = ".replaced"
+"""Ends the hidden name of a checkpoint that makes room for another one of its step."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,25 @@ class Checkpoint:
     path: Path
     step: int
     top1: float | None
+    is_agreed: bool = False
+    """All ranks were found to hold the same bits as it was saved."""
 
 
-def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: float | None, keep: int) -> Path:
+def checkpoint_path(directory: Path, *, step: int) -> Path:
+    """Return the folder of the checkpoint of that step."""
+    return directory / f"step-{step:08d}"
+
+
+def save_checkpoint(
+    directory: Path, state: dict[str, Any], *, step: int, top1: float | None, keep: int, is_agreed: bool = False
+) -> Path:
     """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best, and what killed writes left.
 
-    The folder appears by one rename, after its bytes are on disk; an interrupted or failed write leaves the
-    older checkpoints as they were.
+    The folder appears by one rename, after its bytes are on disk. Wherever the write is interrupted, a whole one is
+    listed: the new one, or that which it replaces and all older ones.
     Raises: CheckpointError naming the path, as on a full disk.
     """
-    path = directory / f"step-{step:08d}"
+    path = checkpoint_path(directory, step=step)
     aside = directory / f".{path.name}.{os.getpid()}"
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -48,13 +60,14 @@ def save_checkpoint(directory: Path, state: dict[str, Any], *, step: int, top1: 
             "format": FORMAT,
             "step": step,
             "top1": top1,
+            "is_agreed": is_agreed,
             "bytes": (aside / STATE_FILE).stat().st_size,
             "sha256": _sha256(aside / STATE_FILE),
         }
         (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
         # on disk before the rename, or a crash could leave the name with empty files behind it
-        for name in (STATE_FILE, MANIFEST_FILE):
-            _flush(aside / name)
+        for part in (aside / STATE_FILE, aside / MANIFEST_FILE, aside):
+            flush(part)
         _put_in_place(aside, path)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -86,23 +99,48 @@ def write_on_first(write: Callable[[], object], control: Control, *, what: str, 
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state, after its size and hash were compared with the manifest.
+    """Return the state of an intact checkpoint.
 
-    Raises: CheckpointError naming the path and the newest intact checkpoint beside it.
+    Raises: CheckpointError naming the path, and where it is damaged the newest intact checkpoint beside it.
     """
     try:
-        manifest = read_manifest(path)
+        return load_intact(path)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(f"{error}{_other(path)}") from error
+
+
+def load_intact(path: Path) -> dict[str, Any]:
+    """Return the state, after its size and hash were compared with the manifest.
+
+    Raises: DamagedCheckpoint naming the path; CheckpointError where it may be whole and cannot be read.
+    """
+    try:
+        manifest, size = _manifest_and_size(path)
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, not {FORMAT}")
-        size = (path / STATE_FILE).stat().st_size
         if size != manifest["bytes"]:
-            raise CheckpointError(f"checkpoint {path} is truncated: {size} of {manifest['bytes']} bytes{_other(path)}")
+            raise DamagedCheckpoint(f"checkpoint {path} is truncated: {size} of {manifest['bytes']} bytes")
         if _sha256(path / STATE_FILE) != manifest["sha256"]:
-            raise CheckpointError(f"checkpoint {path} is damaged: its checksum differs{_other(path)}")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: its checksum differs")
         return dict(torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
-    except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"checkpoint {path} is not readable: {reason}{_other(path)}") from error
+    except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} is not readable: {_reason(error)}") from error
+
+
+def _manifest_and_size(path: Path) -> tuple[dict[str, Any], int]:
+    """Return what a checkpoint says of itself, and the bytes of its state. Raises: OSError; DamagedCheckpoint."""
+    try:
+        manifest = read_manifest(path)
+        manifest["format"], manifest["bytes"], manifest["sha256"]
+        return manifest, (path / STATE_FILE).stat().st_size
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} is not readable: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -125,23 +163,41 @@ def restoring(path: Path) -> Iterator[None]:
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
     """List all finished checkpoints, oldest first. Folders without a readable manifest are listed with step only."""
     found = []
-    for path in (p for p in directory.glob("step-*") if p.name.removeprefix("step-").isdecimal()):
+    for path, step in _folders(directory).items():
         try:
             manifest = read_manifest(path)
-            found.append(Checkpoint(path, int(manifest["step"]), manifest["top1"]))
+            found.append(Checkpoint(path, int(manifest["step"]), manifest["top1"], manifest.get("is_agreed", False)))
         except (OSError, ValueError, KeyError, TypeError):
-            found.append(Checkpoint(path, int(path.name.removeprefix("step-")), None))
+            found.append(Checkpoint(path, step, None))
     return sorted(found, key=lambda c: c.step)
+
+
+def _folders(directory: Path) -> dict[Path, int]:
+    """Return the folders of all finished checkpoints, and their steps; of one that was cut short, the replaced one."""
+    named = {int(n): p for p in directory.glob("step-*") if (n := p.name.removeprefix("step-")).isdecimal()}
+    for path in directory.glob(f".step-*{REPLACED}"):
+        step = path.name.removeprefix(".step-").removesuffix(REPLACED)
+        if step.isdecimal():
+            named.setdefault(int(step), path)
+    return {path: step for step, path in named.items()}
 
 
 def set_aside_after(directory: Path, *, step: int) -> list[Path]:
     """Rename the checkpoints after a step, which a run from there will not go through; return their new paths."""
     aside = []
+    _drop_unfinished(directory)
     for checkpoint in list_checkpoints(directory):
         if checkpoint.step > step:
             # no "step-*", so that nothing lists it, goes on from it or drops it
             aside.append(checkpoint.path.with_name(f"abandoned-{checkpoint.path.name}-{time.time_ns()}"))
             checkpoint.path.rename(aside[-1])
+    return aside
+
+
+def set_damaged_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing goes on from it; return its new path."""
+    aside = path.with_name(f"damaged-{path.name.strip('.')}-{time.time_ns()}")
+    path.rename(aside)
     return aside
 
 
@@ -166,16 +222,21 @@ def require_free_disk(directory: Path, *, num_bytes: int) -> None:
 
 
 def _put_in_place(aside: Path, path: Path) -> None:
-    """Rename; a checkpoint of the same step (saved before its evaluation) makes room first."""
-    replaced = path.parent / f".{path.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    # os.rename puts no folder in place of one that is not empty
-    if path.exists():
+    """Rename; a checkpoint of the same step (saved before its evaluation) changes places with it."""
+    if path.exists() and not exchange(aside, path):
+        # in two steps, between which REPLACED stands in for it
+        replaced = _replaced(path)
+        shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-    aside.rename(path)
+    if not path.exists():
+        aside.rename(path)
     # a rename is on disk only once its folder is
-    _flush(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    flush(path.parent)
+
+
+def _replaced(path: Path) -> Path:
+    """Return where a checkpoint lies while another one takes its place."""
+    return path.with_name(f".{path.name}{REPLACED}")
 
 
 def _drop_old(directory: Path, *, keep: int) -> None:
@@ -183,11 +244,18 @@ def _drop_old(directory: Path, *, keep: int) -> None:
     kept = {c.path for c in checkpoints[-keep:]}
     if best := best_checkpoint(checkpoints):
         kept.add(best.path)
+    _drop_unfinished(directory)
     for checkpoint in checkpoints:
         if checkpoint.path not in kept:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
+def _drop_unfinished(directory: Path) -> None:
+    """Remove what killed writes left: before their checkpoints move, as it would else be listed in their place."""
+    listed = _folders(directory)
     for unfinished in directory.glob(".step-*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished not in listed:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _other(path: Path) -> str:
@@ -211,11 +279,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

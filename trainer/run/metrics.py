@@ -4,9 +4,15 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bigbatch.colours import COLOURS
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
 
 
 class MetricsLog:
@@ -36,7 +42,8 @@ class MetricsLog:
             self._file.write(json.dumps({"kind": kind, "time": time.time(), **record}) + "\n")
             # a record is whole in the file before the next one, whatever then ends the process
             self._file.flush()
-        for name, value in record.items():
+        own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
+        for name, value in {**record, **own}.items():
             if isinstance(value, int | float) and name != "step":
                 self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
 
@@ -53,22 +60,51 @@ def _stays(record: dict[str, Any], *, from_step: int) -> bool:
     return 0 < from_step >= record["step"] and not is_written_again
 
 
-def plot_run(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Draw training and evaluation loss, and top-1 and top-5, over epochs, as a PNG."""
+def plot_run(
+    records: Sequence[dict[str, Any]],
+    path: Path,
+    *,
+    title: str,
+    label_smoothing: float,
+    loss: str = "cross-entropy (nats)",
+) -> None:
+    """Draw loss, accuracy and learning rate over epochs, as a PNG; label_smoothing: of the training loss."""
+    draw_run(records, title=title, label_smoothing=label_smoothing, loss=loss).savefig(path, dpi=120)
+
+
+def draw_run(
+    records: Sequence[dict[str, Any]], *, title: str, label_smoothing: float, loss: str = "cross-entropy (nats)"
+) -> "Figure":
+    """Draw what plot_run saves: training in one colour and evaluation in another, on all panels."""
     from matplotlib.figure import Figure
 
     train = [r for r in records if r["kind"] == "train"]
     evals = [r for r in records if r["kind"] == "eval"]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
-    for rows, style, label in ((train, "-", "training"), (evals, "o-", "evaluation")):
-        loss_axes.plot([r["epoch"] for r in rows], [r["loss"] for r in rows], style, label=label)
-    loss_axes.set(xlabel="epoch", ylabel="cross-entropy (nats)", title="Loss")
-    for key, label in (("top1", "top-1"), ("top5", "top-5")):
-        accuracy_axes.plot([r["epoch"] for r in evals], [100 * r[key] for r in evals], "o-", label=label)
-    accuracy_axes.set(xlabel="epoch", ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 101))
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    loss_axes, accuracy_axes, rate_axes = panels = figure.subplots(1, 3)
+    smoothed = f" (raised by label smoothing of {label_smoothing:g})" if label_smoothing else ""
+    lines = [
+        (loss_axes, train, "loss", 1, "-", TRAIN_COLOUR, f"training{smoothed}"),
+        (loss_axes, evals, "loss", 1, "o-", EVAL_COLOUR, "evaluation"),
+        (accuracy_axes, evals, "top1", 100, "o-", EVAL_COLOUR, "top-1"),
+        (rate_axes, train, "lr", 1, "-", TRAIN_COLOUR, None),
+    ]
+    if any(r["top5"] < 1 for r in evals):  # of five classes or fewer it is always 1
+        lines.append((accuracy_axes, evals, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
+    for axes, rows, key, scale, style, color, label in lines:
+        values = [scale * r[key] for r in rows]
+        axes.plot([r["epoch"] for r in rows], values, style, color=color, markersize=5, label=label, clip_on=False)
+    loss_axes.set(ylabel=loss, title="Loss")
+    accuracy_axes.set(ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 100))
+    rate_axes.set(ylabel="learning rate", title="Learning rate", ylim=(0, None))
+    last = max((r["epoch"] for r in (*train, *evals)), default=1)
+    for axes in panels:
+        axes.set(xlabel="epoch", xlim=(0, last))
+        axes.locator_params(axis="x", nbins=7, integer=last >= 2)
+        axes.grid(alpha=0.25, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
     for axes in (loss_axes, accuracy_axes):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="upper right" if axes is loss_axes else "lower right")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+        # below the panel, where no curve is
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
+    figure.suptitle(title, fontsize=13)
+    return figure

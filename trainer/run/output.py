@@ -1,7 +1,10 @@
 """What a run shows on the terminal, and leaves in its folder beside checkpoints: by its first rank alone."""
 
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,19 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.score import CROSS_ENTROPY
 from bigbatch.trainer.input.report import MeasuredInput
-from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints, require_free_disk, set_aside_after
+from bigbatch.trainer.run.checkpoint import (
+    best_checkpoint,
+    list_checkpoints,
+    require_free_disk,
+    set_aside_after,
+    set_damaged_aside,
+)
 from bigbatch.trainer.run.cost import spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
-from bigbatch.trainer.run.progress import Reporter, make_reporter
+from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
 from bigbatch.trainer.run.resume import Start, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -22,20 +32,36 @@ from bigbatch.trainer.step.totals import Totals
 
 
 class RunOutput:
-    """Speaks to the terminal from the start, and from open_folder on to the folder: the first rank's, as is finish."""
+    """Speaks to the terminal from the start, and from open_folder on to the folder: the first rank's, as is finish.
 
-    def __init__(self, config: Config, communicator: Communicator, *, plan: Plan, terminal_columns: int | None) -> None:
+    Where nobody reads any more what it says, it says so on standard error, calls ask_to_stop, and is silent from then
+    on: what the run was to save is saved.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        *,
+        plan: Plan,
+        terminal_columns: int | None,
+        ask_to_stop: Callable[[str], None],
+        is_quiet: bool = False,
+    ) -> None:
         self._config = config
+        self._ask_to_stop = ask_to_stop
         self._communicator = communicator
         self._plan = plan
         self._rundir = RunDir(Path(config.run.directory))
-        self._reporter: Reporter = make_reporter(
-            is_first_rank=communicator.rank == 0,
-            terminal_columns=terminal_columns,
-            first_step=plan.first_step,
-            num_steps=plan.num_steps,
-        )
         self._log: MetricsLog | None = None
+        self._reporter: Reporter = Silent()
+        with self._speaking():
+            self._reporter = make_reporter(
+                is_shown=communicator.rank == 0 and not is_quiet,
+                terminal_columns=terminal_columns,
+                first_step=plan.first_step,
+                num_steps=plan.num_steps,
+            )
 
     def open_folder(self, parts: Parts, start: Start) -> None:
         """Write all that is written before the first step. Raises: CheckpointError; RunFolderError."""
@@ -53,16 +79,22 @@ class RunOutput:
         rundir.write_text(rundir.config, dump_config(config))
         if self._communicator.calibration:
             rundir.write_text(rundir.calibration, self._communicator.calibration)
+        damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
+        for path, why in damaged.items():
+            self.say(f"{why}: set aside as {path}, and the run goes on from {start.path}")
         for path in set_aside_after(rundir.checkpoints, step=self._plan.first_step):
             self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
         if self._plan.first_step < self._plan.num_steps:
             # a summary says that a run is finished, which one with steps left is not
             rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
+        for path, why in damaged.items():
+            self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
 
     def say(self, text: str) -> None:
         """Say a line of its own."""
-        self._reporter.say(text)
+        with self._speaking():
+            self._reporter.say(text)
 
     def log(self, kind: str, record: dict[str, Any]) -> None:
         """Log a record, as MetricsLog.write does."""
@@ -71,12 +103,14 @@ class RunOutput:
 
     def report(self, record: dict[str, Any]) -> None:
         """Take a report of the training loop."""
-        self._reporter.advance(record)
+        with self._speaking():
+            self._reporter.advance(record)
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Take the result of an evaluation."""
-        self._reporter.evaluated(record)
+        with self._speaking():
+            self._reporter.evaluated(record)
         self.log("eval", record)
 
     def finish(
@@ -87,20 +121,23 @@ class RunOutput:
         measured: MeasuredInput | None,
         skipped: Mapping[str, str],
         seconds: float,
-    ) -> None:
-        """Write the plot, and the summary or the way to go on; arguments as for make_summary."""
+    ) -> dict[str, Any] | None:
+        """Write the plot, and the summary or the way to go on; arguments as for make_summary. Return the summary."""
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
         records = list(read_records(rundir.metrics))
         with writing(rundir.plot):
-            plot_run(records, rundir.plot, title=title)
+            optimizer = config.optimizer
+            loss = "cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss
+            plot_run(records, rundir.plot, title=title, label_smoothing=optimizer.label_smoothing, loss=loss)
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.say(text)
             self.log("hint", {"step": self._plan.first_step + totals.steps, "hint": text})
         if totals.stopped_by:
-            newest = list_checkpoints(rundir.checkpoints)[-1]
-            self.say(f"stopped by {totals.stopped_by}; saved {newest.path}; the same command goes on from there")
-            return
+            # none where a run of another folder's checkpoint was stopped before its first step
+            saved = "".join(f"saved {newest.path}; " for newest in list_checkpoints(rundir.checkpoints)[-1:])
+            self.say(f"stopped by {totals.stopped_by}; {saved}the same command goes on from there")
+            return None
         if totals.steps == 0 and rundir.summary.exists():
             self.say("this run was finished before; its summary:")
             summary = json.loads(rundir.summary.read_text())
@@ -118,14 +155,39 @@ class RunOutput:
                 spent=spent_in_all(records),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
-        self._reporter.finish(summary)
+        with self._speaking():
+            self._reporter.finish(summary)
         self.say(f"plot: {rundir.plot}")
+        return dict(summary)
 
     def leave_terminal(self) -> None:
         """Give the terminal back before what ends a run may take its time, or fail."""
-        self._reporter.close()
+        with self._speaking():
+            self._reporter.close()
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            lost, self._reporter = self._reporter, Silent()
+            _throw_away_output()
+            with suppress(OSError):
+                lost.close()
+                print(
+                    f"bigbatch: standard output cannot be written any more ({error.strerror}): the run saves a "
+                    "checkpoint and stops",
+                    file=sys.stderr,
+                )
+            self._ask_to_stop("its standard output, which nobody takes")
 
     def close(self) -> None:
         """Flush the records. Raises: RunFolderError."""
         if self._log:
             self._log.close()
+
+
+def _throw_away_output() -> None:
+    """Let what is still to be flushed at the end of the process go nowhere, as it cannot go where it should."""
+    with suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

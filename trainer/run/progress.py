@@ -1,5 +1,8 @@
 """What a person in front of the terminal sees; silent on all ranks but the first."""
 
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -33,7 +36,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Shows nothing: this is for the other ranks."""
+    """Shows nothing: this is for the other ranks, and for --quiet."""
 
     def say(self, text: str) -> None:
         """Show nothing."""
@@ -52,15 +55,29 @@ class Silent:
 
 
 class Lines:
-    """Prints one plain line per report: for logs and pipes."""
+    """Prints one plain line per report: for logs and pipes. clock tells seconds."""
+
+    def __init__(self, *, num_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._num_steps = num_steps
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+        """Step and time of the first report: what came before was slower, to warm up."""
 
     def say(self, text: str) -> None:
         """Print and flush."""
         print(text, flush=True)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Print step, loss, rates and shares."""
-        self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}")
+        """Print step, loss, rates, shares, and the time left at the pace so far, evaluations and all."""
+        self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}{self._left(record['step'])}")
+
+    def _left(self, step: int) -> str:
+        now = self._clock()
+        first_step, began = self._first = self._first or (step, now)
+        if not first_step < step < self._num_steps:
+            return ""
+        seconds = (now - began) / (step - first_step) * (self._num_steps - step)
+        return f"  left {timedelta(seconds=round(seconds))}"
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Print the accuracy."""
@@ -116,6 +133,14 @@ class Bar:
         self._progress.stop()
 
 
+class _Terminal(Console):
+    """Leaves a pipe that is broken to who writes; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled."""
+        raise
+
+
 UNITS = {
     "seconds": "s",
     "energy_joules": "J",
@@ -129,9 +154,19 @@ UNITS = {
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and shown values of a summary; a list has a row for each of its entries."""
-    values = ((name, value if isinstance(value, list) else [value]) for name, value in summary.items())
-    return [(name, show(name, entry)) for name, entries in values for entry in entries]
+    """Return the names and shown values of a summary; a list has a row for each of its entries, as own metrics have."""
+    shown = []
+    for name, value in summary.items():
+        if name == "metrics":
+            shown += [(f"{name}.{own}", show_metric(figure)) for own, figure in value.items()]
+        else:
+            shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
+    return shown
+
+
+def show_metric(value: float) -> str:
+    """Show a figure of which nothing is known."""
+    return f"{value:.4g}"
 
 
 def show(name: str, value: Any) -> str:
@@ -176,17 +211,18 @@ def describe_overflow(record: dict[str, Any]) -> str:
 
 def describe_evaluation(record: dict[str, Any]) -> str:
     """Describe one evaluation, short."""
+    metrics = "".join(f"{name} {show_metric(value)}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  top-5 {100 * record['top5']:.2f}%  "
-        f"loss {record['loss']:.3f}  ({record['count']} pictures in {record['seconds']:.1f} s)"
+        f"loss {record['loss']:.3f}  {metrics}({record['count']} pictures in {record['seconds']:.1f} s)"
     )
 
 
-def make_reporter(*, is_first_rank: bool, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
-    """Return a bar on a terminal, plain lines elsewhere, nothing on the other ranks."""
-    if not is_first_rank:
+def make_reporter(*, is_shown: bool, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
+    """Return a bar on a terminal, plain lines elsewhere; nothing where is_shown is False."""
+    if not is_shown:
         return Silent()
     if terminal_columns is None:
-        return Lines()
-    console = Console(force_terminal=True, width=terminal_columns)
+        return Lines(num_steps=num_steps)
+    console = _Terminal(force_terminal=True, width=terminal_columns)
     return Bar(console, first_step=first_step, num_steps=num_steps)

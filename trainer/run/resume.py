@@ -1,24 +1,29 @@
 """Which checkpoint a run goes on from, what it takes over, and whether config and pictures are still those of it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bigbatch.errors import CheckpointError
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.trainer.config.file import as_yaml, dump_config, read_dumped
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.models.exchange import from_foreign
 from bigbatch.trainer.optim.foreign import resume_training
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, read_manifest, restoring
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
 ALIKE = {"lamb", "adamw"}
 """Optimizers that keep the same means of the same gradients: one goes on from the other's."""
+
+OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options")
+"""Keys that say what is trained, and for what."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class Start:
     """A name per line; it decides how sums are rounded."""
     sha256: str | None
     """Of the checkpoint's bytes: nodes that share no disk may hold others under the same name."""
+    damaged: Mapping[Path, str]
+    """Newer checkpoints, newest first, which some rank finds damaged, and why."""
 
 
 ANEW = Start(
@@ -49,22 +56,31 @@ ANEW = Start(
     evaluations={},
     gradient_order=None,
     sha256=None,
+    damaged={},
 )
 
 
-def find_start(config: Config, rundir: RunDir, *, samples: str | None) -> tuple[Start, dict[str, Any]]:
-    """Find where to start from, and the state to restore, which is empty for a run that starts anew.
+def find_start(
+    config: Config, rundir: RunDir, *, samples: str | None, control: Control
+) -> tuple[Start, dict[str, Any]]:
+    """Find where to start from, and the state to restore, which is empty for a run that starts anew. Collective.
 
     samples: digest of the training pictures. Raises: CheckpointError, also where the checkpoint is of another run.
     """
-    path = resume_path(config, rundir)
+    if config.run.resume == "auto":
+        paths = [checkpoint.path for checkpoint in list_checkpoints(rundir.checkpoints)]
+        path, state, damaged = load_newest_intact(paths, control)
+    else:
+        path, damaged = resume_path(config, rundir), {}
+        state = load_checkpoint(path) if path else {}
     if path is None:
         return ANEW, {}
-    state = load_checkpoint(path)
     if config.run.resume == "auto":
         require_same_samples(state["config"], dump_config(config))
         require_same_images(state, samples, root=config.data.root)
+    require_same_model(state["config"], config, source=f"checkpoint {path}")
     require_same_optimizer(state["config"], config.optimizer.name, path=path)
+    require_same_objective(state["config"], config, path=path)
     start = Start(
         path=path,
         step=int(state["step"]),
@@ -74,6 +90,7 @@ def find_start(config: Config, rundir: RunDir, *, samples: str | None) -> tuple[
         evaluations=evaluations_before(state, samples) if is_of(path, run=rundir) else {},
         gradient_order=state.get("gradient_order"),
         sha256=read_manifest(path)["sha256"],
+        damaged=damaged,
     )
     return start, state
 
@@ -93,18 +110,55 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
         parts.average.load_state_dict(state.get("average", {}))
 
 
+def load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
+    """Load the last of paths that no rank finds damaged; return it, its state, and why those after it are. Collective.
+
+    Ranks that see other checkpoints end with different ones: they are to compare them.
+    Raises: CheckpointError for one that cannot be read, and where there are some and none is intact.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(paths):
+        state, why = _load_or_say_why(path)
+        is_common, told = _compare(path.name, why, control)
+        if not told:
+            return path, state, damaged
+        if not is_common:
+            raise CheckpointError(told)
+        damaged[path] = told
+    _compare("", "", control)  # a rank that sees one more looks at it now
+    if damaged:
+        raise CheckpointError(
+            f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
+            "run.directory"
+        )
+    return None, {}, {}
+
+
+def _load_or_say_why(path: Path) -> tuple[dict[str, Any], str]:
+    try:
+        return load_intact(path), ""
+    except DamagedCheckpoint as error:
+        return {}, str(error)
+
+
+def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
+    """Tell whether all ranks look at the checkpoint of that name, and why any of them, else this one, cannot."""
+    seen = [text.partition(" ") for text in control.gather_text(f"{name} {why}", what="search for a checkpoint")]
+    if any(other != name for other, _, _ in seen):
+        return False, why
+    return True, next((told for _, _, told in seen if told), "")
+
+
 def resume_path(config: Config, rundir: RunDir) -> Path | None:
-    """Tell which checkpoint to start from. Raises: CheckpointError when the folder is used and resume is never."""
-    resume = config.run.resume
-    if resume not in ("auto", "never"):
-        return Path(resume)
-    found = list_checkpoints(rundir.checkpoints)
-    if found and resume == "never":
+    """Return the checkpoint that run.resume names; None for never. Raises: CheckpointError when the folder is used."""
+    if config.run.resume != "never":
+        return Path(config.run.resume)
+    if found := list_checkpoints(rundir.checkpoints):
         raise CheckpointError(
             f"{rundir.path} holds a run already (step {found[-1].step}): choose another run.directory, or set "
             "run.resume to auto to go on"
         )
-    return found[-1].path if found else None
+    return None
 
 
 def lacks_evaluation(path: Path, *, run: RunDir) -> bool:
@@ -161,6 +215,17 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
             f"checkpoint {path} holds the state of optimizer.name={there}, which is not that of {name}: set it to "
             f"{there}, or begin anew from its weights, with model.weights and another run.directory"
         )
+
+
+def require_same_objective(old: str, config: Config, *, path: Path) -> None:
+    """Raise CheckpointError where other weights were trained, or for something else: what is there has no sequel."""
+    for key in OBJECTIVE:
+        there, here = (as_yaml(value or None) for value in (read_dumped(old)[key], lookup(config, key)))
+        if there != here:
+            raise CheckpointError(
+                f"checkpoint {path} is of a run with {key}={there}, and it is {here} here: set it as it was, or begin "
+                "anew from its weights, with model.weights and another run.directory"
+            )
 
 
 def changes(old: str, new: str) -> dict[str, str]:

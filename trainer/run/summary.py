@@ -5,6 +5,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
+from torch import nn
 
 from bigbatch.comm.algorithms.rounding import rounding_note
 from bigbatch.comm.communicator import Communicator
@@ -45,6 +46,7 @@ def introduction(
         *placement,
         *([notice] if notice else []),
         *_how_it_starts(config, plan),
+        *_frozen(parts.model),
     ]
 
 
@@ -96,7 +98,14 @@ def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
 def _how_it_starts(config: Config, plan: Plan) -> list[str]:
     if plan.first_step:
         return [f"resumed after step {plan.first_step}"]
-    return [f"starts from the weights in {config.model.weights}"] if config.model.weights else []
+    head = ", with a new last layer" if config.model.new_head else ""
+    return [f"starts from the weights in {config.model.weights}{head}"] if config.model.weights else []
+
+
+def _frozen(model: nn.Module) -> list[str]:
+    counts = [p.numel() for p in model.parameters() if not p.requires_grad]
+    num_all = sum(p.numel() for p in model.parameters())
+    return [f"frozen: {sum(counts):,} of {num_all:,} weights, in {len(counts)} tensors"] if counts else []
 
 
 def make_summary(
@@ -119,6 +128,7 @@ def make_summary(
     return {
         "top1": totals.last_evaluation["top1"],
         "top5": totals.last_evaluation["top5"],
+        **({"metrics": own} if (own := totals.last_evaluation.get("metrics")) else {}),
         "best_top1": best.top1 if best else totals.last_evaluation["top1"],
         "ended_by": ended_by,
         "epochs": (plan.first_step + totals.steps) // plan.steps_per_epoch,

@@ -1,6 +1,7 @@
 """Weights out of checkpoints and files, ours and others', into a model. Nothing in them is executed."""
 
 import hashlib
+import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -11,28 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
-from bigbatch.trainer.config.file import read_dumped
+from bigbatch.trainer.config.file import as_yaml, read_dumped
+from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.models.exchange import from_foreign
+from bigbatch.trainer.models.libraries import cached_weights
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
 from bigbatch.trainer.step.ema import evaluated_weights
 
 DECIDING = tuple(
-    f"model.{name}" for name in ("name", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
+    f"model.{name}"
+    for name in ("name", "options", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
 )
 """Keys of the model section that decide what weights mean."""
 
 
-def load_weights_(model: nn.Module, path: Path, *, config: Config) -> None:
-    """Copy the weights in path, a checkpoint folder or a file, into a model of that config.
+def load_weights_(model: nn.Module, path: Path, *, config: Config, new_head: bool = False) -> None:
+    """Copy the weights in path, a checkpoint folder, a file or torchvision:NAME or timm:NAME, into a model of config.
 
+    new_head: all but the last layer, which stays as it is.
     Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
     """
     state = _read(path)
     if _is_ours(state):
-        _require_same_model(state["config"], config, path=path)
+        require_same_model(state["config"], config, source=str(path))
         state = evaluated_weights(state)
-    weights = from_foreign(state, model, source=str(path))
+    weights = from_foreign(state, model, source=str(path), new_head=new_head)
     if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
     model.load_state_dict(weights)
@@ -47,6 +52,8 @@ def digest(model: nn.Module) -> str:
 
 
 def _read(path: Path) -> Any:
+    if str(path).startswith(LIBRARIES):
+        path = cached_weights(str(path))
     if not path.is_dir():
         return _read_file(path)
     if not (path / MANIFEST_FILE).is_file():
@@ -90,6 +97,19 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise _unreadable(path, error) from error
 
 
+def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping[str, Any]) -> None:
+    """Write contiguous tensors that share no memory, and facts, in JSON each, as the file's metadata.
+
+    Raises: ImportError without safetensors; OSError.
+    """
+    from safetensors.torch import save
+
+    # format: by which transformers and others tell whose tensors these are
+    metadata = {name: json.dumps(fact) for name, fact in facts.items()} | {"format": "pt"}
+    # save_file would put a file of its own, with other permissions, in the place of this one
+    path.write_bytes(save(dict(state), metadata=metadata))
+
+
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "it ends too soon")
     return CheckpointError(f"{path} is not readable as weights ({reason}): copy or download it again")
@@ -99,10 +119,14 @@ def _is_ours(state: object) -> bool:
     return isinstance(state, Mapping) and isinstance(state.get("config"), str) and "model" in state
 
 
-def _require_same_model(text: str, config: Config, *, path: Path) -> None:
+def require_same_model(text: str, config: Config, *, source: str) -> None:
+    """Raise CheckpointError where source, which has weights of the config in text, is of another model than config."""
     values = read_dumped(text)
     for key in DECIDING:
         there, here = values[key], lookup(config, key)
         # false and null mean the same: an option that is off
         if (there or None) != (here or None):
-            raise CheckpointError(f"{path} is of another model: {key} is {there} there and {here} here")
+            raise CheckpointError(
+                f"{source} is of another model: {key} is {as_yaml(there)} there and {as_yaml(here)} here: set it as it "
+                "was for these weights"
+            )

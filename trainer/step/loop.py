@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.errors import DataError
@@ -16,7 +15,9 @@ from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
 from bigbatch.trainer.step.divergence import require_finite
 from bigbatch.trainer.step.plan import Hooks, Parts, Plan
+from bigbatch.trainer.step.replicas import digest, replicas, require_same
 from bigbatch.trainer.step.seeding import seed_forward
+from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.totals import Totals
 from bigbatch.trainer.step.window import Window, WindowSums
 
@@ -74,7 +75,7 @@ class TrainStep:
             if is_last:
                 # the last forward is done with them, so they travel beside backward
                 parts.reducer.start_extra(parts.statistics.flat_N, label="all-reduce of batch-norm statistics")
-            loss = F.cross_entropy(logits_BK, prepared.targets, label_smoothing=plan.label_smoothing, reduction="sum")
+            loss = parts.loss(logits_BK, prepared.targets)
             with span("backward"), parts.accumulation.microbatch(is_first=index == 0, is_last=is_last):
                 # sums over microbatches and ranks are then the mean over the global batch
                 parts.precision.backward(loss / plan.global_batch_size)
@@ -92,7 +93,7 @@ def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> T
     """Run steps first_step to num_steps; stop early, with a checkpoint, when any rank was asked to.
 
     Where the input of a rank fails, the state before that step is saved first.
-    Collective. Raises: TrainingDiverged; PeerLostError; DataError from the input.
+    Collective. Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; DataError from the input.
     """
     return Loop(plan, parts, hooks, batches).run()
 
@@ -116,35 +117,48 @@ class Loop:
             hooks.before_step(step)
             self.train_step(step, self.stream)
             done = step + 1
+            hooks.after_step(done)
             is_eval, is_save = plan.is_evaluation(done), plan.is_checkpoint(done)
-            if is_eval or is_save or done % plan.log_every_steps == 0:
-                any_stop = self.report(done)
-                if is_eval:
-                    with self._saving_on_failure(done):
-                        totals.last_evaluation = hooks.evaluate(done)
-                    hooks.save(done, totals.last_evaluation["top1"])
-                    parts.model.train()
-                elif is_save or any_stop:
+            # a run that has done its last step is stopped in its evaluation, or not at all
+            is_stop = parts.stop.is_due() and done < plan.num_steps
+            if is_eval or is_save or is_stop or done % plan.log_every_steps == 0:
+                parts.precision.settle()  # the next step alone can do without: all below may read the weights
+                self.report(done)
+                if is_stop:
+                    hooks.save(done, None)  # an evaluation that is due is the resumed run's
+                elif is_eval:
+                    try:
+                        with self._saving_on_failure(done):
+                            totals.last_evaluation = hooks.evaluate(done)
+                    except Stopped:
+                        is_stop = True
+                    else:
+                        hooks.save(done, totals.last_evaluation["top1"])
+                        parts.model.train()
+                elif is_save:
                     hooks.save(done, None)
-                if is_eval or is_save or any_stop:
+                if is_eval or is_save or is_stop:
                     totals.saved_step = done
-                if is_eval and hooks.reason_to_end():
+                if is_stop:
+                    totals.stopped_by = parts.stop.asked_by
                     break
-                if any_stop and done < plan.num_steps:
-                    totals.stopped_by = parts.stop.signal_name or "another rank's signal"
+                if is_eval and hooks.reason_to_end():
                     break
                 self.train_step.window.start_over()
                 parts.energy.take_joules()  # what an evaluation or a checkpoint took is of no step
         return totals
 
-    def report(self, done: int) -> bool:
-        """Sum the window over ranks, pass it on, and agree whether to stop. Syncs with the device."""
+    def report(self, done: int) -> None:
+        """Sum the window over ranks, and pass it on. Syncs with the device."""
         plan, parts, window = self.plan, self.parts, self.train_step.window
         communicator = parts.communicator
+        compared = self._start_comparison(done)  # before the host waits for the device, which then goes on meanwhile
         mine_N = self._window_of_this_rank().pack(communicator.device)
         sums = WindowSums.unpack(communicator.sum_(mine_N, label=f"report of step {done}"))
         if sums.num_failed:
             self._end_for_lack_of_input()
+        if compared:
+            require_same(communicator, *compared, done=done)
         self.totals.add(sums, steps=window.steps)
         require_finite(
             sums.loss,
@@ -166,7 +180,15 @@ class Loop:
         parts.precision.require_progress(done, is_last=done == plan.num_steps)
         if sums.num_skipped:
             self._tell_skipped(done)
-        return sums.num_stops > 0
+
+    def _start_comparison(self, done: int) -> tuple[Iterable[str], Tensor] | None:
+        """Have the device digest what ranks hold copies of, where that is due: names, and digests to be read later."""
+        plan, parts = self.plan, self.parts
+        since = done - self.train_step.window.steps
+        if parts.communicator.world_size == 1 or not plan.is_comparison(done, since=since):
+            return None
+        found = replicas(parts, done=done)
+        return found.keys(), digest(found.values())
 
     def _window_of_this_rank(self) -> WindowSums:
         parts, stream, window = self.parts, self.stream, self.train_step.window
@@ -185,7 +207,6 @@ class Loop:
             seconds=seconds,
             exposed_seconds=exposed_seconds,
             joules=parts.energy.take_joules(),
-            num_stops=parts.stop.is_set,
             num_failed=stream.failure is not None,
             num_skipped=len(stream.replaced),
             waited_P=at_own_place(stream.take_wait_seconds() / seconds),
@@ -215,10 +236,10 @@ class Loop:
 
     @contextmanager
     def _saving_on_failure(self, done: int) -> Iterator[None]:
-        """Save the state before bad data end the run; for what all ranks do together between steps."""
+        """Save the state before bad data or a stop end the run; for what all ranks do together between steps."""
         try:
             yield
-        except DataError:
+        except (DataError, Stopped):
             self._save_before_end(done)
             raise
 

@@ -15,12 +15,19 @@ class Weights(Protocol):
     masters: Mapping[str, Tensor]
     """What the optimizer updates, in fp32, by the names of the model's parameters."""
 
+    replicated: Mapping[str, Tensor]
+    """Those of masters that every rank holds whole."""
+
     def fetch_grads_(self) -> None:
         """Bring the summed gradients to the masters."""
         ...
 
     def publish_(self) -> None:
-        """Write the masters into the model, in its own precision."""
+        """Write the masters into the model, in its own precision; some may be on their way until settle."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the model has all that publish_ wrote."""
         ...
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
@@ -53,7 +60,8 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
         self.masters: Mapping[str, Tensor] = dict(masters)
-        pairs = [(p, self.masters[key]) for key, p in model.named_parameters() if p is not self.masters[key]]
+        self.replicated: Mapping[str, Tensor] = self.masters
+        pairs = [(p, masters[key]) for key, p in model.named_parameters() if key in masters and p is not masters[key]]
         self._half: list[Tensor] = [p for p, _ in pairs]
         self._full: list[Tensor] = [master for _, master in pairs]
         for master in self._full:
@@ -69,6 +77,9 @@ class WholeWeights:
         """Round the masters into the half-precision weights."""
         if self._half:
             torch._foreach_copy_(self._half, self._full)
+
+    def settle(self) -> None:
+        """Do nothing: all is here."""
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
         """Return the norms: all of each is here."""

@@ -15,8 +15,8 @@ from bigbatch.trainer.step.accumulation import WideAccumulation
 from bigbatch.trainer.step.ema import NoAverage, WeightAverage
 from bigbatch.trainer.step.execution import EagerExecution, Execution
 from bigbatch.trainer.step.precision import Precision
-from bigbatch.trainer.step.signals import StopRequest
 from bigbatch.trainer.step.statistics import StepStatistics
+from bigbatch.trainer.step.stop_request import StopRequest
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Plan:
     global_batch_size: int
     ghosts_per_microbatch: int
     ranks_per_ghost: int
-    label_smoothing: float
     log_every_steps: int
     eval_every_steps: int
     eval_offset_steps: int
     checkpoint_every_steps: int
+    compare_every_steps: int
 
     def is_evaluation(self, done: int) -> bool:
         """Tell whether an evaluation is due after so many steps."""
@@ -44,6 +44,11 @@ class Plan:
     def is_checkpoint(self, done: int) -> bool:
         """Tell whether a checkpoint is due after so many steps, whether or not one is evaluated there."""
         return self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
+
+    def is_comparison(self, done: int, *, since: int) -> bool:
+        """Tell whether a report after so many steps compares the ranks' weights; since: those of the report before."""
+        every = self.compare_every_steps
+        return every > 0 and done // every > since // every
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Parts:
     communicator: Communicator
     prepare: PrepareBatch
     normalize: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """From logits_BK in fp32 and targets, indices (B) or shares (B, K), to the sum over their pictures."""
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
     energy: EnergyMeter = field(default_factory=NoEnergyMeter)
@@ -93,3 +100,5 @@ class Hooks:
     """() -> after an evaluation, why the run ends with it; the same on all ranks."""
     before_step: Callable[[int], None] = lambda step: None
     """(step). Collective."""
+    after_step: Callable[[int], None] = lambda done: None
+    """(steps done), before what else is due after them; weights may still be on their way."""

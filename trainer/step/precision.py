@@ -32,9 +32,10 @@ class Precision:
     """Trains in the form of Jia et al. 2018: half weights, activations and gradients; fp32 for the rest.
 
     Or autocast: half activations alone. Batch norm stays fp32. For every half-precision weight there is an fp32 master,
-    which the optimizer updates and checkpoints keep. With a scaling, the loss is scaled and an update that overflows is
-    skipped; with a clip_norm, longer gradients are shortened to it. Both are decided by the norm of the summed
-    gradients, of which all ranks hold the same bits, without a host sync.
+    which the optimizer updates and checkpoints keep; of a frozen one the checkpoints keep all digits, too. With a
+    scaling, the loss is scaled and an update that overflows is skipped; with a clip_norm, longer gradients are
+    shortened to it. Both are decided by the norm of the summed gradients, of which all ranks hold the same bits,
+    without a host sync.
     """
 
     def __init__(
@@ -49,12 +50,20 @@ class Precision:
         self.compute_dtype = COMPUTE_DTYPES[name]
         self._name, self._device = name, device
         # before the rounding to half precision, so that masters keep all digits of the initial weights
-        masters = {key: p.detach().float().clone() for key, p in model.named_parameters()}
+        whole = {key: p.detach().float().clone() for key, p in model.named_parameters()}
         to_half_(model, self.compute_dtype)
         self._model = model
         masters = {
-            key: p if p.dtype == torch.float32 else nn.Parameter(masters[key]) for key, p in model.named_parameters()
+            key: p if p.dtype == torch.float32 else nn.Parameter(whole[key])
+            for key, p in model.named_parameters()
+            if p.requires_grad
         }
+        self._frozen = {
+            key: whole[key].cpu()
+            for key, p in model.named_parameters()
+            if key not in masters and p.dtype != torch.float32
+        }
+        """What was rounded of frozen weights, for checkpoints alone."""
         self.weights: Weights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
         self._scale: LossScale | Unscaled = Unscaled() if scaling is None else LossScale(scaling, device=device)
@@ -65,7 +74,7 @@ class Precision:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """Return what the optimizer updates, by the names of the model's parameters."""
+        """Return what the optimizer updates, by the names of the model's parameters; frozen ones are left out."""
         return self.weights.masters
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -85,8 +94,10 @@ class Precision:
         """Unscale and clip the summed gradients in fp32, update the masters, write the half-precision weights.
 
         Where skip_1 (bool) is true, weights, optimizer and loss scale stay as they are. No host sync, but for an
-        optimizer that is not fused.
+        optimizer that is not fused. The model's next forward may follow; all else that reads weights, after settle.
         """
+        # what no forward has read may still be travelling from the memory that is written now
+        self.settle()
         self.weights.fetch_grads_()
         skip, divisor = self._never if skip_1 is None else skip_1.view(()), self._scale.divisor
         if self._norm is not None:
@@ -98,7 +109,11 @@ class Precision:
                 shortening = clip_divisor(self._norm, largest=self._clip_norm)
                 divisor = shortening if divisor is None else divisor * shortening
         step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
-        self.write_half_()
+        self.weights.publish_()
+
+    def settle(self) -> None:
+        """Wait until the model has all that update_ wrote."""
+        self.weights.settle()
 
     def _total_norm(self) -> Tensor:
         """Compute the L2 norm of the gradients of all masters. Collective where they are shared out."""
@@ -107,6 +122,7 @@ class Precision:
     def write_half_(self) -> None:
         """Round the masters into the model's half-precision weights."""
         self.weights.publish_()
+        self.settle()
 
     @torch.no_grad()
     def figures(self) -> dict[str, float | None]:
@@ -132,11 +148,13 @@ class Precision:
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the model's state_dict with fp32 masters in place of half-precision weights."""
-        return {**self._model.state_dict(), **self.weights.whole()}
+        return {**self._model.state_dict(), **self._frozen, **self.weights.whole()}
 
     def load_model_state(self, state: Mapping[str, Tensor]) -> None:
         """Load what model_state gave. Raises: RuntimeError listing missing and foreign keys."""
         self._model.load_state_dict(state)
+        for key, kept in self._frozen.items():
+            kept.copy_(state[key])
         self.weights.load_(state)
 
     def state_dict(self) -> dict[str, Any]:

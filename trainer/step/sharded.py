@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import FusionPlan
 from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
@@ -58,11 +59,19 @@ class ShardedWeights:
 
     The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
     where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter.
+    behind_forward: publish_ leaves the weights on their way, and each module of the model, when it is called, waits for
+    the buffers that hold its own. Whatever else reads or writes weights calls settle first.
     Source: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), stages 1 and 2 without freeing gradient buffers.
     """
 
     def __init__(
-        self, model: nn.Module, masters: Mapping[str, Tensor], reducer: GradientReducer, communicator: Communicator
+        self,
+        model: nn.Module,
+        masters: Mapping[str, Tensor],
+        reducer: GradientReducer,
+        communicator: Communicator,
+        *,
+        behind_forward: bool = False,
     ) -> None:
         """Move the model's parameters into the buffers.
 
@@ -83,8 +92,24 @@ class ShardedWeights:
         self._grads = [own_part(buffer_N) for buffer_N in reducer.buffers]
         self._full = [part_M if part_M.dtype == torch.float32 else part_M.float() for part_M in self._parts]
         self._full_grads = [g_M if g_M.dtype == torch.float32 else torch.zeros_like(f_M) for g_M, f_M in self._pairs()]
+        self._order = list(dict.fromkeys(self._pieces[name].buffer for name in self._parameters))
+        """The buffers as a forward comes to them, in which order they are gathered: the same on all ranks."""
+        self._gathers: list[InFlight] = []
+        self._num_settled = 0
+        self._behind_forward = behind_forward
+        if behind_forward:
+            self._wait_in_forward(model)
         self.masters: Mapping[str, Tensor] = {name: self._master(name) for name in self._parameters}
+        self.replicated: Mapping[str, Tensor] = {}
         self.load_(masters)
+
+    def _wait_in_forward(self, model: nn.Module) -> None:
+        """Let each module that has weights of its own wait for these before its forward."""
+        brought_by = {p: self._order.index(self._pieces[name].buffer) + 1 for name, p in self._parameters.items()}
+        for module in model.modules():
+            last = max((brought_by.get(p, 0) for p in module.parameters(recurse=False)), default=0)
+            if last:
+                module.register_forward_pre_hook(lambda *_, num_gathers=last: self.settle(num_gathers))
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self._grads, self._full, strict=True))
@@ -118,17 +143,29 @@ class ShardedWeights:
 
     @torch.no_grad()
     def publish_(self) -> None:
-        """Round the masters into the own parts, and spread these to all ranks."""
+        """Round the masters into the own parts, and spread these to all ranks: all are there after settle."""
         half = [(p, f) for p, f in zip(self._parts, self._full, strict=True) if p is not f]
         if half:
             torch._foreach_copy_([p for p, _ in half], [f for _, f in half])
-        works = [
-            self._scatter_gather.start_all_gather(buffer_N, label=f"all-gather of weights {index}")
+        self._gathers = [
+            self._scatter_gather.start_all_gather(self._buffers[index], label=f"all-gather of weights {index}")
             # they run one after another, without a gap on the wire where all start before one is waited for
-            for index, buffer_N in enumerate(self._buffers)
+            for index in self._order
         ]
-        with self._exposed.measure(self._buffers):
-            works[-1].wait()
+        self._num_settled = 0
+        if not self._behind_forward:
+            self.settle()
+
+    def settle(self, num_gathers: int | None = None) -> None:
+        """Wait for the first so many gathers; without a number, until the model has all that publish_ wrote.
+
+        Raises: PeerLostError naming the gather.
+        """
+        last = len(self._gathers) if num_gathers is None else num_gathers
+        if self._num_settled < last:
+            with self._exposed.measure(self._buffers):
+                self._gathers[last - 1].wait()  # and with it for those before
+            self._num_settled = last
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
         """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective."""
@@ -163,6 +200,7 @@ class ShardedWeights:
         for name, master in self.masters.items():
             master.copy_(self._piece_of(name, state[name]))
         self.publish_()
+        self.settle()
 
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
         """Take this rank's elements of a whole tensor."""
@@ -242,12 +280,13 @@ def shard_update(
     communicator: Communicator,
     *,
     make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer],
+    behind_forward: bool = False,
 ) -> torch.optim.Optimizer:
     """Make the optimizer over this rank's share, which precision then holds. Collective.
 
-    make_optimizer: from masters by name to the optimizer over them.
+    make_optimizer: from masters by name to the optimizer over them. behind_forward: as for ShardedWeights.
     """
-    shards = ShardedWeights(model, precision.masters, reducer, communicator)
+    shards = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=behind_forward)
     precision.weights = shards
     optimizer = make_optimizer(shards.masters)
     shards.attach(optimizer)

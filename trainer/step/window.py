@@ -56,8 +56,6 @@ class WindowSums:
     exposed_seconds: float
     joules: float
     """NaN where a rank cannot tell."""
-    num_stops: float
-    """Ranks that were asked to stop."""
     num_failed: float
     """Ranks whose input failed."""
     num_skipped: float

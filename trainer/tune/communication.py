@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import shlex
 import time
 from collections import Counter
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS
-from bigbatch.comm.gradients.fusion import TensorSpec
+from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
 from bigbatch.comm.tuning.measure import measure_links
@@ -27,6 +28,7 @@ from bigbatch.comm.tuning.tuner import TuningFindings, choose, elapsed_seconds, 
 from bigbatch.errors import ConfigError, TunedError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RESNETS
@@ -118,15 +120,24 @@ def _measure(
         seconds=budget_seconds - elapsed_seconds(communicator, start),
         on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
     )
-    stated = config.comm.algorithm
-    return choose(
-        links,
-        times,
-        backward,
-        tensors,
-        stated=build.stated_sizes(config),
-        stated_algorithm=choose_algorithm(communicator.backend, table=None).algorithm if stated == AUTO else stated,
-    )
+    table, sizes = _stated(config, communicator, say=say)
+    return choose(links, times, backward, tensors, stated=sizes, stated_table=table)
+
+
+def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> tuple[HybridTable, PlanSizes]:
+    """Return what the config states, with what it leaves to comm.table; to nothing where that is of elsewhere."""
+    try:
+        tuned = build.gather_tuned(config, communicator)
+    except TunedError as error:
+        say(f"not compared with: {error}")
+        tuned = None
+    algorithm = config.comm.algorithm
+    if tuned and algorithm in (AUTO, "hybrid"):
+        table = tuned.table
+    else:
+        choice = choose_algorithm(communicator.backend, table=None).algorithm
+        table = HybridTable((HybridRow(None, choice if algorithm in (AUTO, "hybrid") else algorithm),))
+    return table, build.stated_sizes(config, tuned)
 
 
 def _make_forward(
@@ -143,12 +154,12 @@ def _make_forward(
     pixels_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
     images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
     labels_B = torch.randint(config.data.num_classes, (count,)).to(communicator.device)
+    loss = make_loss(config, communicator.device)
 
     def forward() -> Tensor:
         with precision.forward():
             logits_BK = model(images_BCHW).float()
-        loss = F.cross_entropy(logits_BK, labels_B, label_smoothing=config.optimizer.label_smoothing)
-        return precision.scaled(loss)
+        return precision.scaled(loss(logits_BK, labels_B) / count)
 
     return {name: p for name, p in model.named_parameters() if p.requires_grad}, forward
 
@@ -189,11 +200,14 @@ def _evidence(config: Config, conditions: Conditions, findings: TuningFindings) 
             str(size): {name: list(measured.seconds) for name, measured in at_size.items()}
             for size, at_size in f.times.items()
         },
+        "fastest_table": json.loads(f.fastest.to_json()),
         "backward_seconds": f.backward.seconds,
         "ready_seconds": dict(f.backward.ready_seconds),
         "exposed_seconds": {
             "stated": f.stated.exposed_seconds,
-            "stated_with_table": f.stated_with_table.exposed_seconds,
+            "stated_with_fastest": f.stated_with_fastest.exposed_seconds,
+            "searched": f.searched.exposed_seconds,
+            "noise": f.noise_seconds,
             "chosen": f.chosen.exposed_seconds,
             "least": f.least_exposed_seconds,
         },

@@ -14,7 +14,7 @@ def main(script: str, seed: int) -> None:
     spec = importlib.util.spec_from_file_location("airbench94", script)
     assert spec is not None
     assert spec.loader is not None
-    airbench94 = importlib.util.module_from_spec(spec)
+    airbench94: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(airbench94)
     seconds = []
 

@@ -21,7 +21,7 @@ from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 
-COMPILED = {"compute.compile": "default"}
+COMPILED: dict[str, Any] = {"compute.compile": "default"}
 CAPTURED = {**COMPILED, "compute.cuda_graph": True}
 """The fastest step that we have: compiled, and in one CUDA graph."""
 Settings = Mapping[str, Any]

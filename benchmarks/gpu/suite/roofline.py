@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ def layers_of(model: str, *, batch: int, image_size: int, num_classes: int) -> l
 
     def see(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         (shape,) = (tuple(each.shape) for each in inputs)
-        common = {"num_passes": PASSES if layers else PASSES - 1}
+        common: dict[str, Any] = {"num_passes": PASSES if layers else PASSES - 1}
         if isinstance(module, nn.Conv2d):
             common |= {"stride": module.stride, "padding": module.padding}
             layers.append(Layer(shape, tuple(module.weight.shape), tuple(output.shape), **common))

@@ -2,12 +2,13 @@
 
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Any
 
 from benchmarks.gpu.suite.context import TOO_LONG, Context, Found
 from benchmarks.gpu.suite.job import CAPTURED, COMPILED, contestant, rates_in_turn, settings_for
 from bigbatch.errors import UserError
 
-MODES = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
+MODES: dict[str, dict[str, Any]] = {"eager": {}, "compile": COMPILED, "cuda_graph": CAPTURED}
 
 
 def measure(context: Context, *, batch: int) -> Found:

@@ -22,9 +22,10 @@ class Target:
     def value(self, cases: Mapping[str, Any]) -> float | None:
         """Look up the value; None where it was not measured."""
         medians = [_median(cases, where) for where in (self.figure, self.over) if where is not None]
-        if None in medians:
+        known = [each for each in medians if each is not None]
+        if len(known) < len(medians):
             return None
-        return medians[0] if len(medians) == 1 else medians[0] / medians[1]
+        return known[0] if len(known) == 1 else known[0] / known[1]
 
     def is_met(self, value: float) -> bool:
         """Tell whether a value is enough."""

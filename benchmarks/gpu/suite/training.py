@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def measure_images(context: Context) -> Found:
     peer = torchvision_peer.peer_name(context)
     num_classes = len(open_split(root, "train").classes)
     makers: dict[str, Callable[[], Contestant]] = {
-        precision: lambda precision=precision: ours(context, root, precision=precision, num_classes=num_classes)
+        precision: partial(ours, context, root, precision=precision, num_classes=num_classes)
         for precision in precisions(context)
     }
     if (root / "train").is_dir() and any(each.is_dir() for each in (root / "train").iterdir()):

@@ -26,6 +26,7 @@ from benchmarks.comm import (
     exchange,
     gradient_sets,
     gradients,
+    half_sums,
     links,
     plot,
     reducer_overhead,
@@ -327,6 +328,42 @@ def test_exchange_measures_a_size_and_sees_wrong_sums() -> None:
     job.communicator.close()
 
 
+def test_half_sums_of_one_rank_see_wrong_ones() -> None:
+    """In one process, whose sum is its own tensor."""
+    job = join(interface=None)
+    part_N = torch.ones(100, dtype=torch.bfloat16)
+    pair = half_sums.make_pair(job, "native")
+    found = half_sums.measure_pair(job, "native", pair, part_N, repetitions=2)
+    assert (found["size"], found["num_wrong"], found["ratio"]["n"], list(found["ways"])) == (
+        200,
+        0,
+        2,
+        ["in fp32", "by the hop"],
+    )
+    once = iter([1])  # the check, before repetitions of zeros
+    wrong = entries.Entry(lambda tensor_N: tensor_N[7:9].add_(next(once, 0)), "tcp", wire="bfloat16")
+    found = half_sums.measure_pair(job, "native", pair | {"in fp32": wrong}, part_N, repetitions=2)
+    assert found["num_wrong"] == 2
+    assert half_sums.show(found).endswith("; 2 WRONG")
+    job.communicator.close()
+
+
+def test_half_sums_are_summarised() -> None:
+    ways = {"in fp32": {"seconds": {"median": 0.21}}, "by the hop": {"seconds": {"median": 0.2}}}
+    ratio = {"n": 10, "median": 1.05, "q1": 1.01, "q3": 1.1}
+    record = {
+        "benchmark": "half_sums",
+        "dtype": "bfloat16",
+        "conditions": FACTS | {"load_average_at_start": 7.25},
+        "goodput_bits_per_second": [956e6, 955e6],
+        "rows": [{"contestant": "ring", "size": 10**7, "num_wrong": 0, "ways": ways, "ratio": ratio}],
+    }
+    text = summary.half_sums_table(record)
+    assert "| 10 MB | ring | 210 | 200 | 1.050 (1.010 to 1.100) | 10 |" in text
+    assert "load of others at the start 7.2" in text
+    assert verdicts({"h": record}) == {("wrong values, all contestants", "h"): True}
+
+
 @pytest.mark.long
 def test_rank_ends_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
@@ -432,7 +469,7 @@ def test_cases_have_names_of_their_own_and_cover_the_issue() -> None:
 
 
 def test_cases_are_chosen() -> None:
-    assert {c.name for c in cases.choose_cases(quick=False, long=False, only=["8x1"])} == {
+    assert {c.name for c in cases.choose_cases(quick=False, long=False, only=["exchange-8x1"])} == {
         "exchange-8x1-1gbit",
         "exchange-8x1-200mbit",
     }
@@ -462,6 +499,7 @@ def test_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) 
         "step": step.parse,
         "scaling": scaling.parse,
         "reducer_overhead": reducer_overhead.parse,
+        "half_sums": half_sums.parse,
     }
     known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS}
     for case in group:
@@ -588,6 +626,7 @@ def test_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
         write_record(tmp_path / f"comm-{name}.json", record)
     write_record(tmp_path / "comm-quick-x.json", records["exchange-4x2-1gbit"])
     (tmp_path / "comm-wire-precision.json").write_text('{"conditions": {}, "rows": []}')
+    (tmp_path / "comm-rounding.json").write_text('{"benchmark": "rounding", "rows": []}')
     assert list(summary.read_records(tmp_path)) == list(records), "other JSON is left alone"
     assert list(summary.read_records(tmp_path, quick=True)) == ["x"]
     text = summary.summarise(records)

@@ -222,7 +222,7 @@ def test_table_of_steps_in_closed_form() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("model", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
 def test_flops_are_those_that_torch_counts(model: str) -> None:
     layers = roofline.layers_of(model, batch=2, image_size=64, num_classes=10)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:

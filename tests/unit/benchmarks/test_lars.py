@@ -34,6 +34,7 @@ PEERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_exactness_of_peers_agrees_where_definitions_meet(peer, nesterov):

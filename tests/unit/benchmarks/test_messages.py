@@ -1,5 +1,6 @@
 """Messages, bytes and groups of every algorithm at 2,048 ranks, against closed forms."""
 
+import re
 from math import ceil, log2
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from benchmark_process import run_benchmark
 
-from benchmarks.comm.messages import CountingBackend, count, place, plan_of
+from benchmarks.comm.messages import CountingBackend, count, place, plan_of, table
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build import parts as build
@@ -65,7 +66,26 @@ def test_messages_are_counted_for_the_buffers_of_a_run(tmp_path: Path) -> None:
     assert parts.reducer.plan.buffers == plan_of("quickstart")
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("row", "recipe"),
+    [
+        ("`alexnet_bn_64k`", "imagenet/alexnet_bn_64k"),
+        ("the `nus` ones", "imagenet/nus_resnet50_16k"),
+        ("all others", "imagenet/resnet50_8k"),
+    ],
+)
+def test_messages_of_the_page_are_those_that_are_counted(row: str, recipe: str) -> None:
+    """The numbers of each cell; the generated one says in words what the page's heads say."""
+    page = (Path(__file__).parents[3] / "docs/comm.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
+    *_, generated = table([recipe], nodes=NODES, ranks_per_node=RANKS_PER_NODE)
+    generated = re.sub(r"\d+ collectives, ", "", generated)
+    shown, counted = ([re.findall(r"[\d.,]*\d", cell) for cell in each.split("|")[2:-1]] for each in (line, generated))
+    assert [cell[: len(page_cell)] for cell, page_cell in zip(counted, shown, strict=True)] == shown
+
+
+@pytest.mark.long
 def test_messages_table_of_a_recipe() -> None:
     """ResNet-50's 25,557,032 gradients in fp16, as jia_resnet50_64k has them."""
     done = run_benchmark("comm.messages", "--nodes", 4, "--recipes", "imagenet/jia_resnet50_64k")

@@ -1,9 +1,12 @@
 """What connect() refuses before any training, and that a refusal leaves nothing behind. No second rank takes part."""
 
 import json
+import os
 import re
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
@@ -26,9 +29,11 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import control, stall
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control, listen
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
+from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
 
 CPU = torch.device("cpu")
@@ -308,10 +313,10 @@ def test_connection_that_is_refused_is_given_up(
         return made[-1]
 
     monkeypatch.setattr(connection, "SingleBackend", make)
-    before = set(communicator.open_controls)
+    before = dict(communicator.open_connections)
     with pytest.raises(ValueError, match=naming(*named)):
         connect(env=ALONE, device=CPU, **options)  # type: ignore[arg-type]
-    assert communicator.open_controls == before
+    assert communicator.open_connections == before
     assert made[0].is_abandoned
 
 
@@ -322,7 +327,7 @@ def test_connection_that_is_refused_stops_its_inspector() -> None:
     met = connect(env=ALONE, device=CPU)
     replace(met, inspector=inspector, backend=backend).abandon()  # type: ignore[arg-type]
     assert stopped == ["inspector", "backend"]
-    assert met.control not in communicator.open_controls
+    assert met.control not in communicator.open_connections
 
 
 def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +358,7 @@ def test_tcp_backend_abandoned_listens_no_more() -> None:
 def test_process_group_abandoned_makes_room_for_another() -> None:
     for _ in range(2):
         met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
-        met.store = HashStore()
+        met.store = BoundedStore(HashStore(), seconds=5)
         TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
         assert not torch.distributed.is_initialized()
 
@@ -439,3 +444,98 @@ def test_inspector_watches_until_the_transport_is_closed() -> None:
     backend = SimpleNamespace(close=lambda: closed.append("backend"), name="nccl")
     replace(met, inspector=inspector, backend=backend).close()  # type: ignore[arg-type]
     assert closed == ["backend", "inspector"]
+
+
+class Leaving:
+    """Backend and control of a connection, which note how it is left."""
+
+    name = "single"
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.pending: Pending | None = None
+
+    def oldest(self) -> Pending | None:
+        return self.pending
+
+    def close(self) -> None:
+        self.noted.append("closed")
+
+    def leave(self) -> None:
+        self.noted.append("left")
+
+    def report_own_failure(self) -> None:
+        self.noted.append("reported")
+
+
+def leaving() -> tuple[communicator.Communicator, list[str]]:
+    told = Leaving()
+    met = connect(env=ALONE, device=CPU)
+    communicator.open_connections.pop(met.control)
+    made = replace(met, backend=told, control=told)  # type: ignore[arg-type]
+    return communicator.close_at_exit(made), told.noted
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, ["left", "closed"]),
+        (SystemExit(0), ["left", "closed"]),
+        (SystemExit(3), ["reported"]),
+        (KeyError("defect"), ["reported"]),
+    ],
+)
+def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseException | None, expected: list[str]) -> None:
+    made, noted = leaving()
+    with suppress(SystemExit, KeyError), made as entered:
+        assert entered is made
+        if error is not None:
+            raise error
+    assert noted == expected
+    assert made.control not in communicator.open_connections
+
+
+@pytest.mark.parametrize(("last_value", "expected"), [(None, ["left", "closed"]), (KeyError("defect"), ["reported"])])
+def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_exception(
+    last_value: BaseException | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "open_connections", {})
+    monkeypatch.setattr(communicator, "_aborted", [])
+    monkeypatch.setattr(sys, "last_value", last_value, raising=False)
+    _, noted = leaving()
+    communicator._close_all()
+    assert noted == expected
+
+
+def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(self: Leaving) -> None:
+        raise PeerLostError("no answer from rank 1")
+
+    monkeypatch.setattr(communicator, "open_connections", {})
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(Leaving, "close", lost)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    leaving()
+    communicator._close_all()
+    assert codes == [1]
+    assert capsys.readouterr().err == "bigbatch: no answer from rank 1\n"
+
+
+@pytest.mark.parametrize("is_on_its_way", [True, False])
+def test_process_that_ends_behind_a_failure_leaves_at_once_where_an_operation_is_on_its_way(
+    is_on_its_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "open_connections", {})
+    monkeypatch.setattr(communicator, "_aborted", [])
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    made, _ = leaving()
+    made.backend.pending = Pending(1, "sum", 0.0) if is_on_its_way else None  # type: ignore[attr-defined]
+    with suppress(PeerLostError), made:
+        raise PeerLostError("no answer from rank 1")
+    communicator._close_all()
+    assert codes == ([1] if is_on_its_way else [])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import StreamQueue
+from bigbatch.comm.backends.node_memory import SMALLEST_SCRATCH_BYTES
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer
 
@@ -55,6 +56,18 @@ def test_gather_of_a_group_waits_for_what_it_must(gpu: RecordedGpu, library: str
             assert all_RN.shape == (2, 3)
             own_N.copy_(all_RN.sum(0))
         require_every_wait(gpu.trace)
+
+
+def test_sum_by_way_of_the_host_waits_for_what_it_must_where_its_scratch_grows(gpu: RecordedGpu) -> None:
+    with first_rank(algorithm="native", library="gloo") as communicator:
+        gpu.trace.judge_from_here()
+        for num_elements in (4, SMALLEST_SCRATCH_BYTES // 2, SMALLEST_SCRATCH_BYTES):
+            own_N = torch.ones(num_elements, device=GPU)
+            work = communicator.start(own_N.mul_(2), label="a sum")
+            work.wait()
+            own_N.mul_(2)
+            assert len(gpu._pinned) == 1, "what is outgrown is given back"
+        assert gpu.trace.objections() == []
 
 
 # --- the recorder is not blind ---

@@ -152,9 +152,9 @@ def test_lr_factor_of_a_resumed_run_is_that_of_its_config() -> None:
 @pytest.mark.parametrize(
     ("here", "named"),
     [
-        (("model.pool_first=false",), ("model.pool_first", " True there", " False here")),
-        (("model.celu_alpha=0.3",), ("model.celu_alpha", " None there", " 0.3 here")),
-        (("model.norm_scale=0.25",), ("model.norm_scale", " None there", " 0.25 here")),
+        (("model.pool_first=false",), ("model.pool_first", " true there", " false here")),
+        (("model.celu_alpha=0.3",), ("model.celu_alpha", " null there", " 0.3 here")),
+        (("model.norm_scale=0.25",), ("model.norm_scale", " null there", " 0.25 here")),
         (("model.logit_scale=1",), ("model.logit_scale", " 0.125 there", " 1.0 here")),
     ],
 )

@@ -21,11 +21,11 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.plan import Hooks
+from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss, exponential, suggest
 from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
 from bigbatch.trainer.tune.search.short_run import to_the_last_epoch
 
-INTERRUPTED = 130
 LINES = 20
 """Of progress, over all steps."""
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     elif communicator.rank == 0:
         _finish(curve, config, arguments=arguments, overrides=overrides)
     communicator.close()
-    return INTERRUPTED if stopped_by else 0
+    return leave_stopped(env) if stopped_by else 0
 
 
 class _Curve:
@@ -73,6 +73,10 @@ class _Curve:
         """Print on the first rank."""
         if self._is_first:
             print(text, flush=True)
+
+    def acknowledge_stop(self, asked_by: str) -> None:
+        """Say what asked for it."""
+        self.say(f"{asked_by}: will stop after this step")
 
     def add(self, record: dict[str, Any]) -> None:
         """Take a report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""
@@ -106,7 +110,8 @@ def _train(
     hooks = Hooks(curve.add, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None)
     batches = build_input.train_batches(config, communicator, train_split, plan=plan)
     try:
-        return train(plan, parts, hooks, batches).stopped_by
+        with parts.stop.watch(communicator.control, acknowledge=curve.acknowledge_stop):
+            return train(plan, parts, hooks, batches).stopped_by
     except TrainingDiverged as end:
         # the step that exploded was not added: its number is that of the steps before
         curve.exploded_lr = lr(len(curve.lrs))

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.tune.search.coarse_to_fine import first_commands, search
 from bigbatch.trainer.tune.search.experiment import Search
 from bigbatch.trainer.tune.search.space import FORMS
-
-INTERRUPTED = 130
-"""Exit code of a search that was asked to stop, as of a run."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from bigbatch.trainer.run.folder import RunDir, read_records, writing
 OUTPUT = "output.txt"
 """In a trial's folder: all that its processes printed."""
 PATIENCE_SECONDS = (60.0, 15.0)
-"""After the request to stop, which a run answers by a checkpoint after its next report, a second one follows, by
+"""After the request to stop, which a run answers by a checkpoint after the step under way, a second one follows, by
 which `bigbatch launch` ends its ranks; then the process is killed."""
 END_SECONDS = 5.0
 """mpirun takes about one to kill its ranks."""

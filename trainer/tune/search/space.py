@@ -6,9 +6,10 @@ from typing import get_args, get_type_hints
 
 import yaml
 
-from bigbatch.errors import ConfigError, nearest
-from bigbatch.trainer.config.file import as_yaml
-from bigbatch.trainer.config.schema import Config, all_keys
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import UNREADABLE, as_yaml
+from bigbatch.trainer.config.refusals import Refusals
+from bigbatch.trainer.config.schema import Config, all_keys, require_known
 
 SHRINK = 3
 """A round's range is this share of the last one's (in the logarithm where it is sampled so): Jia et al. 2018 go from
@@ -144,8 +145,9 @@ def flags(values: dict[str, str]) -> list[str]:
 
 
 def _check_key(key: str, text: str) -> None:
-    if key not in all_keys():
-        raise ConfigError(f"--space {text}: unknown key {key}; the nearest legal one is {nearest(key, all_keys())}")
+    refusals = Refusals()
+    with refusals.finally_of():
+        require_known(key, known=all_keys(), where=f"--space {text}", refusals=refusals)
     if key in SET_BY_SEARCH:
         raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
 
@@ -153,7 +155,7 @@ def _check_key(key: str, text: str) -> None:
 def _choices(values: str, text: str) -> tuple[str, ...]:
     try:
         parsed = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError:
+    except UNREADABLE:
         parsed = []
     choices = tuple(value if isinstance(value, str) else as_yaml(value) for value in parsed)
     if len(set(choices)) < max(len(choices), 2):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from bigbatch.comm.algorithms import ALGORITHMS, make_allreduce
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
-from bigbatch.comm.algorithms.ring import SEGMENT_BYTES, ring_allreduce_, ring_order
+from bigbatch.comm.algorithms.ring import HOPS_AT_ONCE, SEGMENT_BYTES, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
-from bigbatch.comm.backends.base import Capabilities, Group
+from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.gradients.scatter_gather import reduce_scatter_
 from bigbatch.comm.rendezvous.topology import make_topology
@@ -169,6 +170,47 @@ def test_wire_with_sums_in_fp32_sends_no_more_than_the_ring(num_ranks: int) -> N
         sent = sum(n for (source, _), n in post.num_bytes.items() if source == rank)
         assert sent == 2 * num_elements * 2 * (num_ranks - 1) // num_ranks
         assert sum(n for (source, _), n in post.messages.items() if source == rank) == 2 * (num_ranks - 1)
+
+
+class LoggingBackend(SingleBackend):
+    """The first of some ranks, each of which brings its number; writes down what it starts and what it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
+        """Receive at once."""
+        name = f"{sum(line.startswith(f'start {to}') for line in self.log)} to {to}"
+        self.log.append(f"start {to}, number {name}")
+        receive.fill_(source)
+        return SimpleNamespace(wait=lambda: self.log.append(f"wait for number {name}"))
+
+
+def test_wire_with_sums_in_fp32_sends_a_segment_on_before_it_waits_for_the_next() -> None:
+    """Of the two of a part; rank 1 gets this rank's share of its own part first, then the sum of this rank's."""
+    backend, num_elements = LoggingBackend(), 3 * 2 * SEGMENT_BYTES // 2
+    ring_allreduce_(torch.ones(num_elements, dtype=BF16), backend, (0, 1, 2), wire=Wire(), staging=Staging())
+    log = backend.log
+    assert [log.index(f"start 1, number {number} to 1") for number in (0, 1)] == [0, 1]
+    assert log.index("start 1, number 2 to 1") < log.index("wait for number 1 to 2")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, HOPS_AT_ONCE, HOPS_AT_ONCE + 1, HOPS_AT_ONCE + 3])
+def test_wire_with_sums_in_fp32_has_shares_of_several_ranks_under_way(num_ranks: int) -> None:
+    """Before the first wait; a late rank delays its own share alone."""
+    backend = LoggingBackend()
+    ring_allreduce_(torch.ones(60, dtype=BF16), backend, range(num_ranks), wire=Wire(), staging=Staging())
+    first_wait = next(at for at, line in enumerate(backend.log) if line.startswith("wait"))
+    assert first_wait == min(num_ranks - 1, HOPS_AT_ONCE)
+
+
+@pytest.mark.parametrize("num_ranks", [2, HOPS_AT_ONCE, HOPS_AT_ONCE + 1, 2 * HOPS_AT_ONCE + 3])
+def test_wire_with_sums_in_fp32_adds_every_share_once_however_early_it_comes(num_ranks: int) -> None:
+    """To the part that the first rank sums, which is the second one."""
+    own_N = torch.ones(num_ranks * 3, dtype=BF16)
+    ring_allreduce_(own_N, LoggingBackend(), range(num_ranks), wire=Wire(), staging=Staging())
+    assert own_N[3:6].tolist() == [1.0 + sum(range(num_ranks))] * 3
 
 
 class RoundingBackend(SingleBackend):

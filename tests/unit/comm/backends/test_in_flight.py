@@ -159,13 +159,18 @@ def test_the_oldest_operation_on_a_gpu_is_the_first_that_is_not_done(monkeypatch
 def test_wait_names_the_operation_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that is queued behind it."""
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def give_up(label: str, seconds: float) -> None:
         raise PeerLostError(f"{label} given up")
 
+    def hang() -> None:
+        begun.set()
+        assert_true(gate.wait(timeout=10))
+
     queue = ThreadQueue(explain, while_waiting=give_up)
-    queue.submit(lambda: assert_true(gate.wait(timeout=10)), label="buffer 0")
+    queue.submit(hang, label="buffer 0")
+    assert_true(begun.wait(timeout=10))
     with pytest.raises(PeerLostError, match="buffer 0"):
         queue.submit(lambda: None, label="buffer 1").wait()
     gate.set()

@@ -3,6 +3,8 @@
 import gc
 import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from threading import Barrier, Thread
 
 import pytest
@@ -127,11 +129,30 @@ def test_memory_released_does_not_lend_its_name(monkeypatch: pytest.MonkeyPatch)
     assert ranks[0].name_of(second[0]) != name
 
 
+class Echo:
+    """The control of rank 0, whose peers all show its own memory."""
+
+    rank, host = 0, "a"
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def gather_text(self, text: str, *, what: str) -> list[str]:
+        """As Control's."""
+        return [text] * self._num_ranks
+
+
 @needs_memfd
-def test_memory_shared_leaves_no_open_files() -> None:
+def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
+    """A process may have 1,024 by default; each rank of a node has every buffer of every other one in use."""
+    memory = NodeMemory(make_topology(["a"] * 64, rank=0), Echo(64))  # type: ignore[arg-type]
     before = open_files()
-    allocate(memories(["a", "a"]), 1000, torch.float32)
+    buffers = [memory.allocate(1000, torch.float32) for _ in range(20)]
     assert open_files() == before
+    for number, buffer_N in enumerate(buffers):
+        buffer_N.fill_(number)
+    for number, buffer_N in enumerate(buffers):
+        assert [view_N[0].item() for view_N in memory.views(buffer_N) or ()] == [number] * 64
 
 
 def test_memory_of_ranks_alone_on_their_hosts_is_not_shared() -> None:
@@ -150,8 +171,29 @@ def test_memory_of_another_device_lies_elsewhere_even_where_nothing_is_shared(ho
     assert memory.views(torch.zeros(3, device="meta")) is None
 
 
+def mapped_pieces() -> int:
+    """Of shared memory without a name, by this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:bigbatch")
+
+
+@needs_memfd
+def test_memory_scratch_that_is_outgrown_is_given_back() -> None:
+    memory = NodeMemory(make_topology(["a"] * 4, rank=0), Echo(4))  # type: ignore[arg-type]
+    finished: list[int] = []
+    before = mapped_pieces()
+    for doubling in range(5):
+        size = SMALLEST_SCRATCH_BYTES << doubling
+        lent_N = memory.scratch(size, torch.uint8, finish=lambda scratch_N: finished.append(scratch_N.numel()))
+        lent_N.fill_(1)
+        assert memory.holds(lent_N)
+        assert mapped_pieces() - before == 4
+    assert finished == [SMALLEST_SCRATCH_BYTES << doubling for doubling in range(4)]
+
+
 def test_memory_scratch_grows_and_is_used_again() -> None:
     memory = memories(["a"])[0]
+    memory.scratch = partial(memory.scratch, finish=lambda scratch_N: None)  # type: ignore[method-assign]
     small_N = memory.scratch(10, torch.float32)
     again_N = memory.scratch(20, torch.float16)
     assert (small_N.shape, small_N.dtype, again_N.shape, again_N.dtype) == ((10,), torch.float32, (20,), torch.float16)

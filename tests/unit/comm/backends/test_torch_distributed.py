@@ -6,7 +6,6 @@ played; that the real one does as it is told is tests/gpu's affair.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +14,18 @@ import torch
 import torch.distributed as dist
 from error_texts import naming
 from played_gpus import PlayedGpus
+from played_nccl import PlayedNccl
 from torch.distributed import HashStore
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends import torch_distributed
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous import control, stall
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
@@ -35,61 +34,11 @@ from bigbatch.errors import CommError, PeerLostError
 GPU = torch.device("cuda", 2)
 
 
-class PlayedOptions:
-    """What torch lets one choose of a group of NCCL's."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self._timeout = timedelta(minutes=10)
-        self.config = SimpleNamespace(max_ctas=None)
-
-
-class PlayedLibrary:
-    """torch.distributed, in which each NCCL or gloo group is a fake one; what is asked of it is written down."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[tuple[str, Any]] = []
-        self.bound: torch.device | None = None
-        """The GPU of the default group: with one, NCCL is connected from the start, and its groups can be split."""
-        init, new_group = dist.init_process_group, dist.new_group
-
-        def init_fake(
-            library: str, *, device_id: torch.device | None, store: object, pg_options: Any = None, **options: Any
-        ) -> None:
-            self.asked += [("init", device_id), ("options", pg_options)]
-            init("fake", store=FakeStore(), **options)
-            self.bound = device_id
-
-        def new_fake(ranks: list[int], *, backend: str, pg_options: Any = None, **options: Any) -> Any:
-            self.asked += [("new", ranks), ("options", pg_options)]
-            return new_group(ranks, backend="fake", **options)
-
-        def split_fake(parent: Any, families: list[list[int]], *, timeout: timedelta) -> Any:
-            assert len({rank for ranks in families for rank in ranks}) == sum(map(len, families)), "they overlap"
-            self.asked.append(("split", families))
-            mine = [ranks for ranks in families if dist.get_rank() in ranks]
-            return new_group(mine[0], backend="fake") if mine else dist.GroupMember.NON_GROUP_MEMBER
-
-        def barrier(*, group: Any, device_ids: list[int] | None = None) -> None:
-            self.asked.append(("barrier", device_ids))
-
-        monkeypatch.setattr(dist, "init_process_group", init_fake)
-        monkeypatch.setattr(dist, "new_group", new_fake)
-        monkeypatch.setattr(dist, "split_group", split_fake)
-        monkeypatch.setattr(torch_distributed, "_bound_gpu", lambda: self.bound, raising=False)
-        monkeypatch.setattr(dist, "barrier", barrier)
-        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=PlayedOptions), raising=False)
-
-    def of(self, what: str) -> list[Any]:
-        """What it was asked to do, of one kind."""
-        return [detail for each, detail in self.asked if each == what]
-
-
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedLibrary]:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedNccl]:
     """Leaves no group behind."""
     PlayedGpus(4, monkeypatch=monkeypatch)
-    yield PlayedLibrary(monkeypatch)
+    yield PlayedNccl(monkeypatch)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -97,7 +46,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedLibrary]:
 def backend_of(library: str, *, rank: int = 0, world_size: int = 4, **settings: Any) -> TorchDistributedBackend:
     """One rank's backend; no other rank lives."""
     met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
-    met.store = HashStore()
+    met.store = BoundedStore(HashStore(), seconds=5)
     env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 0))
     return TorchDistributedBackend(
         env, met, library=library, device=GPU if library == "nccl" else torch.device("cpu"), **settings
@@ -110,7 +59,7 @@ def start_script(world_size: int = 4) -> None:
 
 
 @pytest.mark.parametrize("is_in_script", [False, True])
-def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedLibrary) -> None:
+def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedNccl) -> None:
     """In a script's group torch would take the current one."""
     if is_in_script:
         start_script()
@@ -118,7 +67,7 @@ def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedLibr
     assert library.of("barrier") == [[2], [2]]
 
 
-def test_barrier_of_gloo_names_no_gpu(library: PlayedLibrary) -> None:
+def test_barrier_of_gloo_names_no_gpu(library: PlayedNccl) -> None:
     backend_of("gloo").close()
     assert library.of("barrier") == [None]
 
@@ -127,7 +76,7 @@ def test_barrier_of_gloo_names_no_gpu(library: PlayedLibrary) -> None:
 
 
 @pytest.mark.parametrize("is_in_script", [False, True])
-def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, library: PlayedLibrary) -> None:
+def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, library: PlayedNccl) -> None:
     """Collectives are enqueued on the queue's stream; messages run on one of the group's own."""
     if is_in_script:
         start_script()
@@ -136,21 +85,21 @@ def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, 
     assert (made.is_high_priority_stream, made._timeout) == (True, backend._timeout)  # torch warns where they differ
 
 
-def test_nccl_takes_at_most_so_many_thread_blocks(library: PlayedLibrary) -> None:
+def test_nccl_takes_at_most_so_many_thread_blocks(library: PlayedNccl) -> None:
     backend_of("nccl")
     backend_of("nccl", max_ctas=4)
     assert [options.config.max_ctas for options in library.of("options")] == [None, 4]
 
 
 def test_thread_blocks_of_a_torch_that_cannot_tell_them_are_refused(
-    library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch
+    library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: SimpleNamespace()))
     with pytest.raises(CommError, match=naming("comm.max_ctas", "null", torch.__version__)):
         backend_of("nccl", max_ctas=4)
 
 
-def test_gloo_is_made_as_it_is(library: PlayedLibrary) -> None:
+def test_gloo_is_made_as_it_is(library: PlayedNccl) -> None:
     backend_of("gloo")
     assert library.of("options") == [None, None]
 
@@ -159,7 +108,7 @@ def test_gloo_is_made_as_it_is(library: PlayedLibrary) -> None:
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
-def test_groups_of_the_same_ranks_are_made_once(name: str, library: PlayedLibrary) -> None:
+def test_groups_of_the_same_ranks_are_made_once(name: str, library: PlayedNccl) -> None:
     backend = backend_of(name)
     alone = connect(env=ALONE, device=torch.device("cpu"))
     communicator = replace(
@@ -178,7 +127,7 @@ def test_groups_of_the_same_ranks_are_made_once(name: str, library: PlayedLibrar
         assert (library.of("new")[before:], library.of("split")) == ([[0, 1], [2, 3]], [])
 
 
-def test_groups_of_other_ranks_are_made_beside(library: PlayedLibrary) -> None:
+def test_groups_of_other_ranks_are_made_beside(library: PlayedNccl) -> None:
     """All ranks make those that are missing, in the same order."""
     backend = backend_of("gloo")
     before = len(library.of("new"))
@@ -189,7 +138,7 @@ def test_groups_of_other_ranks_are_made_beside(library: PlayedLibrary) -> None:
     assert backend.new_group([[0, 1, 2, 3]]) == backend.world
 
 
-def test_all_node_groups_of_2048_ranks_are_one_split_of_the_world(library: PlayedLibrary) -> None:
+def test_all_node_groups_of_2048_ranks_are_one_split_of_the_world(library: PlayedNccl) -> None:
     """A split of NCCL's is made by all ranks of the world together; one for each of 256 nodes would be 256."""
     backend = backend_of("nccl", rank=9, world_size=2048)
     hosts = [f"n{rank // 8}" for rank in range(2048)]
@@ -199,14 +148,14 @@ def test_all_node_groups_of_2048_ranks_are_one_split_of_the_world(library: Playe
     assert (len(families), families[1], library.of("new")) == (256, list(range(8, 16)), [])
 
 
-def test_rank_whose_group_is_there_takes_part_in_the_split_for_others(library: PlayedLibrary) -> None:
+def test_rank_whose_group_is_there_takes_part_in_the_split_for_others(library: PlayedNccl) -> None:
     backend = backend_of("nccl")
     assert backend.new_group([[0], [1, 2, 3]]).ranks == (0,)
     assert backend.new_group([[0], [1], [2, 3]]).ranks == (0,)
     assert library.of("split") == [[[0], [1, 2, 3]], [[1], [2, 3]]]
 
 
-def test_groups_in_a_script_that_is_bound_to_no_gpu_are_not_split(library: PlayedLibrary) -> None:
+def test_groups_in_a_script_that_is_bound_to_no_gpu_are_not_split(library: PlayedNccl) -> None:
     """torch refuses to: it cannot know that NCCL is connected yet."""
     start_script()
     backend = backend_of("nccl")
@@ -223,7 +172,7 @@ def groups() -> set[Any]:
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
-def test_close_in_a_script_with_groups_destroys_ours_alone(name: str, library: PlayedLibrary) -> None:
+def test_close_in_a_script_with_groups_destroys_ours_alone(name: str, library: PlayedNccl) -> None:
     start_script()
     dist.new_group([0, 1], backend="gloo")
     before = groups()
@@ -235,7 +184,7 @@ def test_close_in_a_script_with_groups_destroys_ours_alone(name: str, library: P
 
 
 @pytest.mark.parametrize("name", ["nccl", "gloo"])
-def test_close_leaves_the_groups_that_a_script_has_made_since(name: str, library: PlayedLibrary) -> None:
+def test_close_leaves_the_groups_that_a_script_has_made_since(name: str, library: PlayedNccl) -> None:
     """And what they rest on."""
     backend = backend_of(name)
     theirs = dist.new_group([0, 1], backend="gloo")
@@ -245,7 +194,7 @@ def test_close_leaves_the_groups_that_a_script_has_made_since(name: str, library
     dist.destroy_process_group()
 
 
-def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(library: PlayedLibrary) -> None:
+def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(library: PlayedNccl) -> None:
     first, second = backend_of("nccl"), backend_of("gloo")
     second.new_group([[0, 1], [2, 3]])
     first.close()
@@ -257,7 +206,7 @@ def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(li
 # --- what NCCL raises, and what it waits for ---
 
 
-def test_error_of_the_library_gets_the_jobs_words(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_library_gets_the_jobs_words(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL raises where an operation is enqueued: in the midst of backward."""
     monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.1)
     monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
@@ -271,7 +220,7 @@ def test_error_of_the_library_gets_the_jobs_words(library: PlayedLibrary, monkey
     assert backend.oldest() is None
 
 
-def test_last_barrier_is_watched(library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_barrier_is_watched(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops the host until the last rank has come, which may never."""
     backend = backend_of("nccl")
     seen: list[str | None] = []
@@ -285,7 +234,7 @@ def test_last_barrier_is_watched(library: PlayedLibrary, monkeypatch: pytest.Mon
     assert seen == ["the last barrier"]
 
 
-def test_limit_of_nccl_comes_after_the_verdict(library: PlayedLibrary) -> None:
+def test_limit_of_nccl_comes_after_the_verdict(library: PlayedNccl) -> None:
     """Its watchdog would end the process before a word is said."""
     took = stall.LOOK_SECONDS + control.ROLL_CALL_SECONDS + control.LINGER_SECONDS
     assert backend_of("nccl")._timeout.total_seconds() > 5 + took

@@ -15,15 +15,19 @@ import torch
 from error_texts import naming
 from torch import Tensor
 
+from benchmarks.comm import messages
 from bigbatch.cli import main
+from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.algorithms.hybrid import Measured
 from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends.base import Capabilities, Done, Group
 from bigbatch.comm.bench import figures as bench
 from bigbatch.comm.bench import sweep
 from bigbatch.comm.bench.figures import Limit, Row
 from bigbatch.comm.bench.plot import plot_sweep
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.tuning import measure
 from bigbatch.comm.tuning.exact import LIMITS, PERIOD, expected_pattern, limit_of, rank_pattern
 from bigbatch.comm.tuning.measure import Effort, Sums, count_different, fill_, time_sums
@@ -135,12 +139,40 @@ def test_table() -> None:
 
 def test_limit_explains_what_the_last_column_is_a_share_of() -> None:
     limit = Limit(num_nodes=4, bytes_per_second=25e6, wire_bytes_per_byte=0.5)
-    assert bench.explain_limit(limit, num_nodes=4, source="as given") == (
+    assert bench.explain_limit(limit, num_nodes=4, source="as given", shares={"ring": 0.5}) == (
         "of limit: least time / time; least time = 2(m-1)/m * size * 0.5 / link, with m = 4 nodes and 0.2 Gbit/s per "
         "link, as given"
     )
-    assert "no link limits them" in bench.explain_limit(None, num_nodes=1, source="")
-    assert "give --link-gbit" in bench.explain_limit(None, num_nodes=2, source="")
+    wider = bench.explain_limit(limit, num_nodes=4, source="as given", shares={"native": 1.0, "ring": 0.5})
+    assert " * size * 0.5 (native 1) / link" in wider
+    assert "no link limits them" in bench.explain_limit(None, num_nodes=1, source="", shares={})
+    assert "give --link-gbit" in bench.explain_limit(None, num_nodes=2, source="", shares={})
+
+
+class BytesBackend(messages.CountingBackend):
+    """Counts the bytes of the one collective of its own, too, as if it were a ring over two ranks."""
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        self.message_bytes += tensor_N.nbytes
+
+
+@pytest.mark.parametrize("rounds_each_addition", [True, False])
+@pytest.mark.parametrize("wire", [Wire(), Wire(torch.float16), Wire(torch.float16, in_fp32=False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
+def test_limit_goes_by_the_bytes_that_travel(
+    algorithm: str, dtype: torch.dtype, wire: Wire, rounds_each_addition: bool
+) -> None:
+    """Between two nodes of a rank each everything sends 2(m-1)/m = 1 times the tensor, counted as it runs."""
+    capabilities = Capabilities(("meta",), sums_half_in_fp32=not rounds_each_addition)
+    backend = BytesBackend(0, 2, capabilities=capabilities)
+    topology = messages.place(0, nodes=2, ranks_per_node=1)
+    all_reduce_ = make_allreduce(algorithm, backend=backend, topology=topology, wire=wire)
+    backend.message_bytes = 0
+    tensor_N = torch.empty(1 << 20, dtype=dtype, device="meta")
+    all_reduce_(tensor_N)
+    played = SimpleNamespace(algorithm_for=lambda tensor_N: algorithm, wire=wire, backend=backend)
+    assert sweep.wire_share(played, tensor_N) * tensor_N.nbytes == backend.message_bytes
 
 
 def test_page_states_the_columns_and_formulas_of_the_code() -> None:
@@ -179,7 +211,7 @@ def test_plot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", sorted(LIMITS))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100, 300])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100, pytest.param(300, marks=pytest.mark.long)])
 def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) -> None:
     """Added one by one, forwards and backwards, in the dtype itself, against integers."""
     limit = limit_of(dtype)
@@ -337,6 +369,35 @@ def test_effort_repeats_only_contenders_where_time_is_short(clock: Clock) -> Non
 def test_measure_links_of_a_backend_without_messages() -> None:
     mute = SimpleNamespace(backend=SimpleNamespace(capabilities=SimpleNamespace(has_messages=False)), topology=None)
     assert measure.measure_links(mute, seconds=1) == measure.MeasuredLinks(None, None)  # type: ignore[arg-type]
+
+
+def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits names the operation by its number: ranks that sit a hop out count it, too."""
+    hosts = ["a", "a", "b"]
+    submitted: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(len(hosts))}
+    monkeypatch.setattr(measure, "slowest", lambda times, _: {name: [1.0] * len(each) for name, each in times.items()})
+    for rank, operations in submitted.items():
+
+        def submit(
+            operation: Callable[[], None],
+            *,
+            label: str,
+            ranks: tuple[int, ...],
+            kept: list[tuple[int, ...]] = operations,
+        ) -> Done:
+            kept.append(ranks)
+            operation()
+            return Done()
+
+        capabilities = SimpleNamespace(has_messages=True)
+        backend = SimpleNamespace(capabilities=capabilities, submit=submit, start_exchange=lambda **_: Done())
+        cpu = torch.device("cpu")
+        topology = make_topology(hosts, rank=rank)
+        one = SimpleNamespace(backend=backend, topology=topology, rank=rank, device=cpu, transport_device=cpu)
+        measure.measure_links(one, seconds=1)  # type: ignore[arg-type]
+    assert len(submitted[0]) == len(submitted[1]) == len(submitted[2]) > 0
+    assert set(submitted[0]) == {(0, 1), (0, 2)}  # inside its node, and between the nodes
+    assert set(submitted[2]) == {(2,), (0, 2)}
 
 
 def test_measure_links_takes_no_burst_for_bandwidth() -> None:

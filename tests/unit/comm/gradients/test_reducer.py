@@ -489,3 +489,12 @@ def test_reducer_on_a_gpu_has_autograds_own_gradients() -> None:
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, expected[name], rtol=1e-4, atol=1e-4), name
     assert reducer.exposed.take_seconds() >= 0.0
+
+
+def test_reducer_agrees_on_the_choice_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one rank would broadcast while another compares."""
+    alone, agreed = communicator(RecordingBackend()), list[str]()
+    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: agreed.append(text))
+    for weights in ("equal", "broadcast", "unchecked"):
+        GradientReducer(make_model().named_parameters(), alone, weights=weights).close()
+    assert len(set(agreed)) == 3

@@ -1,10 +1,14 @@
 """The line beside the data without its peers: the rendezvous, comparisons that a rank misses, the roll call."""
 
+import copy
 import re
 import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch.distributed import HashStore
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control, first_line, listen, rendezvous
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.errors import CommError, PeerLostError
@@ -65,6 +70,28 @@ def test_heed_others_ends_a_wait_by_another_ranks_failure() -> None:
     assert "rank 1" not in str(caught.value)
 
 
+def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
+    job = half_a_job()
+    other = copy.copy(job)
+    other.rank = 1
+    for each in (job, other):
+        each.begin()
+    other.leave()
+    job.heed_others("buffer 0", 1.0)  # which the other has begun, too
+    job.begin()
+    with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
+        job.heed_others("buffer 1", 1.0)
+
+
+def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
+    job = half_a_job()
+    job.report_own_failure()
+    assert job.store.get("bigbatch/failed") == b"lost"
+    job.answer_roll_call(is_waiting=True)
+    assert not job.store.check(["bigbatch/alive/0"])
+    job.heed_others("buffer 0", 1.0)  # its own
+
+
 def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection() -> None:
     job = half_a_job(seconds=3.0)
     job.give_up("buffer 0", 2.9)
@@ -81,10 +108,73 @@ class GoneStore(HashStore):
 
 def test_rendezvous_that_is_gone_is_named() -> None:
     job = half_a_job()
-    job.store, job.holder = GoneStore(), "rank 7"
+    job.store, job.holder = BoundedStore(GoneStore(), seconds=5), "rank 7"
     job.heed_others("buffer 0", 1.0)  # the operation itself will fail
     message = str(job.explain("buffer 0", 1.0, OSError("broken")))
     assert re.search(naming("buffer 0", "1.0 s", "rank 7", "rendezvous", "control: broken"), message)
+
+
+class StoppedStore(HashStore):
+    """A store whose holder is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.goes_on.wait(timeout=60)
+
+
+@pytest.fixture
+def job_of_stopped() -> Iterator[Control]:
+    """Rank 1, whose store's holder is stopped."""
+    job, store = half_a_job(60), StoppedStore()
+    job.rank, job.store = 1, BoundedStore(store, seconds=0.1)
+    yield job
+    store.goes_on.set()  # no thread is left
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda job, what: job.gather_text("seed: 1", what=what),
+        lambda job, what: job.tell_all("", what=what, timeout_seconds=60),
+        lambda job, what: job.read("key", what=what),
+    ],
+)
+def test_rendezvous_that_is_stopped_is_named_by_who_waits_for_its_answer(
+    ask: Callable[[Control, str], object], job_of_stopped: Control
+) -> None:
+    with pytest.raises(PeerLostError, match=naming("rank 1: comparison", "rank 0, which holds the rendezvous")):
+        ask(job_of_stopped, "comparison")
+
+
+def test_rendezvous_that_is_stopped_is_named_after_a_sum(
+    job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
+    job_of_stopped.heed_others("buffer 0", 5.0)  # the sum's own limit ends it
+    said = str(job_of_stopped.explain("buffer 0", 5.0, TimeoutError("some rank has not come to it")))
+    assert re.search(naming("buffer 0", "rank 0, which holds the rendezvous", "not come"), said), said
+
+
+def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
+    job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gloo's connection does, whose own limit needs an answer."""
+    job, store = job_of_stopped, job_of_stopped.store.torch_store
+    monkeypatch.setattr(control, "GRACE_SECONDS", 0.0)
+    job.timeout_seconds = 0.1
+    with pytest.raises(PeerLostError, match=naming("rank 1: connection", "rank 0, which holds the rendezvous")):
+        job.bounded("connection", lambda: store.check(["key"]))
+    assert job.bounded("connection", lambda: 7) == 7
+
+
+def test_rank_that_fails_leaves_though_the_rendezvous_is_stopped(
+    job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoAnswerError):  # abort() has nobody to tell
+        job_of_stopped.report_own_failure()
 
 
 def test_first_line_of_an_error() -> None:
@@ -133,13 +223,26 @@ def test_listener_and_who_can_reach_it(
         assert listening_addresses()[listener.getsockname()[1]] == expected
 
 
-def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_attempt() -> None:
+def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start() -> None:
     served = rendezvous(rank_of_two(), SECONDS)  # by torchrun, which lives on
     env = replace(rank_of_two(port=served.port), master_runs=True)
-    first, restarted = (rendezvous(replace(env, attempt=attempt), SECONDS) for attempt in (0, 1))
-    first.set("bigbatch/failed", "1")
-    assert first.check(["bigbatch/failed"])
-    assert not restarted.check(["bigbatch/failed"])
+    limit = timedelta(seconds=120)
+    with ThreadPoolExecutor(2) as pool:
+        first, restarted = (
+            list(pool.map(lambda rank: rendezvous(replace(env, rank=rank), limit), range(2))) for _ in range(2)
+        )
+    first[0].set("bigbatch/failed", "1")
+    assert first[1].check(["bigbatch/failed"])
+    assert not any(store.check(["bigbatch/failed"]) for store in restarted)
+    restarted[0].set("here", "1")
+    assert restarted[1].check(["here"])
+
+
+def test_rendezvous_of_torchrun_names_the_ranks_that_do_not_come() -> None:
+    served = rendezvous(rank_of_two(), SECONDS)
+    env = replace(rank_of_two(port=served.port), master_runs=True)
+    with pytest.raises(CommError, match=naming("rank 0", "rank 1 did not come in time")):
+        rendezvous(env, timedelta(seconds=0.2))
 
 
 def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> None:
@@ -168,6 +271,16 @@ def test_rendezvous_at_a_port_in_use_names_it() -> None:
             rendezvous(rank_of_two(port=port), SECONDS)
         with pytest.raises(CommError, match=naming(f"127.0.0.1:{port}", "submit")):
             rendezvous(replace(rank_of_two(port=port), launcher="srun"), SECONDS)
+
+
+def test_rendezvous_whose_process_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system lets callers in for a process that is stopped, as it does for this socket."""
+    monkeypatch.setattr(control, "GRACE_SECONDS", 0.2)
+    with listen("127.0.0.1", 0) as silent:
+        port = silent.getsockname()[1]
+        for env in (replace(rank_of_two(port=port), rank=1), replace(rank_of_two(port=port), master_runs=True)):
+            with pytest.raises(CommError, match=naming(f"no rendezvous at 127.0.0.1:{port}", "check that rank 0 runs")):
+                rendezvous(env, timedelta(seconds=0.3))
 
 
 def test_rendezvous_at_a_name_that_leads_back_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

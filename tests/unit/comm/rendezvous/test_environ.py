@@ -17,6 +17,7 @@ from bigbatch.comm.rendezvous.environ import (
     nccl_settings,
     prefer_interface,
     read_process_env,
+    slurm_job,
     step_hosts,
     terminal_columns,
 )
@@ -152,6 +153,12 @@ def test_host_list_that_is_none_is_refused(text: str) -> None:
         expand_hostlist(text)
 
 
+@pytest.mark.parametrize("text", ["n[1-99999999999]", "r[1-1000]n[1-1000]", "n[1-60000],m[1-60000]"])
+def test_host_list_that_is_too_long_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=naming(repr(text), "100000")):
+        expand_hostlist(text)
+
+
 @pytest.mark.parametrize(
     ("variables", "master"),
     [
@@ -212,11 +219,6 @@ def test_name_of_the_host(variables: dict[str, str], host: str) -> None:
 def test_torchrun_may_serve_the_rendezvous_itself(word: str, runs: bool) -> None:
     assert read_process_env({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs is runs
     assert not read_process_env({**OPENMPI, "TORCHELASTIC_USE_AGENT_STORE": word}).master_runs
-
-
-def test_attempt_counts_restarts() -> None:
-    assert read_process_env(TORCHRUN).attempt == 0
-    assert read_process_env({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
 
 
 class _Terminal(io.StringIO):
@@ -345,3 +347,23 @@ def test_settings_of_nccl_are_those_that_change_how_it_sums() -> None:
         "NCCL_ALGO": "Tree",
         "NCCL_IB_HCA": "mlx5",
     }
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "12"}, ("12", 0)),
+        ({"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "big", "SLURM_RESTART_COUNT": "3"}, ("12 of big", 3)),
+        ({"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": ""}, ("12", 0)),
+    ],
+)
+def test_environ_job_of_slurm_is_its_number_and_how_often_it_came_back(
+    variables: dict[str, str], job: tuple[str, int] | None
+) -> None:
+    assert slurm_job(variables) == job
+
+
+def test_notice_before_a_time_limit_is_the_scripts_word() -> None:
+    assert read_process_env({}).notice_seconds is None
+    assert read_process_env({"BIGBATCH_STOP_SECONDS": "300"}).notice_seconds == 300

@@ -110,13 +110,14 @@ import torch
 import torch.distributed as dist
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, record_flights
 from bigbatch.comm.rendezvous.flight import dump_flight, read_flight
 
 record_flights()
 met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
-met.store = dist.HashStore()
+met.store = BoundedStore(dist.HashStore(), seconds=5)
 backend = TorchDistributedBackend(ALONE, met, library="gloo", device=torch.device("cpu"))
 for _ in range(3):
     backend.all_reduce_(torch.ones(4), backend.world)
@@ -125,7 +126,7 @@ backend.abandon()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(flight._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records NCCL only")
 def test_flight_of_real_collectives_is_read() -> None:
     """In a process of its own: torch asks for the recorder's size once."""

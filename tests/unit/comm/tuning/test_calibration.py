@@ -1,8 +1,11 @@
 """The table that a job measures for itself: taken again on the same cluster alone, and in bounded time."""
 
+import dataclasses
 import json
 import os
+import re
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +15,19 @@ import pytest
 import torch
 from error_texts import naming
 
+from benchmarks.comm.messages import plan_of
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning import calibration
 from bigbatch.comm.tuning.calibration import SECONDS, calibrate, make_table
+from bigbatch.comm.tuning.cost_model import MODELS, ClusterModel, LinkModel
 from bigbatch.errors import CommError
+from bigbatch.files import MOST_OWN_BYTES
+from bigbatch.trainer.build.parts import stated_sizes
+from bigbatch.trainer.config.file import load_config
 
 SLOW, FAST = Measured((2.0, 2.0)), Measured((1.0, 1.0))
 TIMES = {1024: {"doubling": FAST, "ring": SLOW}, 4_000_000: {"doubling": SLOW, "ring": FAST}}
@@ -95,17 +104,25 @@ def test_calibration_of_another_cluster_is_not_taken(
     assert (len(measured), len(list(tmp_path.iterdir()))) == (2, 2)
     calibrate(one_rank(), interface="eth7", folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (3, 3)
-    calibrate(one_rank(), settings={"max_ctas": 8}, folder=tmp_path)
+    calibrate(dataclasses.replace(one_rank(), max_ctas=8), folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (4, 4)
     calibrate(one_rank(), folder=tmp_path)  # the first one's is still there
     assert len(measured) == 4
 
 
 def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path, measured: list[float]) -> None:
-    calibrate(one_rank(), settings={"reduce_dtype": "wire"}, folder=tmp_path)
-    found = calibrate(one_rank(), settings={"reduce_dtype": "fp32"}, kept=only_file(tmp_path), folder=None)
-    assert naming_all(found.source, "is not taken", "settings")
+    before = connect(env=ALONE, device=torch.device("cpu"), reduce_dtype="wire")
+    calibrate(before, folder=tmp_path)
+    found = calibrate(one_rank(), kept=only_file(tmp_path), folder=None)
+    assert naming_all(found.source, "is not taken", "settings", "reduce_dtype 'wire' there, 'fp32' here")
     assert len(measured) == 2
+    record = json.loads(only_file(tmp_path).read_text())
+    for name in ("reduce_dtype", "max_ctas", "buffers"):  # as files were before they stated these
+        del record["cluster"][name]
+    only_file(tmp_path).write_text(json.dumps(record))
+    assert calibrate(before, folder=tmp_path).source.startswith(str(only_file(tmp_path)))
+    assert "is not taken" in calibrate(one_rank(), kept=only_file(tmp_path), folder=None).source
+    assert len(measured) == 3
 
 
 def test_calibration_of_nccl_goes_by_its_environment(
@@ -150,7 +167,16 @@ def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes
         spoil(lambda record: record.update(table=[[10, "ring"]])),
         spoil(lambda record: record.update(table=[[None, "tree"]])),
         spoil(lambda record: record.update(table="__import__('os')")),
+        spoil(lambda record: record.update(table=[[float("nan"), "ring"], [None, "native"]])),
+        spoil(lambda record: record.update(table=[[float("inf"), "native"], [None, "native"]])),
+        spoil(lambda record: record.update(table=[[True, "native"], [None, "native"]])),
+        spoil(lambda record: record.update(table={"native": None})),
+        spoil(lambda record: record.update(table=None)),
+        lambda data: re.sub(rb'"table": .*?\]\s*\]', b'"table": [[1' + b"0" * 9999 + b', "native"]]', data, flags=re.S),
         spoil(lambda record: record.update(date=None)),
+        spoil(lambda record: record.update(date="2026-01-01\n0: all is well")),
+        spoil(lambda record: record.update(cluster=[])),
+        spoil(lambda record: record.update(ranks="x" * 100_000)),
         spoil(lambda record: record["cluster"].update(world_size=2)),
     ],
 )
@@ -163,6 +189,7 @@ def test_calibration_that_is_damaged_is_named_and_measured_anew(
     found = calibrate(one_rank(), folder=tmp_path)
     assert found.source.startswith(f"{path} is not taken (")
     assert "\n" not in found.source
+    assert len(found.source) < 1000
     assert "measured in" in found.source
     assert calibrate(one_rank(), folder=tmp_path).table == found.table
     assert len(measured) == 2
@@ -177,6 +204,46 @@ def test_calibration_of_another_user_is_not_read(
     found = calibrate(one_rank(), folder=tmp_path)
     assert naming_all(found.source, path, "another user", "measured in", "not stored")
     assert (len(measured), path.read_bytes()) == (2, before)
+
+
+def test_calibration_that_is_huge_is_not_read(tmp_path: Path, measured: list[float]) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    path = only_file(tmp_path)
+    with path.open("ab") as file:
+        file.truncate(MOST_OWN_BYTES + 1)  # takes no space
+    found = calibrate(one_rank(), folder=tmp_path)
+    assert naming_all(found.source, f"{path} is not read (", "too long", "stored in")
+    assert path.stat().st_size < 10_000
+
+
+def test_calibration_of_jobs_that_start_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs measure and store, each its own table, 40 times; a third always finds a whole file, of one of them."""
+    winners, barrier = ("ring", "doubling"), threading.Barrier(3)
+
+    def measure_times(*_: object, **__: object) -> Any:
+        name = threading.current_thread().name
+        return {4_000_000: {name if name in winners else "native": FAST}}
+
+    def store() -> None:
+        me = one_rank()
+        barrier.wait()
+        for _ in range(40):
+            calibrate(me, is_fresh=True, folder=tmp_path)
+
+    monkeypatch.setattr(calibration, "measure_times", measure_times)
+    threads = [threading.Thread(target=store, name=name) for name in winners]
+    for thread in threads:
+        thread.start()
+    reader, seen = one_rank(), []
+    path = tmp_path / calibrate(reader, folder=tmp_path).source.split("/")[-1].split()[0]
+    barrier.wait()
+    while any(thread.is_alive() for thread in threads):
+        seen.append(calibrate(reader, folder=tmp_path))
+    last = calibrate(reader, folder=tmp_path)
+    assert all(each.source.startswith(str(path)) for each in (*seen, last))
+    assert {each.table.algorithms for each in seen} <= {(name,) for name in (*winners, "native")}
+    assert last.table.algorithms[0] in winners
+    assert last.text == only_file(tmp_path).read_text()  # nothing half-written beside it
 
 
 def naming_all(text: str, *parts: object) -> bool:
@@ -247,9 +314,58 @@ def test_calibration_ends_where_a_sum_is_wrong(tmp_path: Path, monkeypatch: pyte
         return tensor_N.add_(1)
 
     monkeypatch.setattr(Communicator, "sum_", sum_)
-    with pytest.raises(CommError, match=naming("native", "1024 bytes", "bigbatch comm bench")):
+    with pytest.raises(CommError, match=naming("native", " bytes", "bigbatch comm bench")):
         calibrate(one_rank(), folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def play(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[str, int], float], *, gather: float) -> list[float]:
+    """A clock, in a list, that sums by an algorithm of so many bytes and words between ranks move on, nothing else."""
+    now = [0.0]
+
+    def sum_(self: Communicator, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        now[0] += seconds_of(self.algorithm, tensor_N.nbytes)
+        return tensor_N
+
+    gather_text = Communicator.gather_text
+
+    def slow_gather(self: Communicator, text: str) -> list[str]:
+        now[0] += gather
+        return gather_text(self, text)
+
+    monkeypatch.setattr(Communicator, "sum_", sum_)
+    monkeypatch.setattr(Communicator, "gather_text", slow_gather)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("gather_seconds", [0.05, 0.2])
+def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
+    gather_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 nodes of 8, by the cost model: 30 us and 100 Gbit/s between nodes; native as slow as a ring over all."""
+    cluster = ClusterModel((8,) * 256, inside=LinkModel(10e-6, 1e10), across=LinkModel(30e-6, 12.5e9))
+
+    def seconds_of(algorithm: str, num_bytes: int) -> float:
+        return MODELS[algorithm if algorithm in MODELS else "ring"](num_bytes, cluster)
+
+    now = play(monkeypatch, seconds_of, gather=gather_seconds)
+    config = load_config(["--config", "imagenet/resnet50_8k"])
+    found = calibrate(one_rank(), folder=tmp_path, buffer_bytes=stated_sizes(config).buffer_bytes)
+    assert now[0] <= SECONDS
+    measured = {int(size): set(at) for size, at in json.loads(found.text)["all_reduce_seconds"].items()}
+    buffers = [buffer.num_bytes for buffer in plan_of("imagenet/resnet50_8k")]
+    assert sum(buffers) > 50e6
+    covered = [size for size in buffers if min(measured) <= size <= max(measured)]
+    assert sum(covered) >= 0.99 * sum(buffers)
+    if gather_seconds < 0.1:
+        assert covered == buffers
+    alone = one_rank()
+    swept = [size for size in calibration.sizes_below(stated_sizes(config).buffer_bytes) if size in measured]
+    assert all(measured[size] == set(alone.algorithms) for size in swept)
+    for size in covered:  # the closed forms say who is the fastest there
+        best = min(seconds_of(name, size) for name in MODELS)
+        assert seconds_of(found.table.choose(size), size) <= 1.05 * best
 
 
 @pytest.mark.parametrize("gather_seconds", [0.0, 0.05, 0.4])
@@ -257,26 +373,20 @@ def test_calibration_ends_where_a_sum_is_wrong(tmp_path: Path, monkeypatch: pyte
 def test_calibration_keeps_to_its_time(
     seconds_per_mb: float, gather_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that sums and words between ranks move on, and nothing else."""
-    now = [0.0]
+    def seconds_of(algorithm: str, num_bytes: int) -> float:
+        latency, share = (1e-3, 2.0) if algorithm == "doubling" else (3e-3, 1.0)
+        return latency + share * seconds_per_mb * num_bytes / 1e6
 
-    def sum_(self: Communicator, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
-        latency, share = (1e-3, 2.0) if self.algorithm == "doubling" else (3e-3, 1.0)
-        now[0] += latency + share * seconds_per_mb * tensor_N.nbytes / 1e6
-        return tensor_N
-
-    gather_text = Communicator.gather_text
-
-    def gather(self: Communicator, text: str) -> list[str]:
-        now[0] += gather_seconds
-        return gather_text(self, text)
-
-    monkeypatch.setattr(Communicator, "sum_", sum_)
-    monkeypatch.setattr(Communicator, "gather_text", gather)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    found = calibrate(one_rank(), folder=tmp_path)
-    assert now[0] <= SECONDS
+    now = play(monkeypatch, seconds_of, gather=gather_seconds)
+    alone = one_rank()
+    start = now[0]
+    found = calibrate(alone, folder=tmp_path)
+    assert now[0] - start <= SECONDS
     sizes = [int(size) for size in json.loads(found.text)["all_reduce_seconds"]]
+    asked = calibration.sizes_below(DEFAULT_SIZES.buffer_bytes)
+    assert (f"above {max(sizes):,}" in found.source) == (max(sizes) < asked[-1])
+    assert (f"below {min(sizes):,} bytes" in found.source) == (min(sizes) > asked[0])
+    assert ("for lack of time" in found.source) == ((min(sizes), max(sizes)) != (asked[0], asked[-1]))
     if seconds_per_mb <= 1e-3 and gather_seconds < 0.1:
         assert max(sizes) > 1_000_000
     if max(sizes) < 1_000_000:

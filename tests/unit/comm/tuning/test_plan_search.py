@@ -76,7 +76,7 @@ def random_case(seed: int, *, count: int) -> tuple[list[TensorSpec], Backward, f
     return tensors, backward(*times), latency, draw.choice((0.3, 1.0, 2.0)) / sum(t.num_bytes for t in tensors)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 30))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 30))])
 def test_search_finds_the_best_of_all_sizes(seed: int) -> None:
     """Brute force over every threshold, buffer and first buffer from 4 bytes to the sum of all, in steps of 4."""
     tensors, times, a, b = random_case(seed, count=5)
@@ -112,7 +112,7 @@ def test_yardstick_is_the_best_of_all_cuts(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 def test_search_over_many_gradients(seed: int) -> None:
     """Far more sizes than can be tried. Three sizes cannot make every cut, but they beat the obvious ones."""
     tensors, times, a, b = random_case(seed, count=150)

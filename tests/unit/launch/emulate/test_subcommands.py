@@ -116,7 +116,7 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.99")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert emulate("run", "--nodes", "2", "--dry-run", "--", "train") == 0
+    assert emulate("run", "--nodes", "2", "--dry-run", "--", "comm", "bench") == 0
     line = capsys.readouterr().out
     assert "-x NCCL_DEBUG" in line
     assert "MASTER" not in line
@@ -124,7 +124,7 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
     monkeypatch.setattr(cluster, "find", lambda name, root: found)
     monkeypatch.setattr(subcommands, "run_job", lambda starts, environ, **_: given.update(environ) or 0)
-    assert emulate("run", "--", "train") == 0
+    assert emulate("run", "--", "comm", "bench") == 0
     assert given["NCCL_DEBUG"] == "INFO"
     assert "MASTER_ADDR" not in given
 
@@ -133,10 +133,10 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
 def test_emulate_run_takes_a_bigbatch_command_with_both_launchers(
     launcher: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert emulate("run", "--nodes", "2", "--launcher", launcher, "--dry-run", "--", "train") == 0
+    assert emulate("run", "--nodes", "2", "--launcher", launcher, "--dry-run", "--", "comm", "bench") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (1 if launcher == "mpirun" else 2)
-    assert all(line.endswith("-m bigbatch train") for line in lines)
+    assert all(line.endswith("-m bigbatch comm bench") for line in lines)
 
 
 def test_emulate_run_refuses_nothing_to_run() -> None:
@@ -201,7 +201,7 @@ def test_emulate_says_in_one_line_that_a_cluster_vanished(
     assert emulate("status") == 0
     assert capsys.readouterr().out.startswith("box: ended")
     with pytest.raises(EmulationError, match=naming("box", "job")):
-        emulate("run", "--", "train")
+        emulate("run", "--", "comm", "bench")
     with pytest.raises(EmulationError, match=naming("box", "node", "bigbatch launch emulate status")):
         emulate("shape", "--link", "1gbit")
     with pytest.raises(EmulationError, match=r"^box: .*(keeper|setns).*bigbatch launch emulate status"):

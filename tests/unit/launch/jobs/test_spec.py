@@ -16,7 +16,7 @@ from error_texts import naming
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.spec import JobSpec, make_job, option, parse_master, read_hostfile
-from bigbatch.launch.jobs.words import format_minutes, parse_environment, parse_minutes
+from bigbatch.launch.jobs.words import UNLIMITED, format_minutes, parse_environment, parse_minutes
 from bigbatch.launch.launchers import k8s, slurm_script
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.start import main
@@ -48,6 +48,7 @@ SAMPLES: dict[str, Any] = {
     "logs": "other/logs",
     "array": "0-3",
     "stop_seconds": 33,
+    "is_python": True,
     "preflight": "exclude",
 }
 """A value for each field that a user may state."""
@@ -84,7 +85,10 @@ def test_job_option_is_honoured_or_refused_by_name(launcher: str, field: str) ->
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
-    [("90", 90), ("2:00:00", 120), ("1-12:30:00", 2190), ("1:30", 2), ("0:00:01", 1), ("2-0", 2880), ("1-2:30", 1590)],
+    [
+        *(("90", 90), ("2:00:00", 120), ("1-12:30:00", 2190), ("1:30", 2), ("0:00:01", 1), ("2-0", 2880)),
+        *(("1-2:30", 1590), ("UNLIMITED", UNLIMITED), ("infinite", UNLIMITED)),
+    ],
 )
 def test_job_times_are_read_as_slurm_reads_them(text: str, minutes: int) -> None:
     assert parse_minutes(text) == minutes
@@ -96,9 +100,33 @@ def test_job_time_that_is_none_is_refused(text: str) -> None:
         parse_minutes(text)
 
 
-@pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 2190, 99999])
+@pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 2190, 99999, UNLIMITED])
 def test_job_times_are_written_as_they_are_read(minutes: int) -> None:
     assert parse_minutes(format_minutes(minutes)) == minutes
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("minutes", UNLIMITED, "#SBATCH --time=UNLIMITED"),
+        ("memory", "0", "#SBATCH --mem=0"),
+        ("memory", "200g", "#SBATCH --mem=200g"),
+        ("array", "0-7:2,9%3", "#SBATCH --array=0-7:2,9%3"),
+    ],
+)
+def test_job_words_that_are_legal_in_slurm_reach_it(field: str, value: Any, line: str) -> None:
+    assert line in _slurm(replace(BASES["slurm"], **{field: value})).splitlines()
+
+
+def test_kubernetes_job_without_a_time_limit_has_no_deadline() -> None:
+    policy = yaml.safe_load(k8s.manifest(replace(BASES["k8s"], minutes=UNLIMITED)))["spec"]["runPolicy"]
+    assert "activeDeadlineSeconds" not in policy
+
+
+def test_kubernetes_memory_has_its_own_units_and_is_stated() -> None:
+    assert "memory: 200Gi" in k8s.manifest(replace(BASES["k8s"], memory="200g"))
+    with pytest.raises(LaunchOptionError, match=naming("--memory 0", "200G")):
+        k8s.manifest(replace(BASES["k8s"], memory="0"))
 
 
 def test_job_ranks_are_nodes_times_ranks_per_node() -> None:
@@ -214,7 +242,7 @@ def test_local_counts_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytes
 
 def test_local_ranks_get_the_variables(capfd: pytest.CaptureFixture[str]) -> None:
     """torchrun starts `bigbatch --version`-like commands too; their environment is what counts."""
-    main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", "train"])
+    main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", *TRAIN])
     words = capfd.readouterr().out.split()
     interface = ["BIGBATCH_INTERFACE=lo", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
     assert words[:5] == ["env", *interface, "BIGBATCH_HOST=played"]
@@ -230,8 +258,8 @@ def test_device_is_told_to_all_ranks(launcher: str, capfd: pytest.CaptureFixture
 def test_local_starts_one_rank_on_the_cpu_whatever_gpus_there_are(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bigbatch.launch.launchers.local.count_gpus", lambda: 8)
-    for words, count in (([], 8), (["--device", "cpu"], 1)):
+    monkeypatch.setattr("bigbatch.launch.launchers.local.count_gpus", lambda: 4)
+    for words, count in (([], 4), (["--device", "cpu"], 1)):
         main(["local", *words, "--dry-run", "--", *TRAIN])
         assert f"--nproc-per-node={count} " in capfd.readouterr().out
 

@@ -16,6 +16,7 @@ from bigbatch.launch.start import main
 ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = ROOT / "tests/golden"
 TRAIN = ("--", "train", "--config", "quickstart")
+SCRIPT = ("--python", "--", "my train.py", "--rate", "3")
 NODES = ("--nodes", "4", "--ranks-per-node", "8")
 CASES: dict[str, tuple[str, ...]] = {
     "slurm-minimal.sbatch": ("slurm", *TRAIN),
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[str, ...]] = {
         *("slurm", *NODES, "--image", "registry.example/team/bigbatch:1", "--mount", "/data:/data:ro", *TRAIN),
     ),
     "slurm-apptainer.sbatch": ("slurm", *NODES, "--image", "bigbatch.sif", "--mount", "/data:/data", *TRAIN),
+    "slurm-python.sbatch": ("slurm", "--nodes", "2", "--preflight", "stop", *SCRIPT),
+    "slurm-python-image.sbatch": ("slurm", "--array", "0-7", "--image", "bigbatch.sif", *SCRIPT, "{index}"),
+    "k8s-python.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *SCRIPT),
+    "torchrun-python.txt": ("torchrun", "--ranks", "2", *SCRIPT),
+    "local-python.txt": ("local", "--ranks", "2", "--python", "--", "-m", "my.train", "--rate", "3"),
     "k8s-minimal.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *TRAIN),
     "k8s-full.yaml": (
         *("k8s", *NODES, "--name", "resnet50-32k", "--image", "registry.example/bigbatch:1", "--time", "90"),
@@ -43,9 +49,9 @@ CASES: dict[str, tuple[str, ...]] = {
         *("--mount", "/data:/data:ro", "--mount", "runs-claim:/runs", "--env", "NOTE=it's; $(here)"),
         *("--interface", "eth0", "--stop-seconds", "300", *TRAIN),
     ),
-    "torchrun.txt": ("torchrun", "--ranks", "8", "--env", "NOTE=it's; $(here)", *TRAIN),
+    "torchrun.txt": ("torchrun", "--ranks", "4", "--env", "NOTE=it's; $(here)", *TRAIN),
     "torchrun-nodes.txt": (
-        *("torchrun", "--nodes", "2", "--ranks-per-node", "8", "--node-rank", "1", "--master", "n0:29500"),
+        *("torchrun", "--nodes", "2", "--ranks-per-node", "2", "--node-rank", "1", "--master", "n0:29500"),
         *("--interface", "eth0", *TRAIN),
     ),
     "local.txt": ("local", "--ranks", "2", *TRAIN),
@@ -60,11 +66,12 @@ def dry_run(words: tuple[str, ...]) -> str:
     return output.getvalue().replace(sys.executable, "PYTHON")
 
 
-def mpirun_lines() -> str:
+def mpirun_lines(command: tuple[str, ...] = TRAIN[1:], *, is_python: bool = False) -> str:
     """One word per line; independent of this machine's user, cores and variables."""
     job = JobSpec(
-        TRAIN[1:],
+        command,
         16,
+        is_python=is_python,
         hosts=(("n0", 8), ("n1", 8)),
         interface="eth0",
         environment=(("NOTE", "it's; $(here)"), ("NCCL_DEBUG", "INFO")),
@@ -83,6 +90,7 @@ def ready_script() -> str:
 FILES = {
     **{GOLDEN / name: lambda words=words: dry_run(words) for name, words in CASES.items()},
     GOLDEN / "mpirun.txt": mpirun_lines,
+    GOLDEN / "mpirun-python.txt": lambda: mpirun_lines(SCRIPT[2:], is_python=True),
     ROOT / "launch/scripts/train.sbatch": ready_script,
 }
 

@@ -1,8 +1,13 @@
 """The argument list of mpirun, word by word."""
 
+import os
 import sys
+from pathlib import Path
+
+import pytest
 
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
 
 TRAIN = ("train", "--config", "quickstart")
@@ -31,3 +36,33 @@ def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
     assert argv[first : first + 7 : 2] == ["-x"] * 4
     assert argv[first + 1 : first + 6 : 2] == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"]
     assert "NCCL_SOCKET_IFNAME" not in mpirun_argv(JobSpec(TRAIN, 2), variables=variables), "inherited on this host"
+
+
+@pytest.mark.parametrize(
+    ("rank", "code"), [("echo -n 130 > $file", 130), ("true", 0), ("echo -n 130 > $file; exit 1", 1), ("exit 130", 130)]
+)
+def test_mpirun_exit_code_of_ranks_that_were_stopped_is_theirs(
+    rank: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands in the file, where mpirun itself took the job for a good one."""
+    stub = tmp_path / "mpirun"
+    stub.write_text(f'#!/bin/bash\nfile=$(echo "$*" | grep -o "BIGBATCH_STOPPED=[^ ]*" | cut -d= -f2)\n{rank}\n')
+    stub.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    monkeypatch.chdir(tmp_path)
+    assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == code
+    assert os.listdir(tmp_path) == ["mpirun"], "the file is gone"
+
+
+def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**options: object) -> None:
+        raise PermissionError
+
+    stub = tmp_path / "mpirun"
+    stub.write_text('#!/bin/bash\n[[ "$*" != *BIGBATCH_STOPPED* ]] && exit 130\n')
+    stub.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    monkeypatch.setattr(mpirun.tempfile, "mkstemp", refused)
+    assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == 130

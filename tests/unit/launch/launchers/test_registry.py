@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     fake = Launcher(
         name="fake",
         help="start ranks by magic",
-        default_ranks="3",
+        default_ranks="4",
         passes="none",
         example="--wing left -- train",
         refused={"logs": "look into the stars"},
@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         start=start,
         queue=Queue(status=lambda jobs: asked.append(("status", *jobs)), cancel=cancel),
         add_options=lambda parser: parser.add_argument("--wing") and None,
-        count_ranks=lambda: 3,
+        count_ranks=lambda: 4,
     )
     monkeypatch.setitem(LAUNCHERS, "fake", fake)
     return asked
@@ -71,14 +71,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_launcher_that_is_new_is_a_subcommand_with_its_own_options(calls: list[object]) -> None:
     assert main(["launch", "fake", "--wing", "left", "--", *TRAIN]) == 7
     assert main(["launch", "fake", "--ranks", "2", "--", *TRAIN]) == 7
-    assert calls == [(TRAIN, 3, True, "left"), (TRAIN, 2, True, None)]
+    assert calls == [(TRAIN, 4, True, "left"), (TRAIN, 2, True, None)]
 
 
 def test_launcher_that_is_new_is_only_shown_by_a_dry_run(
     calls: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "fake", "--dry-run", "--", "train", "a b"]) == 0
-    assert capsys.readouterr().out == "env 'A=b c' fly train 'a b'\n"
+    assert main(["launch", "fake", "--dry-run", "--", *TRAIN, "--run.directory", "a b"]) == 0
+    assert capsys.readouterr().out == "env 'A=b c' fly train --config quickstart --run.directory 'a b'\n"
     assert calls == []
 
 

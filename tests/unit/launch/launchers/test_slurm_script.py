@@ -1,5 +1,6 @@
 """The sbatch script, run by the real bash with stand-ins for Slurm: quoting, signals, exit codes, requeueing."""
 
+import os
 import re
 import shlex
 import shutil
@@ -13,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_stubs import JOB, Stubs
 
+from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import JobSpec, interface_variables
 from bigbatch.launch.jobs.words import PATTERNS
+from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.launchers.slurm_script import directives, log_path, sbatch_script
+from bigbatch.trainer.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAIN = ("train", "--config", "quickstart")
@@ -187,6 +191,69 @@ def test_slurm_script_requeues_ranks_that_were_not_yet_listening_too(stubs: Stub
     assert stubs.requeued()
 
 
+RUN = "runs/a 'b"
+
+
+def may_start_twice(script: str) -> str:
+    """The kept script is meant to be edited so; as it comes it takes longer to test."""
+    assert "most=5" in script
+    return script.replace("most=5", "most=2")
+
+
+def goes_back(stubs: Stubs, script: str, *, restart: int, **variables: str) -> tuple[bool, int, str]:
+    """Whether a job that is at its time limit goes back into the queue; its exit code and output."""
+    for calls in ("scontrol.calls", "sleep.calls", "srun.pid"):
+        (stubs.folder / calls).unlink(missing_ok=True)
+    code, output = stubs.run(script, signal.SIGUSR1, STUB_WAITS="1", SLURM_RESTART_COUNT=str(restart), **variables)
+    return stubs.requeued(), code, output
+
+
+@pytest.mark.parametrize("folder", [RUN, None])
+def test_slurm_script_that_never_saves_does_not_go_back_for_ever(stubs: Stubs, folder: str | None) -> None:
+    """Ended by USR1 before it listens, as where its time limit is shorter than its start."""
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=folder))
+    assert goes_back(stubs, script, restart=0)[0]
+    is_requeued, code, output = goes_back(stubs, script, restart=1)
+    assert (is_requeued, code) == (False, 138)
+    assert re.search(naming("2 starts", "no newer checkpoint", f"logs/bigbatch-{JOB}", "submit"), output)
+    assert goes_back(stubs, script, restart=2)[0], "whoever requeues it by hand has mended something"
+
+
+def test_slurm_script_that_saves_goes_back_however_often(stubs: Stubs) -> None:
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))
+    for restart in range(3):
+        (stubs.folder / RUN / f"checkpoints/step-{restart:08d}").mkdir(parents=True)
+        assert goes_back(stubs, script, restart=restart, STUB_STOPPED="130")[0]
+
+
+def test_slurm_script_whose_run_folder_only_its_image_knows_goes_back_by_its_word(stubs: Stubs) -> None:
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2, image="bb.sif")))
+    assert all(goes_back(stubs, script, restart=restart, STUB_STOPPED="130")[0] for restart in range(3))
+
+
+def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> None:
+    """As where it breaks its node each time: its shell does not live to count."""
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))
+    for restart in range(2):
+        process = stubs.start(script, SLURM_RESTART_COUNT=str(restart), STUB_WAITS="1")
+        while not (stubs.folder / "srun.pid").exists() or not (stubs.folder / "srun.pid").read_text():
+            assert process.poll() is None
+        process.kill()
+        os.kill(int((stubs.folder / "srun.pid").read_text()), signal.SIGKILL)
+        process.communicate(timeout=30)
+        (stubs.folder / "srun.pid").unlink()
+    code, output = stubs.run(script, SLURM_RESTART_COUNT="2")
+    assert code == 1
+    assert "no newer checkpoint" in output
+    assert not (stubs.folder / "srun.pid").exists()
+
+
+def test_slurm_script_of_another_job_of_that_number_counts_for_itself(stubs: Stubs) -> None:
+    """Numbers begin anew on another cluster."""
+    script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))
+    assert all(goes_back(stubs, script, restart=0)[0] for _ in range(3))
+
+
 @pytest.mark.parametrize("code", ["0", "1"])
 def test_slurm_script_that_is_done_or_fails_at_the_time_limit_is_not_requeued(stubs: Stubs, code: str) -> None:
     assert stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED=code)[0] == int(code)
@@ -232,6 +299,32 @@ def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str
     assert code == (0 if is_requeued else 130)
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (TRAIN, 60),
+        (("train", "--config", "imagenet/resnet50_8k"), 300),
+        ((*TRAIN, "--comm.timeout_seconds", "1000.5"), 1001),
+        ((*TRAIN, "--comm.timeout_seconds=20"), 20),
+        (("comm", "bench"), 300),
+    ],
+)
+@pytest.mark.parametrize("image", [None, "bb.sif"])
+def test_slurm_script_gives_ranks_the_time_to_name_a_lost_one(
+    words: tuple[str, ...], seconds: int, image: str | None
+) -> None:
+    script = job_script(JobSpec(words, 2, image=image, preflight="warn"), folder=None)
+    waits = [int(wait) for wait in re.findall(r"srun .*--wait=(\d+)", script)]
+    assert len(waits) == 2
+    assert all(wait > seconds + ROLL_CALL_SECONDS + LINGER_SECONDS for wait in waits)
+
+
+def test_slurm_script_of_torchrun_gives_ranks_that_time_too() -> None:
+    timeout = load_config(["--config", "imagenet/resnet50_8k"]).comm.timeout_seconds
+    (wait,) = re.findall(r"srun .*--wait=(\d+)", TORCHRUN)
+    assert int(wait) > timeout + ROLL_CALL_SECONDS + LINGER_SECONDS
+
+
 @pytest.mark.parametrize("script", [SCRIPT, (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()])
 def test_slurm_script_outside_a_job_says_what_to_do(script: str) -> None:
     done = subprocess.run(
@@ -243,6 +336,21 @@ def test_slurm_script_outside_a_job_says_what_to_do(script: str) -> None:
     )
     assert done.returncode == 2
     assert "sbatch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stopped", "code", "is_requeued"),
+    [({"STUB_STOPPED": "130"}, 0, True), ({}, 138, False)],
+    ids=["saved", "did not listen"],
+)
+def test_slurm_script_of_an_own_script_goes_on_only_from_what_it_saved(
+    stubs: Stubs, stopped: dict[str, str], code: int, is_requeued: bool
+) -> None:
+    """One that USR1 ends would begin anew at each time limit."""
+    script = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python="/py thon")
+    assert stubs.run(script, signal.SIGUSR1, STUB_WAITS="1", **stopped)[0] == code
+    assert stubs.requeued() is is_requeued
+    assert stubs.argv()[-3:] == ["/py thon", "my train.py", "-m"]
 
 
 TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
@@ -257,6 +365,14 @@ def test_slurm_script_of_torchrun_requeues_as_well(
 ) -> None:
     assert stubs.run(TORCHRUN, number, STUB_WAITS="1", STUB_STOPPED=stopped)[0] == code
     assert stubs.requeued() is is_requeued
+
+
+def test_slurm_script_of_torchrun_does_not_go_back_for_ever_either(stubs: Stubs) -> None:
+    script = may_start_twice(TORCHRUN)
+    assert goes_back(stubs, script, restart=0)[0]
+    is_requeued, code, output = goes_back(stubs, script, restart=1)
+    assert (is_requeued, code) == (False, 128 + signal.SIGTERM)
+    assert "no newer checkpoint" in output
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/scripts").iterdir()), ids=lambda path: path.name)
@@ -311,6 +427,7 @@ def test_run_folder_is_that_of_the_config() -> None:
     assert find_run_folder(JobSpec((*TRAIN, "--run.directory", "a b"), 1)) == "a b"
     assert find_run_folder(JobSpec((*TRAIN, "--run.directory=r/{index}"), 1, array="3,4")) == "r/{index}"
     assert find_run_folder(JobSpec(("comm", "bench"), 1)) is None
+    assert find_run_folder(JobSpec(("train", "--rate", "3"), 1, is_python=True)) is None
     assert find_run_folder(JobSpec(TRAIN, 1, image="bb.sif")) is None
 
 

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import JobSpec
@@ -21,3 +22,12 @@ def test_torchrun_on_this_host() -> None:
 def test_torchrun_takes_no_hosts() -> None:
     with pytest.raises(LaunchOptionError, match="--hosts"):
         torchrun_argv(JobSpec(TRAIN, 4, hosts=(("n0", 4),)))
+
+
+@pytest.mark.parametrize("name", [("train.py",), ("-m", "my.train")])
+@pytest.mark.parametrize("words", [(), ("--",), ("--", "--", "-x"), ("-x", "--", "y"), ("x", "--")])
+def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """By torchrun's own parser."""
+    argv = torchrun_argv(JobSpec((*name, *words), 2, is_python=True))
+    read = get_args_parser().parse_args(argv[3:])
+    assert (read.training_script, tuple(read.training_script_args), read.module) == (name[-1], words, len(name) == 2)

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import shutil
+import statistics
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from PIL import Image
 
 from bigbatch.cli import main
 from bigbatch.launch.report.accuracy import to_accuracy
-from bigbatch.launch.report.split import MeasuredPoint, Step, efficiency_of
-from bigbatch.launch.report.tables import percent
+from bigbatch.launch.report.doubts import doubts
+from bigbatch.launch.report.plots import draw_efficiency
+from bigbatch.launch.report.split import MeasuredPoint, Step, compare, efficiency_of
+from bigbatch.launch.report.tables import Table, accuracy_table, conditions_table, findings, markdown, scaling_table
+from bigbatch.launch.report.words import percent
 
 NAME = "<script>alert('x')</script> & \"co\""
 
@@ -70,10 +74,10 @@ def sweep(tmp_path: Path) -> Path:
     write_point(folder, 1, {"scaling": "strong", "ranks": 1}, **one)
     # 400 pictures in 1.25 s: 0.9375 computing, 0.125 wire, 0.125 input, 0.0625 stragglers
     weak = {"wire": 0.1, "wait": 0.1, "stragglers": 0.05}
-    write_point(folder, 2, {"scaling": "weak", "ranks": 4}, batch=400, rates=[320.0], **weak)
+    write_point(folder, 2, {"scaling": "weak", "ranks": 4}, batch=400, rates=3 * [320.0], **weak)
     # 100 pictures in 0.5 s: 0.275 computing, 0.2 wire, 0.025 input
     strong = {"wire": 0.4, "wait": 0.05, "stragglers": 0.0}
-    write_point(folder, 3, {"scaling": "strong", "ranks": 4}, batch=100, rates=[200.0], **strong)
+    write_point(folder, 3, {"scaling": "strong", "ranks": 4}, batch=100, rates=3 * [200.0], **strong)
     write_point(folder, 4, {"scaling": "strong", "ranks": 8}, state="failed", reason="out of memory: <b>9 GB</b>")
     return folder
 
@@ -120,8 +124,8 @@ def test_report_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 def test_report_has_runs_of_cuda_graphs_with_what_they_tell(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On 4 ranks 300 pictures take 1 s beside an ideal 0.75, input 0.2 beside 0.075: the rest is not told apart."""
     unknown: dict[str, Any] = {"wire": None, "stragglers": None}
-    write_point(sweep, 5, {"scaling": "graph", "ranks": 1}, batch=100, rates=[100.0], wait=0.1, **unknown)
-    write_point(sweep, 6, {"scaling": "graph", "ranks": 4}, batch=300, rates=[300.0], wait=0.2, **unknown)
+    write_point(sweep, 5, {"scaling": "graph", "ranks": 1}, batch=100, rates=3 * [100.0], wait=0.1, **unknown)
+    write_point(sweep, 6, {"scaling": "graph", "ranks": 4}, batch=300, rates=3 * [300.0], wait=0.2, **unknown)
     facts = report(sweep)
     (rows,) = facts["sweeps"].values()
     found = {row["ranks"]: row for row in rows if row["values"]["scaling"] == "graph"}
@@ -145,7 +149,7 @@ def test_report_has_runs_of_cuda_graphs_with_what_they_tell(sweep: Path, capsys:
 def test_report_says_what_unmeasured_parts_lose_together() -> None:
     def point(ranks: int, seconds: float, waits: float) -> MeasuredPoint:
         parts = {"computing": None, "communication": None, "input": waits, "stragglers": None}
-        return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), (1.0,), 1, None)
+        return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), (1.0,), 1, None, "cpu")
 
     found = efficiency_of(point(4, 2.0, 0.5), point(1, 1.0, 0.1))
     assert (found.efficiency, found.losses["input"]) == (0.5, pytest.approx(0.2))
@@ -157,7 +161,7 @@ def test_report_says_what_unmeasured_parts_lose_together() -> None:
 def test_report_parts_add_up_exactly(seed: int) -> None:
     def point(ranks: int, batch: int, *parts: float) -> MeasuredPoint:
         named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
-        return MeasuredPoint((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None)
+        return MeasuredPoint((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None, "cpu")
 
     base = point(2, 64, 0.5 + seed, 0.1, 0.0, 0.2)
     other = point(6, 60 * (seed + 1), 0.3, 0.05 * seed, 0.4, 0.0)
@@ -174,11 +178,91 @@ def test_report_share_of_nearly_nothing_has_no_sign() -> None:
 @pytest.mark.slow
 def test_report_takes_repeats_together(sweep: Path) -> None:
     values = {"scaling": "weak", "ranks": 4}
-    write_point(sweep, 5, values, batch=400, rates=[640.0, 640.0], wire=0.0, wait=0.1, stragglers=0.0)
+    write_point(sweep, 5, values, batch=400, rates=4 * [640.0], wire=0.0, wait=0.1, stragglers=0.0)
     (rows,) = report(sweep)["sweeps"].values()
     weak = next(row for row in rows if (row["values"]["scaling"], row["ranks"]) == ("weak", 4))
-    assert weak["images_per_second"] == {"median": 640.0, "each": [320.0, 640.0, 640.0]}
+    assert weak["images_per_second"] == {"median": 640.0, "each": [320.0] * 3 + [640.0] * 4}
     assert weak["efficiency"] == pytest.approx(1.6)
+
+
+# --- efficiencies that are no headline ---
+
+
+def measured(ranks: int, rates: tuple[float, ...], *, device: str = "cpu (1 threads a rank)") -> MeasuredPoint:
+    """Return a point of 100 pictures a rank, of which all time is computing."""
+    seconds = 100 * ranks / statistics.median(rates)
+    parts = {"computing": seconds, "communication": 0.0, "input": 0.0, "stragglers": 0.0}
+    return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), rates, 1, None, device)
+
+
+ONE = measured(1, (99.0, 100.0, 101.0))
+DOUBTED = [
+    (measured(2, (1036.0,)), "too few reports (2 ranks: 1 report, not 3 or more)"),
+    (
+        measured(2, (150.0, 151.0, 152.0), device="cpu (2 threads a rank)"),
+        "other devices or threads per rank (1 rank: cpu (1 threads a rank), 2 ranks: cpu (2 threads a rank))",
+    ),
+    # quartiles 90 and 150 beside a median of 120
+    (measured(2, (60.0, 120.0, 180.0)), "a busy machine (2 ranks: half of the reports lie 50.0% apart)"),
+    (measured(2, (322.0, 322.0, 322.0)), "more than perfect (the machine was busy at 1 rank, or"),
+]
+
+
+@pytest.mark.parametrize(("point", "why"), DOUBTED)
+def test_report_efficiency_in_doubt_is_no_headline(point: MeasuredPoint, why: str) -> None:
+    found = compare([ONE, point])
+    (told,) = findings(found, name=None)
+    assert told.startswith("all: no efficiency is stated for 2 ranks, as it is in doubt: ")
+    assert why in told
+    assert "times as fast" not in told
+    assert percent(found[1].efficiency) not in told
+    table = scaling_table(found, name=None, is_gpu=False, price=None)
+    base, doubted = (dict(zip(table.head, row, strict=True)) for row in table.rows)
+    assert doubted["efficiency"].endswith("% ?")
+    assert why in doubted["in doubt for"]
+    assert base["in doubt for"] == ""
+
+
+def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:
+    found = compare([ONE, measured(2, (180.0, 180.0, 180.0)), measured(4, (2000.0,))])
+    stated, doubted = findings(found, name=None)
+    assert stated == (
+        "all: 2 ranks on 2 nodes train 1.80 times as fast as 1 (90.0% efficiency). Lost to slower computing (10.0%)."
+    )
+    assert "for 4 ranks" in doubted
+
+
+def test_report_without_doubts_has_no_column_of_them() -> None:
+    found = compare([ONE, measured(2, (209.0, 209.0, 209.0))])
+    assert doubts(found[1]) == [], "as it varies, 104.5% is perfect"
+    assert "in doubt for" not in scaling_table(found, name=None, is_gpu=False, price=None).head
+
+
+def test_report_plot_leaves_out_what_is_in_doubt() -> None:
+    (axes,) = draw_efficiency(compare([ONE, measured(2, (180.0,) * 3), measured(4, (2000.0,))]), name=None).axes
+    line = axes.get_lines()[0]
+    assert list(line.get_xdata()) == [1, 2]
+    assert list(line.get_ydata()) == pytest.approx([100, 90])
+    assert axes.get_ylim()[1] < 110
+    assert axes.get_title().endswith("(without 1 point in doubt)")
+
+
+# --- as people read it ---
+
+
+def test_report_numbers_are_aligned_to_the_right() -> None:
+    rows = (
+        ("resnet50", "6c72049", "8,192", "75.0% ?", "1.5 ms", "90.0 to 110.0", "2 ranks"),
+        ("7", "2026-11-22", "64", "not measured", "", "1.0 to 2.0", "1 rank"),
+    )
+    table = Table("x", ("run", "commit", "batch", "efficiency", "step", "lowest to highest", "beside"), rows)
+    assert table.is_number == (False, False, True, True, True, True, True)
+    assert markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+
+
+def test_report_options_are_written_as_experiments_state_them() -> None:
+    table = conditions_table({"options": {"data.loader": "synthetic", "comm.overlap": True}, "steps": 40})
+    assert table.rows == (("options", "data.loader=synthetic, comm.overlap=true"), ("steps", "40"))
 
 
 @pytest.mark.slow
@@ -195,7 +279,7 @@ def test_report_as_a_person_reads_it(sweep: Path, capsys: pytest.CaptureFixture[
     ) in printed
     assert "out of memory: <b>9 GB</b>" in printed
     text = (sweep / "report/report.md").read_text()
-    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank | 3.472 |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 3 | 80.0% | 1 rank | 3.472 |" in text
     assert "| rank-hours of 10^6 images |" in text, "4 ranks take 3125 s"
     assert "energy" not in text
 
@@ -254,7 +338,7 @@ def test_report_tells_of_a_base_that_failed(sweep: Path, capsys: pytest.CaptureF
     state = json.loads((sweep / "points/1/point.json").read_text()) | {"state": "failed", "reason": "lost"}
     (sweep / "points/1/point.json").write_text(json.dumps(state))
     values = {"scaling": "strong", "ranks": 8}
-    write_point(sweep, 5, values, batch=100, rates=[200.0], wire=0.0, wait=0.0, stragglers=0.0)
+    write_point(sweep, 5, values, batch=100, rates=3 * [200.0], wire=0.0, wait=0.0, stragglers=0.0)
     (rows,) = report(sweep)["sweeps"].values()
     bases = {(row["values"]["scaling"], row["ranks"]): (row["base_ranks"], row["fewest_ranks"]) for row in rows}
     assert bases == {("weak", 1): (1, 1), ("weak", 4): (1, 1), ("strong", 4): (4, 1), ("strong", 8): (4, 1)}
@@ -262,8 +346,8 @@ def test_report_tells_of_a_base_that_failed(sweep: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.replace("\n", " ").count(told) == 1
     assert (sweep / "report/report.html").read_text().count(told) == 1
     text = (sweep / "report/report.md").read_text()
-    assert "| strong | 8 | 8 | 100 | 200.0 | 200.0 to 200.0 | 1 | 50.0% | 4 ranks, not 1 | 11.111 |" in text
-    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 1 | 80.0% | 1 rank | 3.472 |" in text
+    assert "| strong | 8 | 8 | 100 | 200.0 | 200.0 to 200.0 | 3 | 50.0% | 4 ranks, not 1 | 11.111 |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 3 | 80.0% | 1 rank | 3.472 |" in text
 
 
 @pytest.mark.long
@@ -355,7 +439,7 @@ def test_report_of_one_point_says_nothing_of_scaling(tmp_path: Path, capsys: pyt
     write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
     report(tmp_path)
     assert "all: measured on 2 ranks alone, which says nothing of scaling." in capsys.readouterr().out
-    assert not (tmp_path / "report/split.png").exists()
+    assert not list((tmp_path / "report").glob("*.png"))
 
 
 def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -505,12 +589,22 @@ def test_report_does_not_tell_energy_that_one_record_lacks() -> None:
     assert found.reached.joules is None
 
 
+def test_report_has_no_column_of_an_energy_that_nobody_tells() -> None:
+    untold, told = (
+        to_accuracy([start(0, 1), passed(1, joules), evaluation(2, 0.5, 1)], target=0.5) for joules in (None, 3.6e6)
+    )
+    assert "energy" not in accuracy_table([(Path("a"), untold)], price=None).head
+    rows = accuracy_table([(Path("a"), untold), (Path("b"), told)], price=None).rows
+    assert [row[-1] for row in rows] == ["not told by a driver", "1.0000 kWh"]
+
+
 @pytest.mark.long
 def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", RECORDS, target=0.75)
     facts = report(tmp_path / "run")
     assert facts["runs"][str(tmp_path / "run")]["reached"]["hours"] == 2.5
     printed = capsys.readouterr().out
+    assert "energy" in printed
     assert "reached 75.0% top-1 after 2.50 hours, 28.000 GPU-hours." in printed
     assert "1.5000 kWh" in printed
     assert main(["report", str(tmp_path / "run"), "--target", "0.8"]) == 0

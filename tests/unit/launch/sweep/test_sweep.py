@@ -25,8 +25,9 @@ from bigbatch.launch.sweep.folder import SweepFolder, read_state
 from bigbatch.launch.sweep.job_log import find_reason, find_times
 from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
 from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
-from bigbatch.launch.sweep.points import make_points
+from bigbatch.launch.sweep.points import Point, make_points
 from bigbatch.launch.sweep.sessions import processes_in, sessions_under
+from bigbatch.launch.sweep.show import print_table
 from bigbatch.trainer.config.file import PACKAGED, load_config
 
 SWEEP: dict[str, Any] = {
@@ -334,6 +335,26 @@ def test_sweep_commands_of_every_place(file: Path) -> None:
         sweep = read_sweep(write(file, where=where, launch=launch))
         point = make_points(sweep, folder=folder.path)[5]
         assert point_command(sweep, point, folder) == [*start, *middle, *train]
+
+
+def test_sweep_of_an_own_script(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In every place; refused where it is not there, before any point is made."""
+    (file.parent / "mine.py").touch()
+    small = {"script": ["mine.py", "--", "-x"], "grid": {"ranks": [2]}}
+    for where in ("local", "mpirun", "emulated", "slurm"):
+        write(file, where=where, **small)
+        assert main(["sweep", str(file), "--dry-run"]) == 0
+        number = "{index}" if where == "slurm" else "0"
+        shown = f" --python -- mine.py -- -x --config runs/sweeps/small/points/{number}/config.yaml"
+        assert shown in capsys.readouterr().out.replace("'", "")
+    (file.parent / "mine.py").rename(file.parent / "mime.py")
+    assert main(["sweep", str(file)]) == 1
+    assert "there is no script mine.py here; the nearest is mime.py" in capsys.readouterr().err
+    assert not (file.parent / "runs").exists()
+    for wrong in ([], "mine.py", [1]):
+        write(file, **small | {"script": wrong})
+        assert main(["sweep", str(file)]) == 1
+        assert "script: " in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -883,3 +904,20 @@ def test_sweep_point_config_is_the_whole_experiment(
     assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
     config = load_config(["--config", str(fake.config(1))])
     assert (config.run.directory, config.run.seed) == (str(fake.path / "points/1/run"), 1)
+
+
+def test_sweep_table_aligns_numbers_and_writes_values_as_the_file_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = SimpleNamespace(global_batch_size=65_536, microbatch_size=64)
+    config: Any = SimpleNamespace(batch=batch)
+    points = [
+        Point(0, {"comm.overlap": True, "ranks": ranks}, 0, ranks, 1, nodes=ranks, config=config) for ranks in (8, 16)
+    ]
+    print_table(SweepFolder(tmp_path), points)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "missing" in line]
+    assert [row.split("│")[2:5] for row in rows] == [
+        [" true         ", "     8 ", "     8 "],
+        [" true         ", "    16 ", "    16 "],
+    ]
+    assert "65,536" in rows[0]

@@ -315,3 +315,8 @@ def test_make_optimizer_refuses_an_average_of_what_averages_itself() -> None:
     named = ("optimizer.ema_decay=0.9 ", "optimizer.name=schedulefree.SGDScheduleFree", "optimizer.ema_every_steps")
     assert re.search(naming(*named, "null"), str(caught.value))
     make("torch.optim.Adagrad", **average)
+
+
+def test_make_optimizer_names_the_key_of_a_pattern_that_decides_for_nothing() -> None:
+    with pytest.raises(ConfigError, match=naming("optimizer.lr_factors: 'fc.*' ")):
+        make("sgd", momentum=0.9, nesterov=False, lr_factors={"fc.*": 2.0})

@@ -10,6 +10,7 @@ from error_texts import naming
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
 from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, packaged_configs, read_stated, resolve
+from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 
 RECIPES = sorted(path for path in PACKAGED.rglob("*.yaml") if path.parent.name not in ("ablations", "sweeps"))
@@ -145,8 +146,8 @@ def test_recipe_states_what_makes_it_that_recipe(path):
     text = path.read_text()
     content = yaml.safe_load(text)
     base = content.pop("base", None)
-    below = read_stated(PACKAGED / f"{base}.yaml")[0] if base else {}
-    stated = read_stated(path)[0]
+    below = read_stated(PACKAGED / f"{base}.yaml", Refusals())[0] if base else {}
+    stated = read_stated(path, Refusals())[0]
     deciders = {key.decider for key in KEYS.values()}
     held = with_defaults(below | {key: value for key, value in stated.items() if key in deciders})
     held |= {key: value for key, value in with_defaults(below).items() if key in deciders}

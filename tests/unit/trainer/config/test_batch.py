@@ -34,13 +34,13 @@ def test_bn_span_names_a_legal_one():
 def test_global_batch_size_names_a_microbatch():
     """96 is no multiple of 64, but of 32, the largest multiple of bn_span that divides it."""
     message = refusal({"batch.global_batch_size": 96})
-    assert re.search(naming("batch.global_batch_size=96 ", "batch.microbatch_size=64 x 1 "), message)
+    assert re.search(naming("batch.global_batch_size=96 ", "batch.microbatch_size=64: "), message)
     assert message.endswith("batch.microbatch_size to 32")
     # 100 is no multiple of bn_span: no microbatch helps
     assert refusal({"batch.global_batch_size": 100}).endswith("set batch.global_batch_size to 64")
-    # nor of the two ranks that share a ghost batch of 128
+    # nor of the ghost batch that two ranks share
     assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
-        "set batch.global_batch_size to 256"
+        "set batch.global_batch_size to 256, or batch.bn_span to 64"
     )
 
 

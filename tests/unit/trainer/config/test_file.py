@@ -13,6 +13,8 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.file import dump_config, find_config, flatten, load_config, packaged_configs, resolve
+from bigbatch.trainer.config.names import OTHERS_NAMES
+from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import KEYS, all_keys, lookup, with_defaults
 
 QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
@@ -220,7 +222,13 @@ def test_load_config_refuses_a_wrong_type_in_yaml(key, text, shown, legal, write
         ("optimiser.momentum", "optimizer.momentum"),
         ("momentum", "optimizer.momentum"),
         ("run.epoch", "run.epochs"),  # no abbreviations
-        ("confg", "config"),
+        ("lr", "schedule.base_lr"),
+        ("optimizer.lr", "schedule.base_lr"),
+        ("batch-size", "batch.global_batch_size"),
+        ("epochs", "run.epochs"),
+        ("workers", "data.num_threads"),
+        ("verbose", "run.log_every_steps"),
+        ("amp", "optimizer.precision"),
     ],
 )
 def test_load_config_refuses_an_unknown_option(key, nearest):
@@ -229,6 +237,23 @@ def test_load_config_refuses_an_unknown_option(key, nearest):
         assert message.startswith("command line: ")
         assert f" {key};" in message
         assert message.endswith(f" {nearest}")
+
+
+@pytest.mark.parametrize("key", ["confg", "xyzzy"])
+def test_load_config_names_nothing_that_was_not_meant(key):
+    """--config is given, and no key is like these."""
+    assert refusal("--config", "quickstart", f"--{key}=1").endswith("; bigbatch train --help lists all")
+
+
+def test_load_config_that_is_misspelt_is_meant():
+    """And is not missing, too."""
+    with pytest.raises(ConfigError, match=r"^command line: unknown key confg; the nearest legal one is config$"):
+        load_config(["--confg=quickstart"])
+
+
+def test_names_of_others_lead_to_keys():
+    assert set(OTHERS_NAMES.values()) <= set(KEYS)
+    assert not set(OTHERS_NAMES) & {key.name for key in KEYS.values()}
 
 
 def test_load_config_takes_no_section_for_an_option():
@@ -287,10 +312,21 @@ def test_load_config_refuses_a_section_that_is_no_mapping(write_text):
     assert refusal("--config", path).startswith(f"{path}: section run ")
 
 
-@pytest.mark.parametrize("content", [b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"),
+        *(b"run: {seed: 2001-99-99}", b"run: {seed: 0x_}", b"[" * 600 + b"]" * 600),
+    ],
+)
 def test_load_config_refuses_unreadable_yaml(content, write_text):
     path = write_text(content)
     assert re.search(naming(f"{path} ", "YAML: "), refusal("--config", path))
+
+
+@pytest.mark.parametrize("word", ["2026-13-45", "0x_", "[" * 600 + "]" * 600])
+def test_load_config_takes_a_word_that_is_no_yaml_for_text(word):
+    assert load_config(["--config", "quickstart", "--run.directory", word]).run.directory == word
 
 
 def test_load_config_refuses_a_missing_file_and_an_unknown_name(tmp_path):
@@ -299,6 +335,7 @@ def test_load_config_refuses_a_missing_file_and_an_unknown_name(tmp_path):
     assert refusal("--config", "quikstart").endswith(" quickstart")
     assert refusal("--config", "resnet50_8k").endswith(" imagenet/resnet50_8k")
     assert str(tmp_path) in refusal("--config", str(tmp_path))  # a folder
+    assert refusal("--config", "flowers.yaml").endswith("; bigbatch config list names those")
     assert refusal("--config").startswith("--config '': ")
     assert refusal("--config=").startswith("--config '': ")
 
@@ -399,7 +436,7 @@ def test_help_offers_nothing_that_is_refused(capsys):
         load_config(["--config", "quickstart", "--help"])
     options = capsys.readouterr().out.split("options:")[1].split("example:")[0]
     offered = {word.rstrip(",") for word in options.split() if word.startswith("--")}
-    assert offered == {"--config", "--help"} | {f"--{key}" for key in all_keys()}
+    assert offered == {"--config", "--help", *FLAGS} | {f"--{key}" for key in all_keys()}
 
 
 def test_find_config_takes_a_file_here_before_a_packaged_name(monkeypatch, tmp_path):
@@ -418,3 +455,10 @@ def test_help_names_the_short_option(capsys):
     with pytest.raises(SystemExit, match="0"):
         load_config(["--help"])
     assert "--virtual-ranks is short for --batch.virtual_ranks" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_train_are_no_part_of_the_experiment_and_no_other_command_takes_them(flag: str) -> None:
+    assert load_config(["--config", "quickstart", flag]) == load_config(["--config", "quickstart"])
+    with pytest.raises(ConfigError, match=naming(flag.removeprefix("--"))):
+        load_config(["--config", "quickstart", flag], prog="bigbatch tune range")

@@ -99,3 +99,15 @@ def test_optimizer_options_go_through_a_command_line_and_a_file(tmp_path) -> Non
     assert config.optimizer.options == {"momentum": 0.8, "warmup_steps": 3, "betas": [0.9, 0.95]}
     (tmp_path / "saved.yaml").write_text(dump_config(config))
     assert load_config(["--config", str(tmp_path / "saved.yaml")]) == config
+
+
+@pytest.mark.parametrize("factor", [0, -1, True, "fast", None, float("inf"), float("nan")])
+def test_optimizer_lr_factors_are_positive_numbers(factor: object) -> None:
+    message = refusal({"optimizer.lr_factors": {"fc.*": 1, "*": factor}})
+    assert re.search(naming("optimizer.lr_factors", "'*'", repr(factor)), message)
+    make_config({"optimizer.lr_factors": {"fc.*": 1, "*": 0.1}})
+
+
+def test_model_new_head_needs_weights() -> None:
+    assert re.search(naming("model.new_head=True", "model.weights", "false"), refusal({"model.new_head": True}))
+    make_config({"model.new_head": True, "model.weights": "a.pth"})

@@ -67,6 +67,10 @@ def damaged_png(data):
     return data[:middle] + bytes(50) + data[middle + 50 :]
 
 
+def damaged_webp(data):
+    return data[:25] + b"\xff" * 60 + data[85:]
+
+
 def good_files():
     """Three classes; 2 + 3 + 4 pictures in train, one each in val; all different."""
     names = [f"train/{'abc'[label]}/{number}.JPEG" for label in range(3) for number in range(label + 2)]
@@ -103,8 +107,8 @@ TRAITED = {  # (file name, content, its traits)
     "progressive": ("0.jpg", encoded(image(0), progressive=True), ["progressive JPEG"]),
     "grey": ("0.jpg", encoded(image(0).convert("L")), ["grayscale"]),
     "cmyk": ("0.jpg", encoded(image(0).convert("CMYK")), ["CMYK"]),
-    "png as jpeg": ("0.JPEG", encoded(image(0), "PNG"), ["PNG named as JPEG, or JPEG as PNG"]),
-    "jpeg as png": ("0.PNG", encoded(image(0)), ["PNG named as JPEG, or JPEG as PNG"]),
+    "png as jpeg": ("0.JPEG", encoded(image(0), "PNG"), ["named as another format"]),
+    "jpeg as png": ("0.PNG", encoded(image(0)), ["named as another format"]),
     "rotated": ("0.jpg", encoded(image(0), exif=exif(6)), ["EXIF rotation"]),
     "upright": ("0.jpg", encoded(image(0), exif=exif(1)), []),
     "orientation 0": ("0.jpg", encoded(image(0), exif=exif(0)), []),
@@ -114,6 +118,14 @@ TRAITED = {  # (file name, content, its traits)
     "alpha": ("0.png", encoded(image(0).convert("RGBA"), "PNG"), ["transparency"]),
     "grey alpha": ("0.png", encoded(image(0).convert("LA"), "PNG"), ["grayscale", "transparency"]),
     "key colour": ("0.png", encoded(image(0), "PNG", transparency=(1, 2, 3)), ["transparency"]),
+    "webp": ("0.webp", encoded(image(0), "WEBP"), []),
+    "webp as jpeg": ("0.jpeg", encoded(image(0), "WEBP"), ["named as another format"]),
+    "webp alpha": ("0.webp", encoded(image(0).convert("RGBA"), "WEBP"), []),
+    "animated": (
+        "0.webp",
+        encoded(image(0), "WEBP", save_all=True, append_images=[image(1)]),
+        ["several pictures in one file"],
+    ),
     "several": (
         "0.jpg",
         encoded(image(0), "MPO", save_all=True, append_images=[image(1)]),
@@ -156,8 +168,8 @@ def test_check_16_bits_become_the_upper_8():
 BAD = {  # (content, kind, without decoding too)
     "empty": (b"", "empty file", True),
     "html": (b"\n <!doctype html><title>404</title>", "HTML or XML instead of a picture", True),
-    "text": (b"no picture", "neither JPEG nor PNG", True),
-    "gif": (encoded(image(0), "GIF"), "neither JPEG nor PNG", True),
+    "text": (b"no picture", "neither JPEG, PNG nor WebP", True),
+    "gif": (encoded(image(0), "GIF"), "neither JPEG, PNG nor WebP", True),
     "cut off": (encoded(image(0))[:-200], "cut off picture", True),
     "cut off png": (encoded(image(0), "PNG")[:-100], "cut off picture", True),
     "PNG without its end": (encoded(image(0), "PNG")[:-12], "cut off picture", True),
@@ -166,6 +178,9 @@ BAD = {  # (content, kind, without decoding too)
     "bad tables": (with_bad_tables(encoded(image(0))), "damaged picture", False),
     "PNG damaged inside": (damaged_png(encoded(image(0), "PNG")), "damaged picture", False),
     "16 bit grey": (encoded(Image.new("I;16", (5, 5)), "PNG"), "unsupported picture", True),
+    "cut off webp": (encoded(image(0), "WEBP")[:-10], "cut off picture", True),
+    "webp header": (encoded(image(0), "WEBP")[:16], "cut off picture", True),
+    "damaged webp": (damaged_webp(encoded(image(0), "WEBP", lossless=True)), "damaged picture", False),
     "only a header": (encoded(image(0))[:30], "cut off picture", True),
     # Pillow refuses this size by an exception of its own
     "far too large": (png(20_000, 20_000, b"", depth=8), "unsupported picture", True),
@@ -266,6 +281,20 @@ def test_check_classes_that_differ_or_are_empty(tmp_path):
     }
 
 
+def test_check_names_a_class_that_cannot_be_printed(tmp_path):
+    write(tmp_path, good_files() | {f"{split}/x\x1b[31m/0.jpg": encoded(image(50)) for split in ("train", "val")})
+    kind = "class whose name cannot be printed"
+    found = [(finding.where, finding.cases) for finding in check_dataset(tmp_path).problems if finding.kind == kind]
+    assert found == [("train", ("x\x1b[31m",)), ("val", ("x\x1b[31m",))]
+
+
+def test_check_what_is_no_data_set_is_called_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "fifo.json")
+    for name, is_what in {"fifo.json": "neither a folder nor a list", "gone": "is not there"}.items():
+        with pytest.raises(DataError, match=naming(tmp_path / name, is_what, "bigbatch init")):
+            check_dataset(tmp_path / name)
+
+
 def test_check_splits_that_are_not_there(tmp_path, capsys):
     with pytest.raises(DataError, match=naming(tmp_path, "train/", "val/")):
         check_dataset(tmp_path)
@@ -295,7 +324,7 @@ def test_check_folders_that_cannot_be_listed(tmp_path, monkeypatch):
 
 
 def test_check_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
-    strays = {"train/readme.txt", "train/.hidden/a.jpg", "train/a/list.csv", "train/a/inner/b.jpg", "val/b/x.webp"}
+    strays = {"train/readme.txt", "train/.hidden/a.jpg", "train/a/list.csv", "train/a/inner/b.jpg", "val/b/x.gif"}
     odd = {"train/a/B.JPG": encoded(image(60)), "train/b/ü.png": encoded(image(61), "PNG")}
     write(tmp_path, good_files() | odd | dict.fromkeys(strays, b"stray"))
     images = list_folder(tmp_path / "train").images
@@ -308,7 +337,7 @@ def test_check_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
     assert images.read(2) == Path(index.full_path(2)).read_bytes()
     report = check_dataset(tmp_path)
     found = {case for finding in report.remarks if finding.kind == "other files" for case in finding.cases}
-    expected = {"train/readme.txt", "train/.hidden", "train/a/list.csv", "train/a/inner", "val/b/x.webp"}
+    expected = {"train/readme.txt", "train/.hidden", "train/a/list.csv", "train/a/inner", "val/b/x.gif"}
     assert found == {f"{tmp_path}/{name}" for name in expected}
     assert report.problems == ()
 
@@ -494,7 +523,7 @@ def test_check_a_file_name_that_is_no_text(tmp_path):
     except OSError:
         pytest.skip("this file system takes no such name")
     report = check_dataset(tmp_path)
-    assert "\\udcff.jpg: " in "".join(finding_lines(report))
+    assert "\\udcff.jpg: " in "".join(finding_lines(report.problems))
     write_json(report, tmp_path / "report.json")
     assert "\udcff.jpg" in json.loads((tmp_path / "report.json").read_text())["problems"][0]["cases"][0]
 

@@ -13,6 +13,8 @@ import timm
 import torch
 import torchvision
 from error_texts import naming
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -101,8 +103,8 @@ def test_export_libraries_load_the_weights(form: str, tmp_path: Path, capsys: py
     "model",
     [
         "resnet9",
-        "bag of tricks",
-        "blurred",
+        pytest.param("bag of tricks", marks=pytest.mark.long),
+        pytest.param("blurred", marks=pytest.mark.long),
         pytest.param("resnet18", marks=pytest.mark.long),
         pytest.param("resnet50", marks=pytest.mark.long),
     ],
@@ -129,6 +131,33 @@ def test_exported_program_computes_the_same_at_any_batch(model: str, tmp_path: P
     for batch in (1, 7):
         images_BCHW = torch.randn(batch, 3, SIZE, SIZE)
         assert_same(source, images_BCHW, program(images_BCHW))
+
+
+@pytest.mark.parametrize("model", ["bag of tricks", pytest.param("resnet18", marks=pytest.mark.long)])
+def test_export_safetensors_reads_what_it_is_given(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit by bit, with what serving needs in the file itself; and it is weights to go on from."""
+    out = tmp_path / "model.safetensors"
+    source, code = export(model, "safetensors", out)
+    assert code == 0
+    with safe_open(out, framework="pt") as file:
+        found, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    state = source.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert metadata["format"] == "pt"
+    told = facts(out)
+    assert {name: json.loads(metadata[name]) for name in ("model", "input", "output", "made_by")} == {
+        name: told[name] for name in ("model", "input", "output", "made_by")
+    }
+    assert told["largest_difference"] == 0.0
+    assert (out.stat().st_mode & 0o777) == (tmp_path / "weights.pt").stat().st_mode & 0o777
+    again = ["--config", "quickstart", *MODELS[model][1], *SMALL, "--weights", str(out)]
+    assert main(["export", *again, "--format", "safetensors", "--out", str(tmp_path / "again.safetensors")]) == 0
+    assert load_file(tmp_path / "again.safetensors").keys() == state.keys()
+    assert main(["export", *again, "--format", "safetensors", "--fold", "--out", str(out)]) == 1
+    assert re.search(naming("safetensors", "--fold"), refusal(capsys))
 
 
 def write_run(folder: Path) -> nn.Module:
@@ -183,11 +212,12 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("model", "form", "name", "message"),
     [
-        ("resnet9", "torchvision", "a.pth", "torchvision has no resnet9: choose --format onnx or torch_export"),
-        ("resnet9", "timm", "a.pth", "timm has no resnet9: choose --format onnx or torch_export"),
+        ("resnet9", "torchvision", "a.pth", "torchvision has no resnet9: choose --format safetensors, onnx or "),
+        ("resnet9", "timm", "a.pth", "timm has no resnet9: choose --format safetensors, onnx or torch_export"),
         ("blurred", "timm", "a.pth", "timm's resnet18 does not blur and this one does (model.blurpool): choose "),
         ("resnet9", "onnx", "a.pth", "onnx writes .onnx; name it "),
         ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
+        ("resnet9", "safetensors", "a.pth", "safetensors writes .safetensors; name it "),
     ],
 )
 def test_export_messages_of_what_does_not_go_together(
@@ -226,12 +256,13 @@ def test_export_without_their_library_it_is_written_and_said(
     assert facts(tmp_path / name)["largest_difference"] is None
 
 
-@pytest.mark.parametrize("library", ["onnx", "onnxscript"])
+@pytest.mark.parametrize("library", ["onnx", "onnxscript", "safetensors.torch"])
 def test_export_missing_extra_is_named(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    assert export("resnet9", "onnx", tmp_path / "a.onnx")[1] == 1
+    form = "onnx" if library.startswith("onnx") else "safetensors"
+    assert export("resnet9", form, tmp_path / f"a.{form}")[1] == 1
     assert refusal(capsys).endswith("pip install 'bigbatch[export]'")
 
 
@@ -262,7 +293,7 @@ def test_export_only_a_full_disk_is_called_one(
 ) -> None:
     full = [lambda: torch.save(torch.zeros(10**6), "/dev/full"), lambda: fail(OSError(28, "No space left on device"))]
     for write in (*full, lambda: fail(RuntimeError("no such operator\nand more")), lambda: fail(RuntimeError())):
-        form = export_formats.Format(None, lambda model, images, path: write(), lambda path, config: None)  # noqa: B023
+        form = export_formats.Format(None, lambda model, images, path, facts: write(), lambda path, config: None)  # noqa: B023
         monkeypatch.setitem(export_formats.FORMATS, "torchvision", form)
         assert export("resnet9", "torchvision", tmp_path / "a.pth")[1] == 1
     *of_disk, of_operator, without_words = refusal(capsys).splitlines()

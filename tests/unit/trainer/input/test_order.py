@@ -167,7 +167,7 @@ def test_read_index_names_what_is_wrong(tmp_path):
         read_index(tmp_path, "absent")
     with pytest.raises(DataError, match=naming(f"{tmp_path}/empty:", "empty/<class>/<picture>")):
         read_index(tmp_path, "empty")
-    with pytest.raises(DataError, match=naming(f"{tmp_path}/train/b:", ".jpg, .jpeg, .png")):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/train/b:", ".jpg, .jpeg, .png, .webp")):
         read_index(tmp_path, "train")
     with pytest.raises(DataError, match=naming(f"{tmp_path}/val:", "lacks 1", ": b;", "excess 4", ": c, d, e, ...")):
         read_index(tmp_path, "val", classes=["a", "b"])

@@ -358,7 +358,7 @@ def test_input_report_cores_per_rank(others: list[str], cores: int, monkeypatch:
 
 def test_input_report_a_list_of_the_summary_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:
     summary = {"loader_images_per_second": 812.5, "input_limit": None, "skipped": ["a [1]: cut off", "b: empty"]}
-    Lines().finish(summary)
+    Lines(num_steps=1).finish(summary)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(maxsplit=1) for line in printed] == [
         ["loader_images_per_second", "812.5 images/s"],

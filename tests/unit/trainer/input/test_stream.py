@@ -2,16 +2,16 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from types import SimpleNamespace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
-from small_run import ACCUMULATION, OPTIMIZERS, PLAN, SPAN, Recorder, make_batches, make_parts
+from small_run import ACCUMULATION, OPTIMIZERS, PLAN, SPAN, Recorder, Stop, make_batches, make_parts
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.inference.accuracy import evaluate
@@ -125,7 +125,7 @@ def test_stream_evaluated_checkpoint_of_the_step_is_left_as_it_is() -> None:
 
 
 def test_stream_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
-    parts = make_parts(stop=SimpleNamespace(is_set=True, signal_name="SIGTERM"))
+    parts = make_parts(stop=Stop(at=2))
     recorder = Recorder()
     with pytest.raises(DataError, match=naming(LOST, "step 1 ")):
         train(replace(STEPS, log_every_steps=2), parts, recorder.hooks(), failing(make_batches(ACCUMULATION)))
@@ -229,7 +229,7 @@ class OtherRank:
 
     def sum_(self, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
         if label.startswith("report"):
-            tensor_N[7] += self.failed  # behind loss, correct, samples, two times, the energy and the stops
+            tensor_N[6] += self.failed  # behind loss, correct, samples, two times and the energy
         return tensor_N
 
 
@@ -298,6 +298,22 @@ def test_stream_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere()
         evaluate_beside(OtherRank(["", name]), noted(), num_samples=20 * SPAN)
     assert str(raised.value) == name
     assert drawn == list(range(9))
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 7, 8, 9])
+def test_stream_evaluation_passes_as_many_boundaries_where_the_input_fails_as_elsewhere(num_batches: int) -> None:
+    """Or the ranks would not agree on where to stop."""
+    passed: Counter[str] = Counter()
+    num_exchanges = 1 + -(-num_batches // 8)
+    for rank, batches, heard in (
+        ("failed", failing(make_batches(num_batches)), [""] * num_exchanges),
+        ("whole", iter(make_batches(20)), [""] * (num_exchanges - 1) + [LOST]),
+    ):
+        with pytest.raises(DataError, match=naming(LOST)):
+            evaluate_beside(
+                OtherRank(heard), batches, num_samples=20 * SPAN, between_batches=partial(passed.update, [rank])
+            )
+    assert passed["failed"] == passed["whole"] == num_exchanges - 1
 
 
 def test_stream_failure_that_names_a_file_beyond_utf8_is_sent() -> None:

@@ -199,9 +199,12 @@ def test_out_of_memory_messages_of_a_run_without_memory(
     assert all(size < 256 and num == 2 for size, num in tried)
 
 
-@pytest.mark.long
-def test_out_of_memory_trials_are_neither_captured_nor_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run that the line proposes is captured all the same, as the config has it."""
+@pytest.mark.slow
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_out_of_memory_trials_are_neither_captured_nor_compiled(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that the line proposes is captured all the same, as the config has it: the line says what was tried."""
 
     def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
         assert not config.compute.cuda_graph
@@ -209,10 +212,15 @@ def test_out_of_memory_trials_are_neither_captured_nor_compiled(monkeypatch: pyt
         return size <= 96
 
     monkeypatch.setattr(out_of_memory, "fits_memory", fits)
-    words = ("--compute.cuda_graph=true", "--compute.compile=default", "--compute.compile_fallback=true")
+    words = (
+        f"--compute.cuda_graph={str(is_captured).lower()}",
+        "--compute.compile=default",
+        "--compute.compile_fallback=true",
+    )
     line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
     assert "with --batch.microbatch_size 64 (4 accumulation steps)" in line
-    assert "cuda_graph" not in line
+    assert ("at least 96 does (tried without compute.cuda_graph" in line) == is_captured
+    assert ("cuda_graph" in line) == is_captured
 
 
 @pytest.mark.slow
@@ -241,7 +249,7 @@ def limited(megabytes: str, *command: str) -> int:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counts address space as Linux does")
 def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
-    """It trains for an epoch; then its command asks for a larger microbatch, which 200 MB do not hold."""
+    """It trains for an epoch; then its command asks for a larger microbatch, which 330 MB do not hold."""
 
     def train(microbatch_size: int, epochs: int) -> tuple[int, str]:
         settings = {
@@ -260,7 +268,7 @@ def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(t
         words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
         log = tmp_path / f"{microbatch_size}.log"
         rank = forked_ranks.start_rank(
-            "tests.unit.trainer.memory.test_out_of_memory:limited", ["200", *words], environ={}, stdout=log, stderr=log
+            "tests.unit.trainer.memory.test_out_of_memory:limited", ["330", *words], environ={}, stdout=log, stderr=log
         )
         codes = forked_ranks.exit_codes([rank], timeout_seconds=240)
         assert codes is not None, log.read_text()

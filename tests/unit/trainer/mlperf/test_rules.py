@@ -27,8 +27,10 @@ ANOTHER = {
     "model.name": "resnet18",
     "model.blurpool": "true",
     "model.weights": "some.pt",
+    "model.frozen": "[conv1.*]",
     "optimizer.nesterov": "true",
     "optimizer.bias_lr_factor": "2.0",
+    "optimizer.lr_factors": "{fc.*: 2}",
     "optimizer.exclude_bias_and_norm": "false",
     "optimizer.clip_norm": 1.0,
     "optimizer.weight_decay": 1.5e-4,
@@ -42,6 +44,11 @@ WITH_OTHERS = {
     "augment.randaugment_ops": ("--augment.randaugment_ops=2", "--augment.randaugment_magnitude=9"),
     "augment.randaugment_magnitude": ("--augment.randaugment_ops=2", "--augment.randaugment_magnitude=9"),
     "optimizer.ema_decay": ("--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=1"),
+    "optimizer.loss": (
+        "--optimizer.loss=mine.Loss",
+        "--optimizer.label_smoothing=0",
+        "--run.divergence_steps=null",
+    ),
     "schedule.name": ("--schedule.name=cosine", "--schedule.power=null"),
     "data.crop": (
         "--data.crop=padded",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.exchange import from_foreign, to_torchvision
+from bigbatch.trainer.models.exchange import from_foreign, plain_tensors
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 
 ghost = partial(GhostBatchNorm2d, bn_span=2, ghosts_per_step=1)
@@ -63,7 +63,7 @@ def test_exchange_foreign_weights_in_ours(name: str, library: str) -> None:
 def test_exchange_foreign_models_take_ours(name: str, library: str) -> None:
     model, peer = scrambled(ours(name)), LIBRARIES[library](name, num_classes=10).eval()
     model.to(memory_format=torch.channels_last)
-    state = to_torchvision(model.state_dict())
+    state = plain_tensors(model.state_dict())
     assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in state.values())
     peer.load_state_dict(state, strict=True)
     assert_same_logits(model, peer)
@@ -144,8 +144,31 @@ def test_exchange_alexnet_without_batch_norm_is_no_start() -> None:
 def test_exchange_other_classes_are_counted(name: str, classifier: str, options: dict[str, int]) -> None:
     with torch.device("meta"):
         many, few = (build_model(name, num_classes=n, norm=ghost, **options) for n in (1000, 10))
-    numbers = ("1000 classes", "data.num_classes is 10:", "data.num_classes to 1000", "10 classes")
+    numbers = ("1000 classes", "data.num_classes is 10:", "data.num_classes to 1000", "model.new_head true")
     assert re.search(naming(f"a.pth: {classifier} ", *numbers), refusal(many.state_dict(), few))
+
+
+@pytest.mark.parametrize("classes_there", [1000, 10, None])
+def test_exchange_new_head_is_the_models_own(classes_there: int | None) -> None:
+    there = ours("resnet9", width=2, num_classes=classes_there or 10).state_dict()
+    if classes_there is None:  # as timm saves one without classes
+        del there["linear.weight"]
+    model = ours("resnet9", width=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = from_foreign(there, model, source="a.pth", new_head=True)
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], before[name] if name == "linear.weight" else there[name]) for name in found)
+    other = {**there, "prep.0.weight": torch.zeros(4, 3, 3, 3)}
+    with pytest.raises(CheckpointError, match=naming("a.pth", "prep.0.weight")):
+        from_foreign(other, model, source="a.pth", new_head=True)
+
+
+def test_exchange_new_head_may_be_a_convolution() -> None:
+    many, few = (torchvision.models.squeezenet1_1(num_classes=n) for n in (7, 3))
+    found = from_foreign(many.state_dict(), few, source="a.pth", new_head=True)
+    assert torch.equal(found["classifier.1.weight"], few.classifier[1].weight)
+    assert torch.equal(found["classifier.1.bias"], few.classifier[1].bias)
+    assert torch.equal(found["features.0.weight"], many.features[0].weight)
 
 
 def test_exchange_another_width_is_another_model() -> None:

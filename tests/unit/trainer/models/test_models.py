@@ -63,7 +63,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
 def test_resnet_computes_what_torchvision_computes(name: str) -> None:
     ours = MODELS[name](num_classes=10)
     peer = scrambled(getattr(torchvision.models, name)(num_classes=10))
@@ -159,7 +159,7 @@ def test_alexnet_bn_parameter_count() -> None:
     assert num_parameters(make_on_meta(alexnet_bn)) == convolutions + norms + classifier
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_alexnet_bn_is_torchvisions_alexnet_once_its_norms_are_folded_away() -> None:
     """With every norm an identity and equal weights, only the convolutions' biases are missing."""
     ours = alexnet_bn(num_classes=10, norm=nn.Identity, dropout=0.0).eval()

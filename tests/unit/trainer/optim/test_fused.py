@@ -9,7 +9,7 @@ import torch
 from error_texts import naming
 from optimizer_steps import (
     DEVICES,
-    OpNames,
+    Launches,
     assert_memory_format_changes_nothing,
     assert_same_bits,
     assert_state_dict_resumes,
@@ -18,7 +18,10 @@ from optimizer_steps import (
     scaled_step,
     set_random_grads,
 )
+from torch._subclasses import FakeTensorMode
 
+from bigbatch.trainer.optim import lamb, lars
+from bigbatch.trainer.optim.fused import scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 
@@ -33,6 +36,18 @@ MAKERS = {
 FUSED = pytest.mark.parametrize("name", MAKERS)
 
 
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def way(request, monkeypatch):
+    """The ways to one and the same update."""
+    if request.param == "as on a GPU":
+        monkeypatch.setattr(LARS, "_update_on_cpu_", LARS._update_at_once_)
+        for module in (lars, lamb):
+            monkeypatch.setattr(module, "scaled", scaled_on_gpu)
+
+
+BOTH_WAYS = pytest.mark.usefixtures("way")
+
+
 def states(optimizer):
     return clones(value for state in optimizer.state.values() for value in state.values())
 
@@ -44,11 +59,13 @@ def states(optimizer):
         (partial(LAMB, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01), partial(LAMB, lr=1.0)),
     ],
 )
+@BOTH_WAYS
 def test_fused_state_dict_resumes_bit_for_bit(make, resumed_as):
     assert_state_dict_resumes(make, resumed_as=resumed_as, states=states)
 
 
 @FUSED
+@BOTH_WAYS
 def test_fused_group_that_is_added_equals_one_from_the_start(name):
     early, late = random_weights(), random_weights()
     from_start = MAKERS[name]([{"params": early[:2]}, {"params": early[2:], "adapt": False}])
@@ -61,6 +78,7 @@ def test_fused_group_that_is_added_equals_one_from_the_start(name):
 
 
 @FUSED
+@BOTH_WAYS
 def test_fused_parameters_without_gradient_stay_and_count_no_step(name):
     weights = random_weights()
     before = clones(weights)
@@ -101,6 +119,7 @@ def test_fused_closure_runs_with_gradients_on_and_its_loss_returns(make, expecte
         (partial(LAMB, lr=0.1, weight_decay=1e-4), ("exp_avg", "exp_avg_sq")),
     ],
 )
+@BOTH_WAYS
 def test_fused_memory_format_changes_nothing(make, state_names):
     assert_memory_format_changes_nothing(make, state_names=state_names)
 
@@ -110,6 +129,7 @@ def test_fused_memory_format_changes_nothing(make, state_names):
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("first", [0, 3])
 @FUSED
+@BOTH_WAYS
 def test_fused_overflow_leaves_every_bit_and_the_run_goes_on(name, first, poison, unscale_first, device):
     def start():
         weights = random_weights(device=device)
@@ -139,6 +159,7 @@ def test_fused_overflow_leaves_every_bit_and_the_run_goes_on(name, first, poison
 
 
 @FUSED
+@BOTH_WAYS
 def test_fused_overflow_counted_on_two_devices_skips(name):
     weights = random_weights()
     before = clones(weights)
@@ -150,31 +171,51 @@ def test_fused_overflow_counted_on_two_devices_skips(name):
     assert all(not state.any() for state in states(optimizer))
 
 
+def launches(num_tensors, *, name, is_scaled):
+    """List what a step on that many tensors launches, by tensors that have a device and no values."""
+    shapes = ((4, 3, 3, 3), (5, 7), (6,), (1,), ())
+    with FakeTensorMode():
+        weights = [torch.empty(shapes[i % 5], device="cuda") for i in range(num_tensors)]
+        weights = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in weights]
+        for weight in weights:
+            weight.requires_grad_().grad = torch.empty_like(weight)
+        optimizer = MAKERS[name](weights, weight_decay=0.1)
+        if is_scaled:
+            optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        with Launches() as seen:
+            optimizer.step()  # also makes the state
+            seen.names.clear()
+            optimizer.step()
+    return seen.names
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.10 launches one kernel a tensor for the trust ratios")
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        ("lars inside", {"_foreach_norm", "_fused_sgd_"}),
-        ("lars outside", {"_foreach_norm", "_fused_sgd_"}),
-        ("lamb", {"_foreach_norm", "_fused_adam_", "_fused_sgd_"}),
+        ("lars inside", {"_foreach_norm", "_foreach_addcmul", "_fused_sgd_"}),
+        ("lars outside", {"_foreach_norm", "_foreach_addcmul", "_fused_sgd_"}),
+        ("lamb", {"_foreach_norm", "_foreach_addcmul", "_fused_adam_", "_fused_sgd_"}),
     ],
 )
-def test_fused_gpu_step_neither_syncs_nor_grows_with_the_number_of_tensors(name, kernels, monkeypatch):
-    monkeypatch.setattr(LARS, "_update_on_cpu_", LARS._update_at_once_)
+def test_fused_gpu_step_neither_syncs_nor_grows_with_the_number_of_tensors(name, kernels, is_scaled):
+    seen = launches(10, name=name, is_scaled=is_scaled)
+    assert launches(100, name=name, is_scaled=is_scaled) == seen
+    assert not {"_local_scalar_dense", "is_nonzero", "equal"} & set(seen)
+    assert kernels <= set(seen)
 
-    def ops(num_tensors):
-        weights = [torch.randn(3, 2).requires_grad_() for _ in range(num_tensors)]
-        optimizer = MAKERS[name](weights, weight_decay=0.1)
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
-        for _ in range(2):  # the first step also makes the state
-            set_random_grads(weights, seed=0)
-            with OpNames() as seen:
-                optimizer.step()
-        uncounted = ("detach", "zeros_like") if name == "lamb" else ("detach",)
-        return [op for op in seen.names if op not in uncounted]
 
-    assert ops(2) == ops(30)
-    assert not {"_local_scalar_dense", "is_nonzero", "equal"} & set(ops(2))
-    assert kernels <= set(ops(2))
+def test_fused_launches_of_a_loop_are_seen():
+    """By what torch has no kernel for: as many numbers on the device, other dtypes, other strides."""
+    with FakeTensorMode():
+        tensors = [torch.empty(2, 3, device="cuda") for _ in range(7)]
+        with Launches() as seen:
+            torch._foreach_mul_(tensors, list(torch.empty(7, device="cuda").unbind()))
+            torch._foreach_mul_(tensors, torch.empty((), device="cuda", dtype=torch.float64))
+            torch._foreach_add_(tensors, [torch.empty(3, 2, device="cuda").t() for _ in tensors])
+            torch._foreach_add_(tensors, tensors)
+    assert seen.names == ["_foreach_mul_"] * 14 + ["_foreach_add_"] * 8
 
 
 @pytest.mark.parametrize(

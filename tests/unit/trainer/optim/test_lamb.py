@@ -13,6 +13,8 @@ from optimizer_steps import (
 from timm.optim import Lamb as TimmLamb
 
 import bigbatch
+from bigbatch.trainer.optim import lamb
+from bigbatch.trainer.optim.fused import scaled, scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
 
 torch.set_num_threads(1)
@@ -48,7 +50,9 @@ class Oracle:
         {"betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.0},
     ],
 )
-def test_lamb_two_hundred_steps_follow_the_formula(settings, dtype, rtol, device):
+@pytest.mark.parametrize("way", [scaled, scaled_on_gpu])
+def test_lamb_two_hundred_steps_follow_the_formula(settings, dtype, rtol, device, way, monkeypatch):
+    monkeypatch.setattr(lamb, "scaled", way)
     adapted = random_weights(0, dtype=dtype, device=device)
     excluded = random_weights(1, dtype=dtype, device=device)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from optimizer_steps import (
 
 from benchmarks.largebatch.oracle import Oracle
 from bigbatch.trainer.optim import lars
+from bigbatch.trainer.optim.fused import scaled_on_gpu
 from bigbatch.trainer.optim.lars import LARS, trust_ratios
 
 torch.set_num_threads(1)
@@ -28,6 +29,7 @@ def way(request, monkeypatch):
         monkeypatch.setattr(lars, "_CPU_PORTION", 5)
     if request.param == "at once, as on a GPU":
         monkeypatch.setattr(LARS, "_update_on_cpu_", LARS._update_at_once_)
+        monkeypatch.setattr(lars, "scaled", scaled_on_gpu)
     return request.param
 
 

@@ -142,7 +142,7 @@ def test_load_optimizer_state_refuses_that_of_another():
     for other in (stepped(torch.optim.SGD, momentum=0.9), stepped(LARS, momentum_form="lr_outside")):
         with pytest.raises(ValueError, match=naming("momentum_form ", " lr_inside there")):
             load_optimizer_state(other, lars.state_dict())
-    with pytest.raises(ValueError, match="names "):
+    with pytest.raises(ValueError, match=naming("0.bias ", "model.frozen")):
         load_optimizer_state(stepped(LARS, nn.Sequential(nn.Linear(2, 2))), lars.state_dict())
 
 
@@ -167,3 +167,36 @@ def test_param_groups_let_all_decay_and_adapt_where_none_is_excluded():
     assert all_of_them["names"] == [name for name, _ in model.named_parameters()]
     assert (all_of_them["weight_decay"], all_of_them["adapt"]) == (0.5, True)
     assert none["params"] == []
+
+
+def test_param_groups_have_the_factor_of_the_first_pattern_that_matches():
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "norm": nn.LayerNorm(2), "fc": nn.Linear(2, 2)})
+    factors = {"fc.*": 2, "body.*": 0.5}
+    groups = param_groups(model, weight_decay=0.1, bias_lr_factor=4.0, lr_factors=factors)
+    assert [(g["names"], g["weight_decay"], g["lr_factor"]) for g in groups] == [
+        (["body.weight"], 0.1, 0.5),
+        (["fc.weight"], 0.1, 2.0),
+        (["norm.weight"], 0.0, 1.0),
+        (["body.bias"], 0.0, 2.0),
+        (["norm.bias"], 0.0, 4.0),
+        (["fc.bias"], 0.0, 8.0),
+    ]
+    named = dict(model.named_parameters())
+    assert all(named[n] is p for g in groups for n, p in zip(g["names"], g["params"], strict=True))
+
+
+@pytest.mark.parametrize("factors", [{"head.*": 1.0}, {"*": 0.1, "1.*": 1.0}, {"0.*": 1.0}])
+def test_param_groups_refuse_a_pattern_that_decides_for_nothing(factors):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    idle = [*factors][-1]
+    with pytest.raises(ValueError, match=naming("lr_factors", repr(idle), "1.weight to 1.bias")):
+        param_groups(model, weight_decay=0.1, lr_factors=factors)
+
+
+def test_load_optimizer_state_refuses_other_groups():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one = torch.optim.SGD(param_groups(model, weight_decay=0.1), lr=0.1)
+    other = torch.optim.SGD(param_groups(model, weight_decay=0.1, lr_factors={"1.*": 2}), lr=0.1)
+    with pytest.raises(ValueError, match=naming("groups", "factors")):
+        load_optimizer_state(one, other.state_dict())

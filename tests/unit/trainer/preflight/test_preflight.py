@@ -22,6 +22,7 @@ from bigbatch.launch.jobs.fit_hosts import (
     choose_launcher,
     fit_hosts,
     preflight_command,
+    preflight_of,
     read_bad_nodes,
     without,
     write_hostfile,
@@ -450,8 +451,11 @@ TRAIN = ("train", "--config", "quickstart")
 
 def test_command_checks_the_experiment_of_train() -> None:
     assert preflight_command(TRAIN) == ("preflight", "--config", "quickstart")
+    assert preflight_command((*TRAIN, "--quiet", "--dry-run")) == preflight_command(TRAIN)
     assert preflight_command((), "--json", "x") == ("preflight", "--json", "x")
     assert preflight_command(("comm", "bench")) == ("preflight",)
+    own = JobSpec(("train", "--rate", "3"), 2, is_python=True)
+    assert preflight_of(own) == JobSpec(("preflight",), 2)
 
 
 def test_preflight_starts_by_the_launcher_of_the_job() -> None:
@@ -638,7 +642,7 @@ def test_preflight_dry_runs_show_both(calls: Path, capsys: pytest.CaptureFixture
 
 
 def test_preflight_is_refused_by_other_launchers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "torchrun", "--preflight", "stop", "--", *TRAIN]) == 1
+    assert main(["launch", "torchrun", "--preflight", "stop", "--", *TRAIN]) == 2
     assert "--preflight: bigbatch launch torchrun " in capsys.readouterr().err
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, kept and dropped by rule, verified, loaded without executing code."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -18,9 +19,11 @@ from torch.distributed import HashStore
 
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import control as rendezvous
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError, UserError
+from bigbatch.files import exchange
 from bigbatch.trainer.run import checkpoint as module
 from bigbatch.trainer.run.checkpoint import (
     best_checkpoint,
@@ -161,10 +164,123 @@ def test_checkpoint_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path
 
 
 def test_checkpoint_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 2)
     for leftover in (".step-00000002.77", ".step-00000002.replaced"):
         (tmp_path / leftover).mkdir()
-    save(tmp_path, 3)
+    save(tmp_path, 3, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+
+
+# --- writes that are cut short ---
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch, *, die_before: int | None) -> list[str]:
+    """Name each change of the disk before it is made, and end this process without a word before one of them."""
+    done: list[str] = []
+
+    def step(name: str) -> None:
+        if len(done) == die_before:
+            os._exit(99)
+        done.append(name)
+
+    def stepping(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def stepped(*arguments: object, **options: object) -> object:
+            step(name)
+            return call(*arguments, **options)
+
+        return stepped
+
+    def save_in_pieces(state: object, path: Path) -> None:
+        file = io.BytesIO()
+        torch_save(state, file)
+        step("create")
+        with path.open("wb", buffering=0) as written:
+            for piece in (file.getvalue()[:100], file.getvalue()[100:]):
+                step("write")
+                written.write(piece)
+
+    torch_save = torch.save
+    monkeypatch.setattr(module.torch, "save", save_in_pieces)
+    monkeypatch.setattr(module, "exchange", stepping("exchange", module.exchange))
+    for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
+        monkeypatch.setattr(os, name, stepping(name, getattr(os, name)))
+    monkeypatch.setattr(Path, "write_text", stepping("write manifest", Path.write_text))
+    return done
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """The exit code of a process that does it."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_checkpoint_is_there_whole_wherever_its_writing_ends(
+    has_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 is written without its accuracy, then with it, in place of step 1; one is kept."""
+    if not has_exchange:
+        monkeypatch.setattr(module, "exchange", lambda one, other: False)
+
+    def save_both(folder: Path, told: Path) -> None:
+        for top1 in (None, 0.5):
+            save(folder, 2, top1, keep=1)
+            told.write_bytes(str(top1).encode())
+
+    def begun(name: str) -> Path:
+        folder = tmp_path / name
+        save(folder, 1, keep=1)
+        return folder
+
+    def cut_short(folder: Path, *, die_before: int | None) -> tuple[int, list[str]]:
+        with monkeypatch.context() as patch:
+            steps = count_steps(patch, die_before=die_before)
+            if die_before is None:
+                save_both(folder, tmp_path / "told")
+                return 0, steps
+            return in_a_fork(lambda: save_both(folder, tmp_path / "told")), steps
+
+    _, steps = cut_short(begun("whole"), die_before=None)
+    assert len(steps) > 20
+    assert steps.count("rename") == (1 if has_exchange else 3), "step 2 first takes its name, then is replaced"
+    for number in range(len(steps)):
+        (tmp_path / "told").unlink()
+        (tmp_path / "told").write_bytes(b"")
+        folder = begun(str(number))
+        assert cut_short(folder, die_before=number)[0] == 99
+        newest = list_checkpoints(folder)[-1]
+        told = (tmp_path / "told").read_bytes()
+        where = f"killed before {steps[number]}, number {number}"
+        assert load_checkpoint(newest.path)["step"] == newest.step >= (2 if told else 1), where
+        assert newest.top1 == 0.5 or told != b"0.5", where
+        save(folder, 3, keep=1)
+        left = {p.name for p in folder.iterdir()}
+        assert left in ({"step-00000003"}, {"step-00000002", "step-00000003"}), where
+
+
+def test_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after a rename would else leave the name with nothing behind it."""
+    save(tmp_path, 1)
+    flushed: list[Path] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        fsync(descriptor)
+
+    def exchange_flushed(aside: Path, path: Path) -> bool:
+        assert {aside / "state.pt", aside / "manifest.json", aside} == set(flushed)
+        return exchange(aside, path)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(module, "exchange", exchange_flushed)
+    save(tmp_path, 1, 0.5)
+    assert flushed[-1] == tmp_path
 
 
 @pytest.mark.parametrize("error", [RuntimeError("size\nmismatch"), ValueError("names"), KeyError("model")])
@@ -193,6 +309,7 @@ def test_checkpoint_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_checkpoint_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, keep=9)
+    (tmp_path / ".step-00000003.replaced").mkdir()  # what a killed write left does not stand in for it
     aside = set_aside_after(tmp_path, step=1)
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
     assert [load_checkpoint(path)["step"] for path in aside] == [2, 3]
@@ -207,7 +324,7 @@ def ranks_that_write(write: Callable[[Event], object], *, limit: float) -> list[
 
     def run(rank: int) -> None:
         control = Control(ALONE, timeout_seconds=0.2, find_master=meet_by_mpi)
-        control.rank, control.world_size, control.store = rank, 2, store
+        control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=5)
         store.set(f"bigbatch/host/{rank}", f"node{rank}")
         try:
             write_on_first(lambda: write(ended), control, what="checkpoint of step 3", timeout_seconds=limit)

@@ -25,7 +25,7 @@ from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.run import summary
 from bigbatch.trainer.run.cost import Spent
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
-from bigbatch.trainer.run.metrics import MetricsLog, plot_run
+from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, Silent, make_reporter, show
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
@@ -362,15 +362,55 @@ def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_report_plot_is_an_image_with_lines(tmp_path: Path) -> None:
     records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
-    plot_run(records, tmp_path / "plot.png", title="a run")
-    plot_run([], tmp_path / "empty.png", title="a run")
+    plot_run(records, tmp_path / "plot.png", title="a run", label_smoothing=0.0)
+    plot_run([], tmp_path / "empty.png", title="a run", label_smoothing=0.0)
     image, empty = (Image.open(tmp_path / name).convert("RGB") for name in ("plot.png", "empty.png"))
     assert image.width > 800
     assert image.tobytes() != empty.tobytes()
 
 
+RUN = [
+    *({"kind": "train", **TRAIN_RECORD, "epoch": epoch, "lr": epoch / 2} for epoch in (1, 2, 3)),
+    {"kind": "eval", **EVAL_RECORD, "epoch": 3, "top1": 0.5, "top5": 0.9},
+]
+
+
+def test_report_plot_draws_each_figure_once_over_all_epochs() -> None:
+    loss, accuracy, rate = draw_run(RUN, title="a run", label_smoothing=0.1).axes
+    training, evaluation = loss.get_lines()
+    assert training.get_label() == "training (raised by label smoothing of 0.1)"
+    (top1, top5), (steps,) = accuracy.get_lines(), rate.get_lines()
+    assert (list(top1.get_ydata()), list(top5.get_ydata())) == ([50], [90])
+    assert list(steps.get_ydata()) == [0.5, 1, 1.5]
+    assert {axes.get_xlim() for axes in (loss, accuracy, rate)} == {(0, 3)}, "that of one evaluation, too"
+    assert accuracy.get_ylim() == (0, 100)
+    colors = [line.get_color() for line in (training, evaluation, top1, top5, steps)]
+    assert colors == [colors[0], colors[1], colors[1], colors[1], colors[0]]
+    assert colors[0] != colors[1]
+
+
+def test_report_plot_has_no_top5_of_few_classes_and_no_smoothing_where_there_is_none() -> None:
+    few = [record | ({"top5": 1.0} if record["kind"] == "eval" else {}) for record in RUN]
+    loss, accuracy, _ = draw_run(few, title="a run", label_smoothing=0.0).axes
+    assert [line.get_label() for line in accuracy.get_lines()] == ["top-1"]
+    assert loss.get_lines()[0].get_label() == "training"
+
+
+def test_report_plot_has_no_legend_over_a_curve() -> None:
+    figure = draw_run(RUN, title="a run", label_smoothing=0.1)
+    figure.draw_without_rendering()
+    boxes = [axes.get_legend().get_window_extent() for axes in figure.axes[:2]]
+    assert not boxes[0].overlaps(boxes[1])
+    for box in boxes:
+        assert figure.bbox.fully_contains(*box.min)
+        assert figure.bbox.fully_contains(*box.max)
+        assert not any(
+            box.overlaps(axes.bbox) or box.overlaps(axes.xaxis.label.get_window_extent()) for axes in figure.axes
+        )
+
+
 def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = Lines(num_steps=3)
     lines.advance(TRAIN_RECORD)
     lines.evaluated(EVAL_RECORD)
     lines.finish({"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015})
@@ -381,6 +421,17 @@ def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
         assert line in printed
     assert "\x1b" not in printed
+
+
+def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter([100.0, 130.0, 190.0, 7300.0])  # the second interval has an evaluation in it
+    lines = Lines(num_steps=100, clock=lambda: next(clock))
+    for step in (10, 20, 30, 100):
+        lines.advance({**TRAIN_RECORD, "step": step})
+    ends = [line.partition("exposed communication")[2] for line in capsys.readouterr().out.splitlines()]
+    # 80 steps at 30 s / 10; 70 at 90 s / 20; none: what came before the first report, warm-up, is no rate
+    lefts = [left for _, _, left in (end.partition("  left ") for end in ends)]
+    assert lefts == ["", "0:04:00", "0:05:15", ""]
 
 
 def test_report_bar_on_a_terminal() -> None:
@@ -398,9 +449,9 @@ def test_report_bar_on_a_terminal() -> None:
 
 def test_report_who_shows_what() -> None:
     common = {"first_step": 0, "num_steps": 1}
-    assert isinstance(make_reporter(is_first_rank=False, terminal_columns=80, **common), Silent)
-    assert isinstance(make_reporter(is_first_rank=True, terminal_columns=None, **common), Lines)
-    bar = make_reporter(is_first_rank=True, terminal_columns=80, **common)
+    assert isinstance(make_reporter(is_shown=False, terminal_columns=80, **common), Silent)
+    assert isinstance(make_reporter(is_shown=True, terminal_columns=None, **common), Lines)
+    bar = make_reporter(is_shown=True, terminal_columns=80, **common)
     bar.close()
     assert isinstance(bar, Bar)
 

@@ -1,21 +1,33 @@
 """What a run takes over from the checkpoint that it goes on from."""
 
 import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from error_texts import naming
+from torch.distributed import HashStore
 
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.run.checkpoint import STATE_FILE, save_checkpoint
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, STATE_FILE, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import (
+    Start,
     evaluations_before,
     find_start,
     is_of,
     lacks_evaluation,
+    require_same_objective,
     require_same_optimizer,
     skipped_before,
 )
@@ -64,10 +76,120 @@ def test_resume_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -
     for weight in (1.0, 2.0):
         state = {"step": 5, "config": dump_config(config), "model": {"w": torch.tensor(weight)}}
         path = save_checkpoint(RunDir(tmp_path).checkpoints, state, step=5, top1=None, keep=1)
-        starts.append(find_start(config, RunDir(tmp_path), samples=None)[0])
+        starts.append(find_start(config, RunDir(tmp_path), samples=None, control=alone())[0])
         assert starts[-1].sha256 == hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest()
     assert starts[0].path == starts[1].path
     assert starts[0].sha256 != starts[1].sha256
+
+
+def alone() -> Control:
+    return Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+
+
+def run_of(folder: Path, *steps: int) -> tuple[Config, list[Path]]:
+    """A run folder's config and checkpoints."""
+    config = load_config(["--config", "quickstart", "--run.directory", str(folder)])
+    paths = []
+    for step in steps:
+        state = {"step": step, "config": dump_config(config), "model": {"w": torch.arange(5.0)}}
+        paths.append(save_checkpoint(RunDir(folder).checkpoints, state, step=step, top1=None, keep=9))
+    return config, paths
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / STATE_FILE, 9)
+
+
+def flip(path: Path) -> None:
+    content = bytearray((path / STATE_FILE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / STATE_FILE).write_bytes(content)
+
+
+def lose(path: Path) -> None:
+    (path / STATE_FILE).unlink()
+
+
+def lose_manifest(path: Path) -> None:
+    (path / MANIFEST_FILE).unlink()
+
+
+def cut_manifest(path: Path) -> None:
+    os.truncate(path / MANIFEST_FILE, 9)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, lose, lose_manifest, cut_manifest])
+def test_resume_goes_on_from_the_newest_intact_checkpoint(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    config, paths = run_of(tmp_path, 1, 2, 3)
+    damage(paths[2])
+    start, state = find_start(config, RunDir(tmp_path), samples=None, control=alone())
+    assert (start.path, start.step, state["step"], list(start.damaged)) == (paths[1], 2, 2, [paths[2]])
+    assert str(paths[2]) in start.damaged[paths[2]]
+    truncate(paths[1])
+    start, _ = find_start(config, RunDir(tmp_path), samples=None, control=alone())
+    assert (start.path, list(start.damaged)) == (paths[0], [paths[2], paths[1]])
+
+
+def test_resume_without_an_intact_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
+    config, paths = run_of(tmp_path, 1, 2)
+    for path in paths:
+        truncate(path)
+    with pytest.raises(CheckpointError, match=naming(paths[1], "truncated", "none of 2", "run.directory")):
+        find_start(config, RunDir(tmp_path), samples=None, control=alone())
+
+
+def test_resume_takes_a_named_checkpoint_or_none(tmp_path: Path) -> None:
+    config, paths = run_of(tmp_path, 1, 2)
+    truncate(paths[1])
+    config = replace(config, run=replace(config.run, resume=str(paths[1])))
+    with pytest.raises(CheckpointError, match=naming(paths[1], "truncated", f"--run.resume {paths[0]}")):
+        find_start(config, RunDir(tmp_path), samples=None, control=alone())
+
+
+@pytest.mark.parametrize("spoil", ["format", "read"])
+def test_resume_goes_back_for_damage_alone(spoil: str, tmp_path: Path) -> None:
+    """Storage that does not answer now has the checkpoint later; another version's is whole."""
+    config, paths = run_of(tmp_path, 1, 2)
+    manifest = paths[1] / MANIFEST_FILE
+    if spoil == "format":
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    else:
+        (paths[1] / STATE_FILE).unlink()
+        (paths[1] / STATE_FILE).symlink_to(STATE_FILE)  # ELOOP
+    with pytest.raises(CheckpointError, match=naming(paths[1])):
+        find_start(config, RunDir(tmp_path), samples=None, control=alone())
+
+
+def starts_of_ranks(folders: Sequence[Path]) -> list[Start]:
+    """What ranks with these run folders start from."""
+    store = HashStore()
+
+    def find(rank: int) -> Start:
+        control = alone()
+        control.rank, control.world_size, control.store = rank, len(folders), BoundedStore(store, seconds=60)
+        store.set(f"bigbatch/host/{rank}", f"node{rank}")
+        config = load_config(["--config", "quickstart", "--run.directory", str(folders[rank])])
+        return find_start(config, RunDir(folders[rank]), samples=None, control=control)[0]
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(find, range(len(folders))))
+
+
+def test_resume_ranks_go_back_together(tmp_path: Path) -> None:
+    """One reads other bytes than the others, as from a node's own disk, or a cache that is not up to date."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    paths = [run_of(folder, 1, 2)[1] for folder in folders]
+    flip(paths[1][1])
+    starts = starts_of_ranks(folders)
+    assert [start.step for start in starts] == [1, 1]
+    assert [len(start.damaged) for start in starts] == [1, 1]
+
+
+def test_resume_ranks_with_other_checkpoints_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """That they disagree is said where they compare what they found."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    run_of(folders[0], 1, 2)
+    assert [start.step for start in starts_of_ranks(folders)] == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -88,3 +210,47 @@ def test_resume_optimizer_goes_on_from_state_of_its_kind(there: str, here: str, 
         return
     with pytest.raises(CheckpointError, match=naming("checkpoint a/b ", f"optimizer.name={there},", f" {here}: ")):
         require_same_optimizer(old, here, path=Path("a/b"))
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "others"),
+    [
+        ("model.frozen", "[conv1.*]", ("null", "[conv1.*, bn1.*]")),
+        ("optimizer.loss", "mine.Loss", ("mine.OtherLoss",)),
+        ("optimizer.loss_options", "{gamma: 2}", ("null", "{gamma: 3}")),
+    ],
+)
+def test_resume_goes_on_with_what_was_trained_for_what(key: str, there: str, others: tuple[str, ...]) -> None:
+    def config(value: str) -> Config:
+        own = ["--optimizer.loss=mine.Loss", "--optimizer.label_smoothing=0"] if key != "model.frozen" else []
+        return load_config(["--config", "quickstart", *own, f"--{key}={value}"])
+
+    old = dump_config(config(there))
+    require_same_objective(old, config(there), path=Path("a/b"))
+    for here in others:
+        with pytest.raises(CheckpointError, match=naming("checkpoint a/b ", f"{key}={there},", f"{here} here")):
+            require_same_objective(old, config(here), path=Path("a/b"))
+    require_same_objective("run:\n  seed: 0\n", load_config(["--config", "quickstart"]), path=Path("a/b"))
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "here"),
+    [
+        ("name", "torchvision:resnet18", "timm:resnet18"),  # with weights of the same names and shapes
+        ("options", "{zero_init_residual: true}", "{zero_init_residual: false}"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "by name"])
+def test_resume_refuses_another_model(key: str, there: str, here: str, resume: str, tmp_path: Path) -> None:
+    def config(value: str) -> Config:
+        nulls = [f"--model.{name}=null" for name in ("width", "pool_first", "logit_scale")]
+        stated = {"name": "torchvision:resnet18", "options": "null", key: value}
+        words = [*nulls, *(f"--model.{name}={word}" for name, word in stated.items())]
+        path = "auto" if resume == "auto" else str(RunDir(tmp_path).checkpoints / "step-00000005")
+        return load_config(["--config", "quickstart", f"--run.directory={tmp_path}", f"--run.resume={path}", *words])
+
+    state = {"step": 5, "config": dump_config(config(there)), "model": {"w": torch.ones(1)}}
+    save_checkpoint(RunDir(tmp_path).checkpoints, state, step=5, top1=None, keep=1)
+    assert find_start(config(there), RunDir(tmp_path), samples=None, control=alone())[0].step == 5
+    with pytest.raises(CheckpointError, match=naming("checkpoint ", f"model.{key} is {there} there and {here} here")):
+        find_start(config(here), RunDir(tmp_path), samples=None, control=alone())

@@ -1,8 +1,11 @@
 """Whole runs, small: what ends them, what they record, and that a resumed one goes on with the same bits."""
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,16 @@ import pytest
 import torch
 from error_texts import naming
 
-from bigbatch.errors import CheckpointError, TrainingDiverged
+from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer import train
 from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import evaluate
+from bigbatch.trainer.run import owner
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.step import stop_request
 
 STEPS_PER_EPOCH = 2
 SMALL = {
@@ -49,9 +56,9 @@ def _threads_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "set_up_process", lambda communicator, **_: None)
 
 
-def start(run: Path, changes: Mapping[str, object] | None = None) -> int:
+def start(run: Path, changes: Mapping[str, object] | None = None, *, flags: Sequence[str] = ()) -> int:
     settings = {**SMALL, "run.directory": run, **(changes or {})}
-    return train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())])
+    return train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items()), *flags])
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -82,6 +89,63 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert torch.equal(ours, theirs)
     else:
         assert ours == theirs
+
+
+@pytest.mark.long
+def test_run_dry_says_what_it_would_be_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_staged(argv: Sequence[str]) -> Config:  # a config refuses to stage what is synthetic
+        config = load_config(argv)
+        object.__setattr__(config.data, "stage", str(tmp_path / "staged"))
+        return config
+
+    monkeypatch.setattr(train, "load_config", load_staged)
+    run = tmp_path / "run"
+    assert start(run, {"run.eval_every_epochs": 3}, flags=["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "global batch 32 = 1 ranks x 2 microbatches x 16" in printed
+    assert "\nbuffer 0: " in printed
+    # 64 pictures are 2 steps of 32, in each of 6 epochs, and each third is evaluated
+    assert re.search(naming("dry run: 12 steps, 2 in an epoch, with 2 evaluations", run), printed)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_run_quiet_prints_nothing_and_leaves_all_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path, {"run.epochs": 1, "schedule.warmup_epochs": 0}, flags=["--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert (summary(tmp_path)["steps"], len(records(tmp_path, "train"))) == (STEPS_PER_EPOCH, STEPS_PER_EPOCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["0", pytest.param("80", marks=pytest.mark.long)], ids=["lines", "bar"])
+def test_run_whose_output_nobody_reads_saves_and_stops(
+    columns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+    monkeypatch.setenv("BIGBATCH_TERMINAL_COLUMNS", columns)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert start(tmp_path, {"run.epochs": 2000, "run.eval_every_epochs": 2000}) == 130
+    saved = list_checkpoints(RunDir(tmp_path).checkpoints)[-1].step
+    assert saved == records(tmp_path, "train")[-1]["step"] < 4000
+    assert "standard output" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_run_says_once_that_its_job_leaves_no_time_to_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIGBATCH_STOP_SECONDS", "0")
+    assert start(tmp_path, {"run.epochs": 2}) == 0
+    hints = [record["hint"] for record in records(tmp_path, "hint") if "--stop-seconds" in record["hint"]]
+    assert len(hints) == 1
+    assert hints[0] in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -218,7 +282,8 @@ def test_run_ends_where_the_scale_overflows_for_ever(tmp_path: Path, capsys: pyt
         start(tmp_path, {**static, "run.epochs": 40, "run.eval_every_epochs": 40, "run.log_every_steps": 4})
     assert [record["overflow_steps"] for record in records(tmp_path, "train")][-1] == 32
     lines = [line for line in capsys.readouterr().out.splitlines() if "  loss " in line]
-    assert [line.rpartition("  updates skipped ")[2] for line in lines] == [str(step) for step in range(4, 33, 4)]
+    skipped = [line.rpartition("  updates skipped ")[2].split()[0] for line in lines]
+    assert skipped == [str(step) for step in range(4, 33, 4)]
 
 
 @pytest.mark.long
@@ -260,3 +325,26 @@ def test_run_refuses_a_checkpoint_of_torchs_scaler(tmp_path: Path) -> None:
     save_checkpoint(RunDir(tmp_path).checkpoints, old, step=newest.step, top1=newest.top1, keep=9)
     with pytest.raises(CheckpointError, match=naming("step-00000002 ", "loss scale", "_growth_tracker")):
         start(tmp_path, {**FP16, "run.epochs": 2})
+
+
+def test_run_in_the_folder_of_a_living_job_is_refused_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.0)
+    with owner.owning(tmp_path), pytest.raises(RunFolderError, match=naming(tmp_path, f"process {os.getpid()}")):
+        start(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-1"]
+
+
+def test_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a debugger, or storage that hung, had stopped for longer than others wait."""
+
+    def save_and_lose(*arguments: Any, **settings: Any) -> Path:
+        path = save_checkpoint(*arguments, **settings)
+        (tmp_path / ".owner-2").write_text("")
+        return path
+
+    monkeypatch.setattr(train, "save_checkpoint", save_and_lose)
+    with pytest.raises(RunFolderError, match=naming(tmp_path, "taken over by another job")):
+        start(tmp_path, {"run.checkpoint_every_steps": 1})
+    assert [checkpoint.step for checkpoint in list_checkpoints(RunDir(tmp_path).checkpoints)] == [1]

@@ -89,7 +89,7 @@ def test_weights_half_precision_weights_become_whole(tmp_path: Path) -> None:
     [
         (("model.width=2",), ("model.width=4",), ("model.width ", " 2 there", " 4 here")),
         (RESNET, ("model.width=2",), ("model.name ", " resnet18 there", " resnet9 here")),
-        (RESNET, (*RESNET, "model.blurpool=true"), ("model.blurpool ", " False there", " True here")),
+        (RESNET, (*RESNET, "model.blurpool=true"), ("model.blurpool ", " false there", " true here")),
     ],
 )
 def test_weights_checkpoint_of_another_model(

@@ -1,17 +1,15 @@
 """One training step against plain PyTorch; reports, stops, evaluations and checkpoints in the right order."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from error_texts import naming
-from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, make_batches, make_parts
+from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, Stop, make_batches, make_parts
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torchvision.transforms.v2 import functional as vision
@@ -84,6 +82,25 @@ def test_train_order_of_reports_evaluations_and_checkpoints() -> None:
     assert totals.last_evaluation == {"top1": 0.04}
 
 
+def test_train_waits_for_all_weights_before_anything_but_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that still travel are read by the next forward alone, which waits for them itself."""
+    parts, on_their_way = make_parts(), [False]
+    seen: list[tuple[str, bool]] = []
+
+    def note(*_: Any, what: str) -> dict[str, Any]:
+        seen.append((what, on_their_way[0]))
+        return {"top1": 0.5}
+
+    monkeypatch.setattr(parts.precision.weights, "publish_", lambda: on_their_way.__setitem__(0, True))
+    monkeypatch.setattr(parts.precision.weights, "settle", lambda: on_their_way.__setitem__(0, False))
+    hooks = Hooks(**{what: partial(note, what=what) for what in ("on_report", "evaluate", "save", "before_step")})
+    plan = replace(PLAN, log_every_steps=3, eval_every_steps=4, checkpoint_every_steps=3)
+    train(plan, parts, hooks, iter(make_batches()))
+    assert [on_the_way for what, on_the_way in seen if what == "before_step"] == [False, True, True, False]
+    assert {what for what, _ in seen} == {"on_report", "evaluate", "save", "before_step"}
+    assert not any(on_the_way for what, on_the_way in seen if what != "before_step")
+
+
 class Meter:
     """An energy meter that hooks turn on."""
 
@@ -131,25 +148,36 @@ def test_train_evaluations_begin_at_their_offset(every: int, offset: int, expect
     assert [event[1] for event in recorder.events if event[0] == "evaluate"] == expected
 
 
-@pytest.mark.parametrize(("log_every", "saved"), [(1, ("save", 1, None)), (3, ("save", 2, 0.02))])
-def test_train_stops_at_the_next_report(log_every: int, saved: tuple[Any, ...]) -> None:
-    recorder, stop = Recorder(), SimpleNamespace(is_set=True, signal_name="SIGINT")
-    plan = replace(PLAN, log_every_steps=log_every)
-    totals = train(plan, make_parts(stop=stop), recorder.hooks(), iter(make_batches()))
-    assert totals.stopped_by == "SIGINT"
-    assert recorder.events[-1] == saved, "an evaluation that is due is still done, so that none is missing"
+@pytest.mark.parametrize("done", [1, 2])
+def test_train_stops_after_the_step_under_way_whatever_is_due_then(done: int) -> None:
+    """No report is due after the first step, and an evaluation after the second: it is left to the resumed run."""
+    recorder = Recorder()
+    plan = replace(PLAN, log_every_steps=100)
+    totals = train(plan, make_parts(stop=Stop(at=done)), recorder.hooks(), iter(make_batches()))
+    assert (totals.stopped_by, totals.steps, totals.saved_step) == ("SIGINT", done, done)
+    assert recorder.events == [("report", done), ("save", done, None)]
+
+
+@pytest.mark.parametrize(("eval_every", "done"), [(2, 2), (4, 4)])
+def test_train_stops_between_the_batches_of_an_evaluation(eval_every: int, done: int) -> None:
+    """The last one's, too: what it would find is still owed."""
+    recorder, stop = Recorder(), Stop(at=done + 3)
+
+    def evaluate_slowly(done: int) -> dict[str, Any]:
+        recorder.events.append(("evaluate", done))
+        for _ in range(9):
+            stop.leave_if_due()
+        raise AssertionError("was not stopped")
+
+    hooks = replace(recorder.hooks(), evaluate=evaluate_slowly)
+    plan = replace(PLAN, log_every_steps=100, eval_every_steps=eval_every)
+    totals = train(plan, make_parts(stop=stop), hooks, iter(make_batches()))
+    assert (totals.stopped_by, stop.num_passed) == ("SIGINT", done + 3)
+    assert recorder.events == [("report", done), ("evaluate", done), ("save", done, None)]
 
 
 def test_train_stop_at_the_last_step_changes_nothing() -> None:
-    stop = SimpleNamespace(is_set=False, signal_name=None)
-    parts = make_parts(stop=stop)
-
-    def batches() -> Iterator[Batch]:
-        yield from make_batches()[: 3 * ACCUMULATION]
-        stop.is_set = True
-        yield from make_batches()[3 * ACCUMULATION :]
-
-    totals: Totals = train(PLAN, parts, Recorder().hooks(), batches())
+    totals: Totals = train(PLAN, make_parts(stop=Stop(at=4)), Recorder().hooks(), iter(make_batches()))
     assert totals.stopped_by is None
     assert totals.steps == 4
 
@@ -237,7 +265,7 @@ def test_evaluate_with_flip_takes_the_mean_over_the_image_and_its_mirror_image(
 
 
 def test_train_saves_the_evaluation_that_ends_it_and_it_is_the_last() -> None:
-    recorder, stop = Recorder(), SimpleNamespace(is_set=True, signal_name="SIGINT")
+    recorder, stop = Recorder(), Stop(at=3)
     hooks = replace(recorder.hooks(), reason_to_end=lambda: "good enough")
     totals = train(replace(PLAN, log_every_steps=9), make_parts(stop=stop), hooks, iter(make_batches()))
     assert recorder.events == [("report", 2), ("evaluate", 2), ("save", 2, 0.02)]

@@ -1,23 +1,29 @@
 """Which rank has what of a sharded update, and what is too small for one; tests/parallel has the update itself."""
 
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from error_texts import naming
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.gradients.scatter_gather import own_part
+from bigbatch.comm.gradients.scatter_gather import ScatterGather, own_part
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, PeerLostError
+from bigbatch.trainer.models import build_model
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.step import sharded
 from bigbatch.trainer.step.precision import Precision
-from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut
+from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut, shard_update
 
 
 def plan_of(*buffers: list[int]) -> FusionPlan:
@@ -86,6 +92,98 @@ def test_sharded_weights_measure_what_an_update_waits_for() -> None:
     for wait in (weights.publish_, lambda: weights.norms(list(weights.masters.values()))):
         wait()
         assert reducer.exposed.take_seconds() > 0
+
+
+@dataclass
+class Late:
+    """A gather whose weights come when it is waited for, or one that was started after it."""
+
+    under_way: list["Late"]
+    number: int
+    buffer_N: Tensor
+    content_N: Tensor
+
+    def wait(self) -> None:
+        while self.under_way and self.under_way[0].number <= self.number:
+            first = self.under_way.pop(0)
+            first.buffer_N.copy_(first.content_N)
+
+
+@pytest.fixture
+def late_gathers(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
+    """Those under way; until then there is nothing but nan where their weights will be."""
+    under_way: list[Late] = []
+
+    def start(self: ScatterGather, buffer_N: Tensor, *, label: str) -> Late:
+        under_way.append(Late(under_way, len(under_way), buffer_N, buffer_N.clone()))
+        buffer_N.fill_(torch.nan)
+        return under_way[-1]
+
+    monkeypatch.setattr(ScatterGather, "start_all_gather", start)
+    return under_way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet9", "resnet18", pytest.param("resnet50", marks=pytest.mark.long)])
+def test_sharded_weights_come_while_a_forward_runs(name: str, late_gathers: list[Late]) -> None:
+    """No module computes with what is not there yet, and none waits for more than its own weights."""
+    communicator = connect(env=ALONE, backend="gloo")
+    model = build_model(name, num_classes=3, norm=nn.BatchNorm2d).eval()
+    images_BCHW = torch.ones(1, 3, 32, 32)
+    expected_BK = model(images_BCHW)
+    precision = Precision(model, name="fp32", device=communicator.device)
+    sizes = {"threshold_bytes": 400_000, "buffer_bytes": 1_000_000}
+    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True, **sizes)
+    weights = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=True)
+    assert not late_gathers, "the first weights are there"
+    weights.publish_()
+    num_gathers = len(late_gathers)
+    left: list[int] = []
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(lambda *_: left.append(len(late_gathers)))
+    assert torch.equal(model(images_BCHW), expected_BK)
+    assert (left[0], left[-1]) == (num_gathers - 1, 0)
+    assert len(set(left)) > num_gathers / 2, "a buffer or two more where a shortcut comes before what it passes by"
+
+
+def test_sharded_update_waits_for_weights_that_no_forward_has_read(late_gathers: list["Late"]) -> None:
+    communicator = connect(env=ALONE, backend="gloo")
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    precision = Precision(model, name="fp32", device=communicator.device)
+    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
+    make = partial(torch.optim.SGD, lr=0.1, fused=True)
+    optimizer = shard_update(
+        model,
+        precision,
+        reducer,
+        communicator,
+        make_optimizer=lambda masters: make(list(masters.values())),
+        behind_forward=True,
+    )
+    for _ in range(2):
+        precision.update_(optimizer)
+        assert late_gathers
+    precision.settle()
+    assert not late_gathers
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_sharded_forward_names_the_gather_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = connect(env=ALONE, backend="gloo")
+    model = nn.Linear(3, 2)
+    precision = Precision(model, name="fp32", device=communicator.device)
+    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
+    weights = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=True)
+
+    def start(self: ScatterGather, buffer_N: Tensor, *, label: str) -> SimpleNamespace:
+        return SimpleNamespace(wait=Mock(side_effect=PeerLostError(f"{label} failed")))
+
+    monkeypatch.setattr(ScatterGather, "start_all_gather", start)
+    weights.publish_()
+    for _ in range(2):  # nor does it go on with what came before the failure
+        with pytest.raises(PeerLostError, match="all-gather of weights 0 failed"):
+            model(torch.ones(1, 3))
 
 
 def test_sharded_weights_refuse_an_optimizer_that_would_adapt_by_norms_of_shares() -> None:

@@ -20,7 +20,7 @@ from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
 from bigbatch.trainer.input.ahead import ahead
 from bigbatch.trainer.input.base import Request
-from bigbatch.trainer.input.formats import encoded_size, jpeg_size, open_image, png_size
+from bigbatch.trainer.input.formats import encoded_size, jpeg_size, open_image, png_size, webp_size
 from bigbatch.trainer.input.loaders import dali
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
@@ -48,6 +48,9 @@ def every_kind():
         "png": encoded(smooth_image(5), "PNG"),
         "png-alpha": encoded(smooth_image(6).convert("RGBA"), "PNG"),
         "png-palette": encoded(smooth_image(7).convert("P"), "PNG"),
+        "webp": encoded(smooth_image(9), "WEBP"),
+        "webp-lossless-alpha": encoded(smooth_image(10).convert("RGBA"), "WEBP", lossless=True),
+        "webp-rotated": encoded(smooth_image(11), "WEBP", exif=exif(6)),
         "444": encoded(smooth_image(8, height=300), quality=95, subsampling=0),
     }
 
@@ -209,8 +212,9 @@ BAD = {
     "cut off png": (encoded(smooth_image(0), "PNG")[:-900], ("decoded",)),
     "png without its end": (encoded(smooth_image(0), "PNG")[:-12], ("end mark", "replace")),
     "png with a bad end": (encoded(smooth_image(0), "PNG")[:-1] + b"?", ("end mark", "replace")),
-    "gif": (encoded(smooth_image(0), "GIF"), ("GIF in mode P", "8-bit JPEG or PNG")),
-    "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), ("PNG in mode I;16", "8-bit JPEG or PNG")),
+    "cut off webp": (encoded(smooth_image(0), "WEBP")[:-100], ("picture", "replace")),
+    "gif": (encoded(smooth_image(0), "GIF"), ("GIF in mode P", "8-bit JPEG, PNG or WebP")),
+    "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), ("PNG in mode I;16", "8-bit JPEG, PNG or WebP")),
 }
 
 
@@ -309,7 +313,7 @@ def test_loaders_jpeg_size_reads_the_frame_header():
     for name, data in every_kind().items():
         image = Image.open(io.BytesIO(data))
         assert encoded_size(data, path=name) == (image.height, image.width)
-        assert jpeg_size(data) == (None if image.format == "PNG" else (image.height, image.width))
+        assert jpeg_size(data) == ((image.height, image.width) if image.format in ("JPEG", "MPO") else None)
     padded = encoded(smooth_image(0)).replace(b"\xff\xc0", b"\xff\xff\xff\xc0", 1)  # fill bytes are legal
     assert jpeg_size(padded) == (110, 150)
     assert jpeg_size(encoded(smooth_image(0))[:60]) is None
@@ -329,7 +333,28 @@ def test_loaders_png_size_reads_the_header_of_whole_8_bit_images(monkeypatch):
     assert encoded_size(whole, path="whole.png") == (110, 150)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+WEBP = {
+    "lossy": encoded(smooth_image(0), "WEBP"),
+    "lossless": encoded(smooth_image(0), "WEBP", lossless=True),
+    "extended": encoded(smooth_image(0), "WEBP", exif=exif(6)),
+    "animated": encoded(smooth_image(0), "WEBP", save_all=True, append_images=[smooth_image(1)]),
+}
+
+
+@pytest.mark.parametrize("kind", WEBP)
+def test_loaders_webp_size_reads_the_header_of_whole_images(kind, monkeypatch):
+    whole = WEBP[kind]
+    assert {length for length in range(len(whole)) if webp_size(whole[:length])} == set()
+    broken = [b"RIFX" + whole[4:], whole[:12] + b"VP9 " + whole[16:]]
+    if kind in ("lossy", "lossless"):  # the mark of a bit stream
+        at = 23 if kind == "lossy" else 20
+        broken.append(whole[:at] + b"?" + whole[at + 1 :])
+    assert [webp_size(data) for data in broken] == [None] * len(broken)
+    monkeypatch.setattr(Image, "open", None)  # nothing is decoded to learn a size
+    assert encoded_size(whole, path="whole.webp") == (110, 150)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_loaders_a_size_that_would_fill_the_memory_is_no_size(monkeypatch, kind):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(DataError, match=naming("a: ", "20 pixels")):

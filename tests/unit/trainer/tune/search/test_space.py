@@ -35,6 +35,8 @@ def test_space_forms(text, axis):
     ("text", "complaint"),
     [
         ("schedule.base_rl=log:1:40", "unknown key schedule.base_rl; the nearest legal one is schedule.base_lr"),
+        ("lr=log:1:40", "unknown key lr; the nearest legal one is schedule.base_lr"),
+        ("zzqq=log:1:40", "unknown key zzqq; bigbatch train --help lists all"),
         ("run.epochs=linear:1:4", "the search itself sets run.epochs"),
         ("schedule.base_lr=log:0:40", "must start above 0, not at 0"),
         ("optimizer.weight_decay=log2:-1:4", "must start above 0, not at -1"),

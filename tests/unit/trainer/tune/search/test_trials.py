@@ -1,6 +1,7 @@
 """The parts of a search that run no training: a trial's config and command, its process, the study."""
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -17,7 +18,7 @@ from bigbatch.trainer.run.folder import read_records
 from bigbatch.trainer.tune.search import running
 from bigbatch.trainer.tune.search.experiment import Search, make_experiment
 from bigbatch.trainer.tune.search.records import TrialEnd, TrialRecord, best_record, ranked
-from bigbatch.trainer.tune.search.report import table
+from bigbatch.trainer.tune.search.report import draw_search, table
 from bigbatch.trainer.tune.search.running import RunningTrial, find_reason
 from bigbatch.trainer.tune.search.short_run import (
     Launch,
@@ -420,3 +421,49 @@ def test_result_ranks_and_table():
     ]
     many = table([record(number, 0.5) for number in range(1, 24)], metric="loss")
     assert (len(many), many[-1]) == (22, "and 3 more in trials.jsonl")
+
+
+# the picture
+
+DECAY = SearchRange("optimizer.weight_decay", 1e-5, 2e-4, is_log=True, is_int=False)
+BATCH = SearchRange("batch.global_batch_size", 8192, 65_536, is_log=False, is_int=True)
+MODEL = Grid("model.name", ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), is_ordered=False)
+TRIALS = [
+    TrialRecord(number, 1 + number // 3, {LR.key: lr, DECAY.key: decay, BATCH.key: batch, MODEL.key: model}, ended)
+    for number, (lr, decay, batch, model, ended) in enumerate(
+        [
+            ("2", "1e-5", "8192", "resnet18", TrialEnd("finished", 0.5, "", 1.0)),
+            ("16", "3e-5", "16384", "resnet152", TrialEnd("finished", 0.75, "", 1.0)),
+            ("40", "1e-4", "65536", "resnet50", TrialEnd("pruned", 0.9, "", 1.0)),
+            ("64", "2e-4", "65536", "resnet50", TrialEnd("failed", None, "nan", 1.0)),
+        ]
+    )
+]
+
+
+@pytest.mark.parametrize("axes", [(LR,), (LR, DECAY, BATCH, MODEL)])
+def test_search_picture_has_no_texts_over_each_other(axes):
+    figure = draw_search(TRIALS, axes, metric="top1")
+    figure.draw_without_rendering()
+    for panel in figure.axes:
+        texts = [text for text in panel.get_xticklabels(which="both") if text.get_text()]
+        assert len(texts) > 1
+        if not texts[0].get_rotation():
+            boxes = [text.get_window_extent() for text in texts]
+            assert not any(left.overlaps(right) for left, right in itertools.pairwise(boxes)), panel.get_xlabel()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(panel.get_tightbbox()) for panel in figure.axes)
+    assert figure.bbox.x0 <= box.x0
+    assert box.x1 <= figure.bbox.x1
+
+
+def test_search_picture_has_its_star_where_the_table_has_its_first_row():
+    """The pruned trial's last evaluation was higher: it is hollow, and says where it ended."""
+    figure = draw_search(TRIALS, (LR, MODEL), metric="top1")
+    stars = [panel.collections[-1].get_offsets().tolist() for panel in figure.axes]
+    assert stars == [[[16, 75]], [[4, 75]]]
+    assert table(TRIALS, metric="top1")[1].split()[0] == "1"
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["round 1", "round 1, pruned (where it ended)", "best that finished: trial 1, top-1 75.00%"]
+    assert figure.get_suptitle() == "4 trials, without 1 that failed"

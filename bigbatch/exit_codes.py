@@ -1,0 +1,16 @@
+"""What the command's exit codes other than 0 are; docs/exit-codes.md says what they mean."""
+
+FAILED = 1
+"""One line says what to mend, or a check found something wrong."""
+REFUSED = 2
+"""The command line, or a job before it started: nothing was done."""
+SOME_FAILED = 3
+"""Some points of a sweep, runs of an ablation or trials of faults."""
+UNFIT = 4
+"""Something is wrong with a node, or between nodes."""
+DIFFERENT = 5
+"""The ranks of a run hold different weights, again."""
+INTERRUPTED = 130
+"""Stopped by request; as a shell has it for a Ctrl-C."""
+PIPE_CLOSED = 141
+"""Nobody reads the output any more; as a shell has it for SIGPIPE."""

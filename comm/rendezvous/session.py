@@ -1,0 +1,70 @@
+"""Which ranks started together, told through a store that outlives them: by no launcher's count, as each agent of
+torchrun counts its own restarts, and a change of members counts for none.
+
+Each rank but the first writes down a word of its own, which nobody had before. The first rank answers every word with
+the name of its session; those of ranks that are gone are answered, too, and nobody reads that. It waits until all ranks
+have come to its session, and only then do they begin: a rank that an earlier first rank had answered follows the later.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+
+_WORDS = "bigbatch/words"
+_PAUSE_SECONDS = 0.02
+
+
+def meet_in_session(store: BoundedStore, *, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """Return the name that the ranks of this start have in common, and no others ever. Collective.
+
+    Raises: TimeoutError naming who has not come; what the store raises.
+    """
+    meet = _host if rank == 0 else _join
+    return meet(store, rank, world_size, time.monotonic() + timeout_seconds)
+
+
+def _host(store: BoundedStore, rank: int, world_size: int, deadline: float) -> str:
+    session = uuid.uuid4().hex
+    comers = {rank: f"{session}/rank/{rank}" for rank in range(1, world_size)}
+    num_answered = 0
+
+    def have_come() -> bool:
+        nonlocal num_answered
+        words = store.get(_WORDS).decode().split() if store.check([_WORDS]) else []
+        for word in words[num_answered:]:
+            store.set(f"bigbatch/answer/{word}", session)
+        num_answered = len(words)
+        return store.check(list(comers.values()))
+
+    if not _wait_for(have_come, deadline):
+        missing = [str(rank) for rank, key in comers.items() if not store.check([key])]
+        raise TimeoutError(f"rank {', '.join(missing)} did not come in time")
+    store.set(f"{session}/begins", "1")
+    return session
+
+
+def _join(store: BoundedStore, rank: int, world_size: int, deadline: float) -> str:
+    word, session = uuid.uuid4().hex[:16], ""
+    store.append(_WORDS, f"{word} ")
+    answer = f"bigbatch/answer/{word}"
+
+    def begins() -> bool:
+        nonlocal session
+        if store.check([answer]) and (told := store.get(answer).decode()) != session:
+            session = told
+            store.set(f"{session}/rank/{rank}", "1")
+        return bool(session) and store.check([f"{session}/begins"])
+
+    if not _wait_for(begins, deadline):
+        raise TimeoutError("some other rank did not come in time" if session else "rank 0 did not come in time")
+    return session
+
+
+def _wait_for(is_so: Callable[[], bool], deadline: float) -> bool:
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_SECONDS)
+    return True

@@ -1,0 +1,318 @@
+"""What runs in a rank of a trial: `bigbatch train`, struck by a fault at a known step and phase.
+
+The fault is put around functions of the training from outside, so that nothing of it is in the code that users run.
+All of this happens in processes forked from one that has imported torch already: a rank is there in a moment.
+"""
+
+import ctypes
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bigbatch.launch.emulate import namespaces
+from bigbatch.launch.faults.trial import KINDS, STEP, Trial
+
+PRELOAD = (
+    "bigbatch.launch.faults.rank",
+    "bigbatch.trainer.train",
+    "bigbatch.comm.backends.tcp",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "torchvision",
+    "PIL.JpegImagePlugin",
+)
+"""Imported once, before ranks are forked."""
+PR_SET_PDEATHSIG = 1
+FULL_DISK_BYTES = 20_000
+"""No file may grow larger: less than a checkpoint, more than the texts of a run."""
+SLOWDOWN = 10
+STRUCK, STEPPING = "struck", "stepping"
+"""Files in which a rank says when the fault struck it, and when it began its first step."""
+GO = "go"
+"""The file that lets a rank go on whose link the campaign has changed meanwhile."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process of a trial runs."""
+
+    variables: dict[str, str]
+    """As torchrun sets them."""
+    folder: Path
+    """Of the job, for the rank's output and the files STRUCK, STEPPING and GO; the trial's is around it."""
+    keeper: int | None = None
+    """Of the emulated cluster, if there is one."""
+    node: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Return the rank."""
+        return int(self.variables["RANK"])
+
+
+def live(place: Place, command: tuple[str, ...], trial: Trial | None, born: Connection) -> NoReturn:
+    """Become a rank that runs a bigbatch command, disturbed by the trial if there is one; born gets its process id."""
+    _die_with_parent()
+    if place.keeper is not None:
+        namespaces.enter_cluster(place.keeper)
+        if child := os.fork():
+            born.send(child)
+            _end_as(os.waitpid(child, 0)[1])
+        _die_with_parent()
+        namespaces.enter_node(place.keeper, place.node)
+    else:
+        born.send(os.getpid())
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(os.open(place.folder / f"{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(place.variables)
+    tempfile.tempdir = None
+    sys.argv = ["bigbatch", *command]
+    from bigbatch.cli import main
+
+    _watch(trial, place)
+    code = main(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Leave nothing behind where the campaign itself is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_as(status: int) -> NoReturn:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        os.kill(os.getpid(), signal.SIGKILL)  # the number of the signal is of no interest
+    os._exit(code)
+
+
+class Fault:
+    """Strikes its rank once, the first time that it is in the phase at the step or later."""
+
+    def __init__(self, trial: Trial | None, place: Place) -> None:
+        self.trial = trial if trial is not None and place.rank == trial.rank else None
+        self.place, self.is_first = place, place.rank == 0
+        self.step = 0
+        """The one under way, or done last; counted from 1."""
+        self.extra_seconds = 0.0
+
+    def reach(self, phase: str) -> None:
+        """Say that the rank is in the phase; where it is the trial's, this may not return."""
+        trial = self.trial
+        if trial is not None and phase == trial.phase and self.step >= trial.step:
+            self.trial = None
+            done = self.step - 1 if phase in STEP else self.step
+            _mark(self.place.folder / STRUCK, f"{time.monotonic()} {done}")
+            _strike(trial, self)
+
+    def before(self, owner: Any, name: str, phase: str) -> None:
+        """Reach the phase each time before a function is called."""
+        function = getattr(owner, name)
+
+        def reaching(*arguments: Any, **options: Any) -> Any:
+            self.reach(phase)
+            return function(*arguments, **options)
+
+        setattr(owner, name, reaching)
+
+
+def _mark(path: Path, text: str) -> None:
+    aside = path.with_suffix(".part")
+    aside.write_text(text)
+    aside.rename(path)
+
+
+def _strike(trial: Trial, fault: Fault) -> None:
+    """Do what the kind says."""
+    own = {"kill": signal.SIGKILL, "truncated": signal.SIGKILL, "flipped": signal.SIGKILL}
+    own |= {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
+    if trial.kind in own:
+        os.kill(os.getpid(), own[trial.kind])
+    elif trial.kind == "segfault":
+        ctypes.string_at(0)
+    elif trial.kind == "memory":
+        raise MemoryError("injected by a trial of faults")
+    elif trial.kind == "exception":
+        raise RuntimeError("injected by a trial of faults")
+    elif trial.kind == "gil":
+        ctypes.PyDLL(None).sleep(3600)
+    elif trial.kind == "slow":
+        fault.extra_seconds = SLOWDOWN - 1
+    elif trial.kind == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
+    elif trial.kind == "deleted":
+        (fault.place.folder.parent / "data" / "train").rename(fault.place.folder.parent / "deleted")
+    else:
+        assert KINDS[trial.kind].needs_nodes
+        while not (fault.place.folder / GO).exists():
+            time.sleep(0.005)
+
+
+def _watch(trial: Trial | None, place: Place) -> None:
+    """Put the fault around the training's functions."""
+    import torch
+    import torch.nn.functional as F
+
+    from bigbatch.comm.communicator import Communicator
+    from bigbatch.comm.rendezvous.control import Control
+    from bigbatch.trainer import train
+    from bigbatch.trainer.inference import accuracy
+    from bigbatch.trainer.run import output
+    from bigbatch.trainer.step.loop import Loop, TrainStep
+
+    # nodes share the machine's cores: threads that wait for each other would outweigh a tiny model
+    os.sched_getaffinity = lambda _: {0}
+    # a plot takes longer than all steps
+    output.plot_run = lambda *arguments, **options: None  # type: ignore[attr-defined]
+    fault = Fault(trial, place)
+    fault.reach("start")
+    fault.before(Control, "gather_text", "meeting")
+    fault.before(Loop, "report", "report")
+    fault.before(accuracy, "predict", "evaluation")
+    fault.before(Communicator, "close", "close")
+    if not fault.is_first:
+        fault.before(train, "write_on_first", "checkpoint")
+    torch.save = _around_saving(fault, torch.save)
+    F.cross_entropy = _around_backward(fault, F.cross_entropy)
+    TrainStep.__call__ = _around_step(fault, TrainStep.__call__)  # type: ignore[method-assign]
+
+
+def _around_saving(fault: Fault, save: Callable[..., None]) -> Callable[..., None]:
+    """Strike the rank that writes when the bytes are written, and their file has no name yet."""
+
+    def saving(*arguments: Any, **options: Any) -> None:
+        is_full = fault.trial is not None and fault.trial.kind == "full disk"
+        if is_full:
+            fault.reach("checkpoint")
+        save(*arguments, **options)
+        fault.reach("checkpoint")
+
+    return saving
+
+
+def _around_backward(fault: Fault, cross_entropy: Callable[..., Any]) -> Callable[..., Any]:
+    """Strike behind the forward, and within the backward."""
+
+    def backward_begins(gradient: Any) -> None:
+        fault.reach("backward")
+
+    def loss_of(*arguments: Any, **options: Any) -> Any:
+        loss = cross_entropy(*arguments, **options)
+        if loss.requires_grad:  # else it is an evaluation's
+            fault.reach("forward")
+            loss.register_hook(backward_begins)
+        return loss
+
+    return loss_of
+
+
+def _around_step(fault: Fault, step: Callable[..., None]) -> Callable[..., None]:
+    """Count steps, and slow them down where that is the fault."""
+    begun: list[int] = []
+
+    def stepping(train_step: Any, number: int, *arguments: Any) -> None:
+        fault.step = number + 1
+        if not begun:
+            begun.append(number)
+            fault.before(train_step.parts.reducer, "wait", "sum")
+            fault.before(train_step.parts.precision, "update_", "update")
+            if fault.is_first:
+                _mark(fault.place.folder / STEPPING, f"{time.monotonic()} {number}")
+        start = time.monotonic()
+        step(train_step, number, *arguments)
+        time.sleep(fault.extra_seconds * (time.monotonic() - start))
+
+    return stepping
+
+
+def write_data(root: Path) -> str:
+    """Write the pictures of all trials."""
+    from bigbatch.trainer.datasets.generated import write_dataset
+
+    write_dataset(root, train_per_class=12, val_per_class=2, side_pixels=(32, 36))
+    return ""
+
+
+def digest_of(run: Path) -> str:
+    """Return the SHA-256 of the newest checkpoint's step, weights and optimizer state."""
+    import torch
+
+    from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+
+    state = load_checkpoint(list_checkpoints(run / "checkpoints")[-1].path)
+    digest = hashlib.sha256(str(state["step"]).encode())
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(str((value.dtype, tuple(value.shape))).encode())
+            digest.update(value.detach().contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                digest.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        else:
+            digest.update(str(value).encode())
+
+    add([state["model"], state["optimizer"], state["precision"], state["average"]])
+    return digest.hexdigest()
+
+
+def source_commit() -> str:
+    """Return the commit of the code that is tried; empty where there is none."""
+    from bigbatch.comm.tuning import conditions
+
+    return conditions.source_commit() or ""
+
+
+def shared_memory_of(keeper: int, node: int) -> str:
+    """Return the names in a node's /dev/shm."""
+    namespaces.enter_cluster(keeper)
+    namespaces.enter(f"/proc/{keeper}/fd/{namespaces.node_fd(node, 'mnt')}")
+    return " ".join(sorted(os.listdir("/dev/shm")))
+
+
+def answer(function: Callable[..., str], arguments: tuple[Any, ...], to: Connection) -> NoReturn:
+    """Call one of the functions above in a process of its own, and send what it returns."""
+    _die_with_parent()
+    to.send(function(*arguments))
+    to.close()
+    os._exit(0)
+
+
+def damage(run: Path, *, kind: str) -> None:
+    """Truncate the newest checkpoint's state, or flip a bit in its middle."""
+    newest = max(run.glob("checkpoints/step-*/state.pt"))
+    content = bytearray(newest.read_bytes())
+    if kind == "truncated":
+        del content[len(content) // 2 :]
+    else:
+        content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+
+
+def put_back(folder: Path) -> None:
+    """Bring back the pictures that were deleted."""
+    deleted = folder / "deleted"
+    if deleted.exists():
+        shutil.move(deleted, folder / "data" / "train")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of this process, for programs that it starts."""
+    return dict(os.environ)

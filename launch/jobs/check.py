@@ -1,0 +1,167 @@
+"""What is known of a job on the host that starts or submits it: its command, its experiment, its files."""
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+from bigbatch.cli import find_unknown
+from bigbatch.errors import ConfigError, LaunchOptionError, nearest, printable
+from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.run_folder import first_words, load_experiment
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.names import LEAST_LIKENESS
+from bigbatch.trainer.config.sections import BatchConfig
+
+SHARES_A_GPU = ("gloo", "horovod")
+"""Backends that do not need, or may not take, a GPU for each rank."""
+IMAGE_FILES = (".sif", ".sqsh")
+
+Sees = Literal["all", "shared", "none"]
+"""Which of this host's files a job's hosts see: all; those of the work folder, and maybe others; none."""
+
+
+def check_job(job: JobSpec, findings: Findings, *, starts: bool = True, sees: Sees = "all") -> None:
+    """Put what is wrong into findings, and print as warnings what the nodes or an image may know better.
+
+    An image has a bigbatch of its own; and a job that is only shown (starts is false) may be for elsewhere.
+    sees: which of this host's files the job's hosts see.
+    """
+    doubts, of_image = Findings(), Findings()
+    of_command = findings if job.image is None else of_image
+    of_command.ask(check_command, job)
+    of_command.ask(check_experiment, job)
+    if sees != "none":
+        _check_files(job, findings if starts else doubts, doubts=doubts, of_image=of_image, sees=sees)
+    of_others = (f"{each} (so on this host; the image has its own bigbatch)" for each in of_image.found)
+    for doubt in (*(each for each in doubts.found if each not in findings.found), *of_others):
+        print(f"bigbatch: warning: {printable(doubt)}", file=sys.stderr, flush=True)
+
+
+def check_command(job: JobSpec) -> None:
+    """Raise LaunchOptionError for an unknown subcommand, and for what is neither a script nor a module."""
+    if job.is_python:
+        word = job.command[0] if job.command else "-m"
+        if word.startswith("-") and (word != "-m" or len(job.command) == 1):
+            raise LaunchOptionError(
+                f"--python: {' '.join(job.command[:1])!r} is no script: put one behind --, or -m and a module, then "
+                "its options"
+            )
+    elif job.command and (unknown := find_unknown(job.command)):
+        hint = "; a script of your own takes --python before --" if job.command[0].endswith(".py") else ""
+        raise LaunchOptionError(f"{unknown}{hint}")
+
+
+def check_experiment(job: JobSpec) -> None:
+    """Check what `train` is told, and that the ranks can share its batch and have a GPU each where GPUs are stated.
+
+    Raises: ConfigError; JobRefused.
+    """
+    config = load_experiment(job)
+    if config is None:
+        return
+    with Findings() as findings:
+        findings.ask(_check_ranks, job, config.batch)
+        if config.comm.backend not in SHARES_A_GPU:
+            findings.ask(_check_gpus, job)
+
+
+def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image: Findings, sees: Sees) -> None:
+    """Look for each file; where the nodes may have disks of their own, only what is in the work folder is certain."""
+
+    def of_path(path: str) -> Findings:
+        is_shared = sees == "all" or Path(path).absolute().is_relative_to(Path.cwd())
+        return certain if is_shared else doubts
+
+    for option, path in _container_files(job):
+        of_path(path).ask(_check_there, path, option=option)
+    words = first_words(job)
+    if not job.is_python:
+        config = (of_image if job.image else certain).ask(load_experiment, job)
+        if config is not None:
+            folder = config.run.directory
+            (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
+    elif words[:1] == ("-m",):
+        # what is set for the ranks may lead them to other modules
+        is_known = not job.modules and "PYTHONPATH" not in dict(job.environment)
+        (of_image if job.image else certain if is_known else doubts).ask(_check_module, words[1:])
+    elif words and not words[0].startswith("-"):
+        (of_image if job.image else of_path(words[0])).ask(_check_script, Path(words[0]))
+
+
+def _container_files(job: JobSpec) -> Iterator[tuple[str, str]]:
+    """Yield the option and path of the image, where it is a file and no address, and of each mount's folder."""
+    image = job.image or ""
+    if "://" not in image and (image.endswith(IMAGE_FILES) or image.startswith(("/", "./", "../"))):
+        yield "--image", image
+    yield from (("--mount", mount.partition(":")[0]) for mount in job.mounts)
+
+
+def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
+    if job.num_ranks < 1:  # they contradict each other, which is a finding
+        return
+    refusal = _refusal(batch, job.num_ranks)
+    if refusal is None:
+        return
+    most = min(job.num_ranks, batch.global_batch_size // batch.microbatch_size)
+    fitting = next((ranks for ranks in range(most, 0, -1) if _refusal(batch, ranks) is None), None)
+    instead = "" if fitting is None else f"; or start {fitting} rank(s)"
+    raise LaunchOptionError(f"{_counted(job)}: {refusal}{instead}") from refusal
+
+
+def _counted(job: JobSpec) -> str:
+    counted = f"{job.num_ranks} rank(s)"
+    if job.num_nodes is None:
+        return counted
+    return f"--nodes {job.num_nodes} with {job.ranks_per_node} rank(s) each are {counted}"
+
+
+def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
+    """Return why so many ranks cannot share a batch; None where they can."""
+    try:
+        accumulation_steps(batch, world_size=num_ranks)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _check_gpus(job: JobSpec) -> None:
+    if job.gpus_per_node and job.device is None and job.ranks_per_node > job.gpus_per_node:
+        raise LaunchOptionError(
+            f"{job.ranks_per_node} ranks on each node have --gpus-per-node {job.gpus_per_node}, and each takes a GPU "
+            f"of its own: state --ranks-per-node {job.gpus_per_node}, more GPUs, or --device cpu"
+        )
+
+
+def _check_module(words: tuple[str, ...]) -> None:
+    for name in words[:1]:
+        top = name.partition(".")[0]
+        # the ranks look for it in the work folder, too; what is installed to be edited has a finder of its own
+        others = (finder.find_spec(top, None) for finder in sys.meta_path)
+        if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None and not any(others):
+            raise LaunchOptionError(f"--python: there is no module {name} here: name one, or a script")
+
+
+def _check_script(path: Path) -> None:
+    """Python starts a folder or an archive with a __main__.py, too."""
+    if not path.exists():
+        near = nearest(path.name, [each.name for each in path.parent.glob("*.py")], cutoff=LEAST_LIKENESS)
+        hint = f"; the nearest is {path.with_name(near)}" if near else ""
+        raise LaunchOptionError(f"--python: there is no script {path} here{hint}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Look at the nearest folder that exists; the root tells nothing of what the nodes have mounted below it."""
+    path = folder.absolute()
+    there = next(each for each in (path, *path.parents) if os.path.exists(each))
+    if there != Path(there.anchor) and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        reason = "you may not write there" if there.is_dir() else "it is no folder"
+        raise LaunchOptionError(f"--run.directory {folder}: {there}: {reason}; name another folder")
+
+
+def _check_there(path: str, *, option: str) -> None:
+    if not os.path.exists(path):
+        raise LaunchOptionError(f"{option} {path}: there is no such file or folder on this host")

@@ -1,0 +1,41 @@
+"""All that is wrong with a job, in one answer."""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from bigbatch.errors import ConfigError, JobRefused, UserError
+
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+
+
+class Findings:
+    """Collects what checks refuse, each thing once; as a context, raises JobRefused at the end if there is any."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def ask(self, check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer | None:
+        """Return what a check returns, or None where it refuses."""
+        try:
+            return check(*args, **kwargs)
+        except JobRefused as error:
+            found = error.findings
+        except ConfigError as error:
+            found = tuple(map(str, error.args))
+        except UserError as error:
+            found = (str(error),)
+        self._found.update(dict.fromkeys(found))
+        return None
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return them in the order in which they were found."""
+        return tuple(self._found)
+
+    def __enter__(self) -> "Findings":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self._found:
+            raise JobRefused(self.found)

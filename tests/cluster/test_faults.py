@@ -1,0 +1,33 @@
+"""Trials of faults that only emulated nodes can have."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.state import state_root
+from bigbatch.launch.faults.experiment import Laboratory
+from bigbatch.launch.faults.job import prepare
+from bigbatch.launch.faults.trial import Trial
+
+
+@pytest.fixture(scope="module")
+def laboratory(runtime_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    folder = tmp_path_factory.mktemp("faults")
+    return Laboratory(prepare(), folder, clusters_root=state_root(), environ=os.environ, timeout_seconds=30)
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial("cut", "sum", 6, 1, 2, 1, "tcp"),
+        Trial("short cut", "forward", 6, 1, 2, 1, "tcp"),
+        Trial("node", "backward", 6, 2, 2, 2, "tcp"),
+    ],
+    ids=lambda trial: trial.kind,
+)
+def test_link_that_is_cut_is_named_or_survived(trial: Trial, laboratory: Laboratory) -> None:
+    score = laboratory.score(trial)
+    assert score.broken == (), score.said
+    assert not [name for name in clusters.names(state_root()) if name.startswith("faults-")]

@@ -1,0 +1,39 @@
+"""Small models of another package, as far as a config knows: by their dotted names."""
+
+from torch import Tensor, nn
+
+
+class WithBatchNorm(nn.Module):
+    """Two convolutions with torch's own batch norm, of another eps and momentum than ours has."""
+
+    def __init__(self, num_classes: int, *, width: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, width, 3, stride=4),
+            nn.BatchNorm2d(width, eps=1e-3, momentum=0.2),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3),
+            nn.BatchNorm2d(width, eps=1e-3, momentum=0.2),
+        )
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        logits_BK: Tensor = self.head(self.layers(images_BCHW).mean((2, 3)))
+        return logits_BK
+
+
+class WithAttention(nn.Module):
+    """Attention over patches, with layer norm: it reads out_proj's weights without calling it."""
+
+    def __init__(self, num_classes: int, *, width: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        tokens_BTD = self.norm(self.patches(images_BCHW).flatten(2).transpose(1, 2))
+        seen_BTD, _ = self.attention(tokens_BTD, tokens_BTD, tokens_BTD, need_weights=False)
+        logits_BK: Tensor = self.head((tokens_BTD + seen_BTD).mean(1))
+        return logits_BK

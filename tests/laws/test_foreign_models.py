@@ -1,0 +1,104 @@
+"""Laws 1, 2 and 4 for models of other packages, one with batch norm and one without, and for one of timm's."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
+from tests.laws.jobs import (
+    ROUNDING,
+    SGD,
+    Forked,
+    alone,
+    assert_identical,
+    cut_back,
+    final_state,
+    forked,
+    gradient_distance,
+    run,
+    statistics_distance,
+    step_gradients,
+    train_command,
+)
+
+NULLS = dict.fromkeys(("model.width", "model.pool_first", "model.logit_scale"), "null")
+TIMM = "timm:test_resnet"
+"""With all that its ResNets have, and 374,000 weights."""
+NORMED, ATTENTION = (f"tests.laws.foreign_models.{name}" for name in ("WithBatchNorm", "WithAttention"))
+
+
+def settings(name: str, **changes: object) -> dict[str, object]:
+    return {**SGD, **NULLS, "model.name": name, **{key.replace("__", "."): value for key, value in changes.items()}}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[NORMED, *(pytest.param(name, marks=pytest.mark.long) for name in (ATTENTION, TIMM))],
+    ids=["batch-norm", "attention", "timm"],
+)
+def one_rank(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("one_rank")
+    run(alone(train_command(data, folder, settings(request.param))))  # 1 rank x 4 microbatches x 8
+    return request.param, folder
+
+
+def distance(ours: Path, theirs: Path) -> float:
+    """Of two runs' gradients and, where there are any, running statistics."""
+    between = [gradient_distance(step_gradients(ours), step_gradients(theirs))]
+    states = final_state(ours), final_state(theirs)
+    if any("running_" in name for name in states[0]):
+        between.append(statistics_distance(*states))
+    return max(between)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        pytest.param(1, {"batch__microbatch_size": 32}, marks=pytest.mark.long),
+        pytest.param(2, {"batch__microbatch_size": 4}, marks=pytest.mark.long),  # two ranks share a ghost batch
+        pytest.param(4, {"optimizer__sharded": "true"}, marks=pytest.mark.long),
+    ],
+)
+def test_foreign_model_any_division_gives_the_same_update(
+    ranks: int, changes: dict[str, object], one_rank: tuple[str, Path], data: Path, tmp_path: Path
+) -> None:
+    name, whole = one_rank
+    run(forked(train_command(data, tmp_path, settings(name, **changes)), ranks=ranks))
+    assert distance(tmp_path, whole) < ROUNDING
+
+
+@pytest.mark.long
+def test_foreign_model_takes_ghost_batches(data: Path, tmp_path: Path) -> None:
+    """What the comparison above would say of torch's own batch norm, and where options had no effect."""
+    for span in (4, 8):
+        run(alone(train_command(data, tmp_path / f"{span}", settings(NORMED, batch__bn_span=span))))
+    assert distance(tmp_path / "4", tmp_path / "8") > 1000 * ROUNDING
+    state = final_state(tmp_path / "8")
+    assert state["model/head.weight"].shape == (10, 4)
+
+
+def test_foreign_model_of_timm_trains_on_two_ranks_and_goes_back_to_timm(data: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "run", tmp_path / "timm.safetensors"
+    run(forked(train_command(data, folder, settings(TIMM, run__epochs=1, schedule__warmup_epochs=0)), ranks=2))
+    run(alone(["export", str(folder), "--format", "safetensors", "--out", str(out)]))
+    theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=str(out)).state_dict()
+    ours = load_checkpoint(list_checkpoints(folder / "checkpoints")[-1].path)["model"]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_foreign_model_resumes_with_the_same_bits(one_rank: tuple[str, Path], data: Path, tmp_path: Path) -> None:
+    name, whole = one_rank
+    assert cut_back(whole, tmp_path / "resumed", num_checkpoints=7) == 7  # in the middle of the second epoch
+    done = run(alone(train_command(data, tmp_path / "resumed", settings(name))))
+    assert "resumed after step 7" in done.stdout
+    assert_identical(final_state(tmp_path / "resumed"), final_state(whole))
+
+
+@pytest.mark.parametrize("name", [NORMED, ATTENTION], ids=["batch-norm", "attention"])
+def test_foreign_model_has_the_same_bits_on_all_ranks(name: str) -> None:
+    done = run(Forked(("fp32", name), ranks=3, target="tests.laws.ranks_agree:main"))
+    assert done.stdout.count("agreed on 6 steps") == 3, done.stdout

@@ -1,0 +1,76 @@
+"""How ranks of a user's own script leave: without close(), by an exception inside `with`, unlike each other."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked_ranks import LAUNCHED, places
+from test_parallel import job_argv, needs_mpi, run_job
+
+SCRIPT = Path(__file__).with_name("script_leaving.py")
+
+
+def run_processes(*arguments: str) -> list[tuple[int, str]]:
+    """Exit code and output of two ranks without a launcher, each an interpreter that ends as a user's does."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            env={**clean, **place},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place in places(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.long), "gloo"])
+def test_script_that_forgets_to_close_ends_well_and_in_silence(backend: str) -> None:
+    assert run_processes("forgets", backend) == [(0, "rank 0: 2\n"), (0, "rank 1: 2\n")]
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_script_that_forgets_to_close_is_no_failure_to_mpirun() -> None:
+    argv = job_argv("mpirun", num_ranks=2, arguments=["forgets", "mpi"])
+    argv[argv.index("forgets") - 1] = str(SCRIPT)
+    code, output = run_job(argv, timeout_seconds=100)
+    assert (code, sorted(output.split("\n"))) == (0, ["", "rank 0: 2", "rank 1: 2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=pytest.mark.long)])
+def test_exception_inside_with_ends_the_other_ranks(backend: str) -> None:
+    started = time.monotonic()
+    (other, told), (own, shown) = run_processes("raises", backend)
+    assert (own, other) == (1, 1)
+    assert "ArithmeticError: rank 1 has a defect" in shown
+    assert "no answer from rank 1" in told, told
+    assert time.monotonic() - started < 50, "the time limit of 60 s is not waited for"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=pytest.mark.long)])
+def test_exit_before_the_others_ends_them_and_is_named(backend: str) -> None:
+    (other, told), (own, _) = run_processes("exits", backend)
+    assert (own, other) == (1, 1)
+    assert "rank 1 on " in told
+    assert " ended, or closed its connection, before" in told, "the time limit ends it in other words"
+
+
+@pytest.mark.slow
+def test_unequal_weights_are_refused_when_the_reducer_is_made() -> None:
+    for code, output in run_processes("differs", "tcp"):
+        assert code == 1
+        assert "rank 1 has other weights than rank 0, first bias: " in output

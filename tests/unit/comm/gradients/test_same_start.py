@@ -1,0 +1,81 @@
+"""Ranks that start from other weights are named, with the first tensor that differs; or get rank 0's."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+from torch import Tensor
+
+from bigbatch.comm.gradients import same_start
+from bigbatch.comm.gradients.same_start import begin_alike_
+from bigbatch.errors import CommError
+
+
+def weights(*, odd: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Two tensors, the second of which differs by one bit of one element."""
+    named = {"first": torch.ones(3), "second": torch.linspace(0, 1, 12).view(3, 4).T.to(dtype), "scale": torch.ones(())}
+    if odd:
+        named["second"][1, 2] = torch.nextafter(named["second"][1, 2].float(), torch.tensor(2.0))
+    return named
+
+
+def begin(num_ranks: int, odd: set[int]) -> tuple[list[str], int]:
+    """What each of so many ranks, as threads, is told, and how many texts they gave in all."""
+    barrier, texts, given = Barrier(num_ranks), [""] * num_ranks, list[str]()
+
+    def one(rank: int) -> str:
+        def gather_text(text: str) -> list[str]:
+            texts[rank] = text
+            given.append(text)
+            barrier.wait(timeout=10)
+            gathered = list(texts)
+            barrier.wait(timeout=10)
+            return gathered
+
+        communicator: Any = SimpleNamespace(rank=rank, world_size=num_ranks, gather_text=gather_text)
+        try:
+            begin_alike_(weights(odd=rank in odd), communicator, weights="equal")
+        except CommError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(one, range(num_ranks))), len(given)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "odd", "named"),
+    [
+        (4, {2}, "rank 2 has other weights than rank 0, first second: "),
+        (3, {0}, "rank 0 has other weights than rank 1, first second: "),
+        (5, {1, 4}, "ranks 1, 4 have other weights than rank 0, first second: "),
+        (2, {1}, "rank 1 has other weights than rank 0, first second: "),
+    ],
+)
+def test_same_start_names_the_odd_ranks_and_the_first_tensor(num_ranks: int, odd: set[int], named: str) -> None:
+    told = set(begin(num_ranks, odd)[0])
+    assert len(told) == 1
+    assert named in told.pop()
+
+
+def test_same_start_of_equal_ranks_takes_one_exchange() -> None:
+    assert begin(3, set()) == (["", "", ""], 3)
+
+
+def test_same_start_broadcasts_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(same_start, "broadcast_parameters", lambda *arguments: sent.append(arguments))
+    named, communicator = weights(odd=False, dtype=torch.bfloat16), SimpleNamespace(world_size=2)
+    begin_alike_(named, communicator, weights="broadcast")  # type: ignore[arg-type]
+    assert sent == [(named, communicator)]
+    begin_alike_(named, communicator, weights="unchecked")  # type: ignore[arg-type]
+    assert len(sent) == 1
+
+
+def test_same_start_refuses_an_unknown_choice() -> None:
+    with pytest.raises(ValueError, match=naming("'seeded'", "broadcast")):
+        begin_alike_({}, SimpleNamespace(world_size=1), weights="seeded")  # type: ignore[arg-type]

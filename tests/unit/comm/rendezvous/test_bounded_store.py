@@ -1,0 +1,110 @@
+"""Requests to a store whose holder is stopped, or gone: each ends, and says which of the two it was."""
+
+import gc
+import time
+from collections.abc import Iterator
+from threading import Event, Thread
+from threading import enumerate as all_threads
+
+import pytest
+from torch.distributed import HashStore
+
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
+
+
+class StoppedStore(HashStore):
+    """A store whose holder is stopped until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = Event()
+
+    def check(self, keys: list[str]) -> bool:
+        assert self.goes_on.wait(timeout=60)
+        return super().check(keys)
+
+
+@pytest.fixture
+def stopped() -> Iterator[StoppedStore]:
+    """Goes on at the end, so that no thread is left."""
+    store = StoppedStore()
+    yield store
+    store.goes_on.set()
+
+
+def test_bounded_store_answers_as_torchs_own() -> None:
+    store = BoundedStore(HashStore(), seconds=60)
+    assert not store.check(["key"])
+    store.set("key", "text")
+    store.set("bytes", b"\0")
+    assert store.check(["key", "bytes"])
+    assert (store.get("key"), store.get("bytes")) == (b"text", b"\0")
+    assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
+    store.append("list", "a ")
+    store.append("list", "b ")
+    assert store.get("list") == b"a b "
+
+
+def test_bounded_store_gives_up_a_holder_that_is_stopped(stopped: StoppedStore) -> None:
+    store = BoundedStore(stopped, seconds=0.1)
+    start = time.monotonic()
+    for _ in range(2):  # the second one waits behind the first
+        with pytest.raises(NoAnswerError, match=r"not answered within 0\.1 s"):
+            store.check(["key"])
+    assert 0.2 <= time.monotonic() - start < 30
+
+
+def test_bounded_store_is_asked_again_once_its_holder_goes_on(stopped: StoppedStore) -> None:
+    store = BoundedStore(stopped, seconds=60)
+    impatient = store.within(0.05)
+    with pytest.raises(NoAnswerError):
+        impatient.check(["key"])
+    with pytest.raises(NoAnswerError):
+        impatient.set("key", "given up while it waited its turn")
+    stopped.goes_on.set()
+    assert not store.check(["key"])
+
+
+def test_bounded_stores_view_has_one_limit_for_all_that_it_asks(stopped: StoppedStore) -> None:
+    store = BoundedStore(stopped, seconds=60)
+    start = time.monotonic()
+    view = store.within(60).within(0.2)
+    for _ in range(50):
+        with pytest.raises(NoAnswerError):
+            view.check(["key"])
+    assert 0.2 <= time.monotonic() - start < 8
+
+
+def test_bounded_store_raises_what_a_store_raises_that_is_gone() -> None:
+    class GoneStore(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset")
+
+    with pytest.raises(RuntimeError, match="connection reset") as caught:
+        BoundedStore(GoneStore(), seconds=60).check(["key"])
+    assert not isinstance(caught.value, NoAnswerError)
+
+
+def test_bounded_stores_thread_ends_with_the_last_view_of_it() -> None:
+    def threads() -> set[Thread]:
+        return {thread for thread in all_threads() if thread.name == "bigbatch-store"}
+
+    before = threads()
+    view = BoundedStore(HashStore(), seconds=60).within(60)
+    gc.collect()
+    (thread,) = threads() - before
+    assert not view.check(["key"])
+    del view
+    gc.collect()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_answer_within_returns_or_raises_what_was_asked() -> None:
+    assert answer_within(60, lambda: 7) == 7
+    with pytest.raises(TimeoutError, match="of its own"):  # not taken for ours
+        answer_within(60, lambda: (_ for _ in ()).throw(TimeoutError("of its own")))
+    forever = Event()
+    with pytest.raises(NoAnswerError):
+        answer_within(0.05, lambda: forever.wait(timeout=60))
+    forever.set()

@@ -1,0 +1,208 @@
+"""What cannot work is said on the host that starts or submits a job, all of it at once, and nothing is started."""
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from bigbatch.cli import main
+
+TRAIN = ("--", "train", "--config", "quickstart")
+SBATCH = "#!/bin/sh\ncat > submitted\necho 7\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A login node's, with an sbatch that keeps what it gets."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "kubectl"):
+        (tmp_path / "bin" / name).write_text(SBATCH)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a job of which nothing was started."""
+    assert main(["launch", *words]) == 2
+    said = capsys.readouterr()
+    assert not Path("submitted").exists()
+    assert said.out == ""
+    return said.err
+
+
+NODES = ("slurm", "--nodes", "3", "--ranks-per-node", "5")
+FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        # 512 pictures in ghost batches of 128 or parts of them: 15 ranks cannot share them, 4 can
+        ((*NODES, *TRAIN), ("--nodes 3", "5 rank", "15 rank", "batch.global_batch_size=512", "start 4 rank")),
+        # found at once, not after a walk down from there
+        (("slurm", "--dry-run", "--nodes", "9" * 21, *TRAIN), ("--nodes 999", "start 4 rank")),
+        (("slurm", "--exclude", "n[1-99999999999]", *TRAIN), ("--exclude 'n[1-99999999999]'", "100000 hosts")),
+        (("local", "--ranks", "5", *TRAIN), ("5 rank", "batch.global_batch_size=512", "start 4 rank")),
+        (("slurm", "--", "trian", "--config", "quickstart"), ("trian", "nearest is train")),
+        (("torchrun", "--", "trian"), ("trian", "nearest is train")),
+        (("slurm", "--", "comm", "bnech"), ("bnech", "nearest is bench", "tune")),
+        (("slurm", "--", "train.py"), ("train.py", "--python")),
+        (("slurm", "--array", "7-0", *TRAIN, "--run.directory", "r/{index}"), ("--array '7-0'", "0-7")),
+        (("slurm", "--array", "1-3%0", *TRAIN, "--run.directory", "r/{index}"), ("--array '1-3%0'", "%1")),
+        (("slurm", "--array", "0-7%00", *TRAIN, "--run.directory", "r/{index}"), ("--array '0-7%00'", "%1")),
+        (("slurm", "--array", "0-7:0", *TRAIN, "--run.directory", "r/{index}"), ("--array '0-7:0'", "step")),
+        (("slurm", "--mount", "/:/data", *TRAIN), ("--mount without --image",)),
+        (("slurm", "--container", "pyxis", *TRAIN), ("--container without --image",)),
+        (("slurm", "--image", "none.sif", *TRAIN), ("--image none.sif", "no such file")),
+        (("local", *TRAIN, "--run.directory", "/dev/null/run"), ("--run.directory /dev/null/run", "no folder")),
+        (("local", "--python", "--", "/none/train.py"), ("/none/train.py",)),
+        (("slurm", "--image", "bb", "--mount", "none:/d", *TRAIN), ("--mount none", "no such file or folder")),
+        (("mpirun", "--", "train", "--config", "quikstart"), ("quikstart", "quickstart")),
+        (("torchrun", "--dry-run", *TRAIN, "--batch.bn_spam", "3"), ("batch.bn_spam", "batch.bn_span")),
+        ((*FEW_GPUS, *TRAIN, "--batch.microbatch_size", "64"), ("8 ranks", "--gpus-per-node 4", "--device cpu")),
+        (("slurm", "--time", "2h", *TRAIN), ("--time '2h'", "2:00:00")),
+        (("local", *TRAIN, "--run.directory", "bin/sbatch/run"), ("--run.directory bin/sbatch/run", "no folder")),
+        (("local", "--python", "--", "trian.py"), ("trian.py", "train.py")),
+        (("slurm", "--python", "--", "-m", "no_such_module.main"), ("no_such_module.main",)),
+        (("torchrun", "--python", "--", "--rate", "3"), ("--rate", "script")),
+        (("torchrun", "--python", "--", "-m"), ("-m", "module")),
+        (("preflight", "--", "trian"), ("trian", "nearest is train")),
+        (("emulate", "run", "--nodes", "3", *TRAIN), ("3 rank", "batch.global_batch_size=512", "start 2 rank")),
+        (("emulate", "run", "--nodes", "2", "--python", "--", "trian.py"), ("trian.py", "train.py")),
+    ],
+    ids=" ".join,
+)
+def test_check_says_what_cannot_work_before_anything_starts(
+    words: tuple[str, ...], named: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").touch()
+    said = refused(words, capsys)
+    assert all(part in said for part in named), said
+    assert said.count("\n") == 1
+
+
+def test_check_says_all_at_once_and_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--time", "2h", "--name", "a b", "--array", "7-0", "--mount", "x", "--env", "A", "--master", "n0")
+    said = refused((*NODES, *words, "--node-rank", "1", "--", "trian"), capsys).splitlines()
+    options = ("--time", "--name", "--array", "--mount", "--env", "--master", "--node-rank", "--array and", "trian")
+    assert sorted(line.strip().split(" ")[0].rstrip(":") for line in said[1:]) == sorted(
+        option.split(" ")[0] for option in options
+    )
+    assert str(len(options)) in said[0]
+
+
+def test_check_of_ranks_that_contradict_each_other_goes_on_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(("slurm", "--nodes", "3", "--ranks", "8", "--logs", "a b", *TRAIN, "--run.resume", "no"), capsys)
+    assert all(part in said for part in ("--ranks 8", "--logs 'a b'", "--run.resume no", "3 reasons"))
+
+
+@pytest.mark.parametrize("words", [("--dry-run",), ("--output", "job.sh", "--dry-run")])
+def test_check_of_a_job_that_is_shown_warns_of_files_that_are_not_here(
+    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be meant for another cluster."""
+    missing = ("--image", "none.sif", "--mount", "none:/d")
+    assert main(["launch", "slurm", *words, *missing, "--python", "--", "none.py"]) == 0
+    said = capsys.readouterr()
+    assert "none.py" in said.out
+    assert all(f"warning: {part}" in said.err for part in ("--image none.sif", "--mount none", "--python: "))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--image", "bb", "--mount", "/none/data:/d", *TRAIN, "--run.directory", "/none/runs"), "--mount /none/data"),
+        (("--image", "/none/images/bb.sqsh", *TRAIN), "--image /none/images/bb.sqsh"),
+        ((*TRAIN, "--run.directory", "/dev/null/run"), "--run.directory /dev/null/run"),
+        (("--python", "--", "/none/train.py"), "/none/train.py"),
+        (("--env", "PYTHONPATH=/none", "--python", "--", "-m", "no_such_module"), "no_such_module"),
+        (("--module", "mine", "--python", "--", "-m", "no_such_module"), "no_such_module"),
+    ],
+)
+def test_check_lets_the_nodes_have_disks_and_modules_of_their_own(
+    words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", *words]) == 0
+    said = capsys.readouterr()
+    assert "job 7" in said.out
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("bigbatch: warning: ")
+    assert named in said.err
+
+
+class Editable:
+    """Finds a module that is on no path, as an editable install's finder does."""
+
+    @staticmethod
+    def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name == "editable_module" else None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--image", "oras://registry/bb.sif", *TRAIN),
+        ("--python", "--", "-m", "editable_module.main"),
+        ("--python", "--", "bin"),
+    ],
+)
+def test_check_leaves_alone_what_works(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    assert main(["launch", "slurm", *words]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_check_tells_of_each_wrong_key_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = (*TRAIN, "--run.seed", "-1", "--data.flip", "maybe")
+    said = refused(("slurm", "--time", "2h", *wrong), capsys).splitlines()
+    assert "3 reasons" in said[0]
+    assert [line[:2] for line in said[1:]] == ["  "] * 3
+    assert main(["launch", "slurm", "--image", "bb", *wrong]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all(line.startswith("bigbatch: warning: ") and "\\n" not in line for line in said)
+
+
+@pytest.mark.parametrize("words", [("slurm", "--image", "bb"), ("k8s", "--image", "bb", "--mount", "/none:/d")])
+def test_check_lets_an_image_have_another_bigbatch(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *words, "--", "trian"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(part in said for part in ("warning: trian", "image"))
+
+
+@pytest.mark.parametrize("words", [("--device", "cpu", *TRAIN), (*TRAIN, "--comm.backend", "gloo")])
+def test_check_lets_ranks_on_the_cpu_outnumber_the_gpus(words: tuple[str, ...]) -> None:
+    assert main(["launch", "slurm", "--ranks-per-node", "4", "--gpus-per-node", "2", *words]) == 0
+
+
+def test_output_says_what_it_wrote_and_leaves_an_edited_script_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "slurm", "--logs", "out", "--output", "job.sh", *TRAIN]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "written: job.sh; submit it by: mkdir -p out && sbatch job.sh\n"
+    assert main(words) == 0, "nothing differs"
+    capsys.readouterr()
+    made = (folder / "job.sh").read_text()
+    (folder / "job.sh").write_text(made + "echo mine\n")
+    said = refused(tuple(words[1:]), capsys)
+    assert all(part in said for part in ("--output job.sh", "--force"))
+    assert (folder / "job.sh").read_text() == made + "echo mine\n"
+    assert main([*words[:2], "--force", *words[2:]]) == 0
+    assert (folder / "job.sh").read_text() == made
+
+
+@pytest.mark.parametrize("last", ["n[1-", "n!", "n[1-99999999999]"])
+def test_check_of_a_long_list_of_nodes_does_not_repeat_it(last: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ",".join([f"node-of-a-long-name-{number:04}" for number in range(999)] + [last])
+    assert main(["launch", "slurm", "--exclude", nodes, *TRAIN]) == 2
+    said = capsys.readouterr().err
+    assert "--exclude 'node-of-a-long-name-0000,node" in said
+    assert len(said) < 300

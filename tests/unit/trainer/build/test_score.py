@@ -1,0 +1,182 @@
+"""Own losses and metrics give what their formula says of each picture, or are refused with what is wrong."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from error_texts import naming
+from torch import Tensor, nn
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.score import make_loss, make_score
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+
+CPU = torch.device("cpu")
+HERE = "tests.unit.trainer.build.test_score"
+K = 10
+
+
+def cubed_gap(logits_BK: Tensor, targets: Tensor, *, power: int = 3) -> Tensor:
+    shares_BK = targets if targets.ndim == 2 else F.one_hot(targets, K)
+    return ((1 - (logits_BK.softmax(1) * shares_BK).sum(1)) ** power).float()
+
+
+def indices_only(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    return -logits_BK[torch.arange(len(labels_B)), labels_B]
+
+
+def depends_on_others(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    return logits_BK.sum(1) - logits_BK.mean()
+
+
+def without_gradient(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    return (logits_BK.argmax(1) != labels_B).float()
+
+
+def per_class(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    return logits_BK
+
+
+def draws(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    torch.rand(3)
+    return logits_BK.sum(1)
+
+
+def breaks(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    raise KeyError("a\nb")
+
+
+class WithWeights(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(K, 1)
+
+
+class NotCalled:
+    pass
+
+
+class Share:
+    """Of two sums."""
+
+    def __call__(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        return torch.stack([labels_B, torch.ones_like(labels_B)], dim=1)
+
+    def result(self, sums_M: Tensor) -> Tensor:
+        first, second = sums_M
+        return first / second
+
+
+class BrokenShare(Share):
+    def result(self, sums_M: Tensor) -> Tensor:
+        return sums_M["first"]  # type: ignore[call-overload]
+
+
+def config(*words: str) -> Config:
+    return load_config(["--config", "quickstart", "--optimizer.label_smoothing=0", *words])
+
+
+def noise(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, K, generator=generator), torch.randint(K, (count,), generator=generator)
+
+
+def test_loss_is_summed_over_pictures() -> None:
+    logits_BK, labels_B = noise(7)
+    words = [f"--optimizer.loss={HERE}.cubed_gap", "--optimizer.loss_options={power: 2}"]
+    own = make_loss(config(*words), CPU)(logits_BK, labels_B)
+    expected = sum((1 - row.double().softmax(0)[label]) ** 2 for row, label in zip(logits_BK, labels_B, strict=True))
+    assert float(own) == pytest.approx(float(expected), rel=1e-6)
+    smoothed = make_loss(config("--optimizer.label_smoothing=0.1"), CPU)(logits_BK, labels_B)
+    logs_BK = logits_BK.double().log_softmax(1)
+    targets_BK = 0.9 * F.one_hot(labels_B, K) + 0.1 / K
+    assert float(smoothed) == pytest.approx(float(-(targets_BK * logs_BK).sum()), rel=1e-6)
+
+
+def test_loss_of_torch_takes_no_mean() -> None:
+    logits_BK, labels_B = noise(6)
+    words = ["--optimizer.loss=torch.nn.MultiMarginLoss", "--optimizer.loss_options={reduction: none, p: 2}"]
+    expected = nn.MultiMarginLoss(p=2, reduction="sum")(logits_BK, labels_B)
+    torch.testing.assert_close(make_loss(config(*words), CPU)(logits_BK, labels_B), expected)
+
+
+def test_loss_is_also_that_of_the_evaluation() -> None:
+    logits_BK, labels_B = noise(5)
+    score = make_score(config(f"--optimizer.loss={HERE}.cubed_gap"), CPU)
+    assert torch.equal(score.losses(logits_BK, labels_B), cubed_gap(logits_BK, labels_B))
+    assert not score.metrics
+
+
+def test_loss_is_tried_without_a_draw_from_the_run() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    make_loss(config(f"--optimizer.loss={HERE}.draws"), CPU)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("no_such_package.Loss", "null", ("no_such_package", "pip install")),
+        (f"{HERE}.cubed_gup", "null", ("nearest is cubed_gap",)),
+        (f"{HERE}.cubed_gap", "{powr: 2}", ("TypeError", "powr")),
+        (f"{HERE}.WithWeights", "null", ("weights of its own",)),
+        (f"{HERE}.WithWeights", "{wide: 2}", ("wide", "options")),
+        (f"{HERE}.NotCalled", "null", ("cannot be called",)),
+        (f"{HERE}.breaks", "null", ("(4, 10)", "(4,)", "KeyError")),
+        (f"{HERE}.depends_on_others", "null", ("beside it", "divided")),
+        (f"{HERE}.without_gradient", "null", ("no gradient",)),
+        (f"{HERE}.per_class", "null", ("shape (4, 10)", "one number for each picture")),
+        ("torch.nn.CrossEntropyLoss", "null", ("shape ()", "reduction: none")),
+        ("torch.nn.functional.cross_entropy", "null", ("shape ()", "reduction: none")),
+    ],
+)
+def test_loss_that_does_not_fit_is_named_in_one_line(name: str, options: str, named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_loss(config(f"--optimizer.loss={name}", f"--optimizer.loss_options={options}"), CPU)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert re.search(naming(f"optimizer.loss={name}", *named), message)
+
+
+def test_loss_must_take_shares_where_pictures_are_mixed() -> None:
+    words = [f"--optimizer.loss={HERE}.indices_only", "--augment.mixup_alpha=0.2"]
+    make_loss(config(words[0]), CPU)
+    with pytest.raises(ConfigError, match=naming("targets of shape (4, 10)", "augment.mixup_alpha")):
+        make_loss(config(*words), CPU)
+    make_loss(config(f"--optimizer.loss={HERE}.cubed_gap", words[1]), CPU)
+
+
+def test_metrics_leave_out_what_does_not_count() -> None:
+    logits_BK, labels_B = noise(6)
+    valid_B = torch.tensor([True, True, False, True, False, True])
+    logits_BK[4] = torch.nan  # whatever stands there
+    words = f"{{gap: {{name: {HERE}.cubed_gap, options: {{power: 1}}}}, share: {HERE}.Share}}"
+    metrics = make_score(config(f"--run.metrics={words}"), CPU).metrics
+    found = {
+        name: metric.figure(metric.sums(logits_BK, labels_B, valid_B), count=4) for name, metric in metrics.items()
+    }
+    chosen = [(row.double(), int(label)) for row, label in zip(logits_BK[valid_B], labels_B[valid_B], strict=True)]
+    gap = sum(float(1 - row.softmax(0)[label]) for row, label in chosen) / 4
+    assert found == pytest.approx({"gap": gap, "share": sum(label for _, label in chosen) / 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("no_such_package.F", ("no_such_package", "pip install")),
+        (f"{HERE}.Shore", ("nearest is Share",)),
+        (f"{HERE}.per_class", ("shape (4, 10)", "result")),
+        (f"{HERE}.BrokenShare", ("result fails", "(2,)", "IndexError")),
+        (f"{HERE}.breaks", ("KeyError",)),
+        (f"{HERE}.depends_on_others", ("beside it",)),
+    ],
+)
+def test_metric_that_does_not_fit_is_named_in_one_line(name: str, named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_score(config(f"--run.metrics={{mine: {name}}}"), CPU)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert re.search(naming(f"run.metrics: mine={name}", *named), message)

@@ -1,0 +1,547 @@
+"""`bigbatch init` writes a recipe that trains on a folder of pictures, or says all that is wrong and writes nothing."""
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from error_texts import naming
+from PIL import Image
+from sample_images import REAL_DATA, encoded, smooth_image, write
+
+from bigbatch.cli import main
+from bigbatch.errors import DataError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.check import Spread
+from bigbatch.trainer.init.labels import read_labels
+from bigbatch.trainer.init.layout import look
+from bigbatch.trainer.init.measure import measure
+from bigbatch.trainer.init.recipe import Facts, recipe_text
+from bigbatch.trainer.init.split import split_classes
+from bigbatch.trainer.init.unpack import find_shards, unpack
+from bigbatch.trainer.input.order import read_index
+from bigbatch.trainer.input.shards import open_split
+
+IMAGES = [encoded(smooth_image(seed, 50, 40)) for seed in range(24)]
+
+
+def class_folders(root: Path, **counts: int) -> Path:
+    """Different pictures, so many of each class."""
+    names = [f"{name}/{number}.jpg" for name, count in counts.items() for number in range(count)]
+    return write(root, dict(zip(names, IMAGES, strict=False)))
+
+
+def init(*words: object) -> int:
+    return main(["init", *map(str, words), "--workers", "1"])
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_init_class_folders_become_a_recipe_and_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "my pets", cat=10, dog=5, axolotl=1)
+    assert init("my pets", "--val-share", "0.3") == 0
+    said = capsys.readouterr().out
+    assert "class with one picture (1)" in said
+    assert "axolotl" in said
+    for line in ("data check my-pets.json", "train --config my-pets.yaml", "predict runs/my-pets "):
+        assert f"  bigbatch {line}" in said
+    config = load_config(["--config", "my-pets.yaml"])
+    assert (config.data.root, config.data.num_classes, config.data.image_size) == ("my-pets.json", 3, 32)
+    train, val = (open_split(Path(config.data.root), split) for split in ("train", "val"))
+    assert np.bincount(train.labels_N).tolist() == [1, 7, 3]  # of axolotl, cat, dog
+    assert np.bincount(val.labels_N).tolist() == [0, 3, 2]
+    names = [each.name(i) for each in (train, val) for i in range(len(each))]
+    assert sorted(names) == sorted(map(str, Path("my pets").rglob("*.jpg")))
+    assert main(["data", "check", "my-pets.json", "--workers", "1"]) == 0
+
+
+def test_init_is_repeatable_and_overwrites_by_force_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "pets", cat=10, dog=5)
+    assert init("pets") == 0
+    written = [(tmp_path / name).read_bytes() for name in ("pets.yaml", "pets.json")]
+    (tmp_path / "pets.yaml").write_text("mine\n")
+    capsys.readouterr()
+    assert init("pets") == 1
+    said = capsys.readouterr().out
+    assert "file that exists (2)" in said
+    assert "--force" in said
+    assert (tmp_path / "pets.yaml").read_text() == "mine\n"
+    assert init("pets", "--force") == 0
+    assert [(tmp_path / name).read_bytes() for name in ("pets.yaml", "pets.json")] == written
+    assert init("pets", "--seed", 1, "--out", "b.yaml") == 0
+    lists = [json.loads((tmp_path / name).read_text())["val"] for name in ("pets.json", "b.json")]
+    assert lists[0] != lists[1]
+
+
+def test_init_leaves_splits_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "pets/train", cat=4, dog=4)
+    class_folders(tmp_path / "pets/val", cat=1, dog=1)
+    assert init("pets") == 0
+    assert "  bigbatch predict runs/pets pets/val/cat/0.jpg\n" in capsys.readouterr().out
+    assert load_config(["--config", "pets.yaml"]).data.root == "pets"
+    assert not (tmp_path / "pets.json").exists()
+    assert main(["data", "pack", "pets", "packed", "--workers", "1"]) == 0
+    assert init("packed") == 0
+    assert "  bigbatch predict runs/packed PICTURE.jpg\n" in capsys.readouterr().out
+    (tmp_path / "pets/val/dog/0.jpg").rename(tmp_path / "pets/train/dog/9.jpg")
+    (tmp_path / "pets/val/dog").rmdir()
+    capsys.readouterr()
+    assert init("pets", "--force") == 1
+    assert "class that val lacks (1)" in capsys.readouterr().out
+
+
+def test_init_tells_all_at_once_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(class_folders(tmp_path / "pets", cat=4), {f"cat/bad{i}.png": b"no picture" for i in range(5)})
+    (tmp_path / "pets/dog").mkdir()
+    (tmp_path / "pets.json").write_text("kept")
+    assert init("pets") == 1
+    said = capsys.readouterr().out
+    for kind in (
+        "unusable picture",
+        "class without pictures (1)",
+        "file that exists (1)",
+        "nothing written: 7 problem",
+    ):
+        assert kind in said
+    assert not (tmp_path / "pets.yaml").exists()
+    assert (tmp_path / "pets.json").read_text() == "kept"
+
+
+def test_init_leaves_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(class_folders(tmp_path / "pets", cat=6, dog=6), {f"cat/bad{i}.png": b"no picture" for i in range(5)})
+    assert init("pets", "--leave-out") == 0
+    said = capsys.readouterr().out
+    assert "left out" in said
+    text = (tmp_path / "pets.json").read_text()
+    assert "bad" not in text
+    assert text.count(".jpg") == 12
+    write(tmp_path / "pets", {"eel/bad.png": b"", "eel/worse.png": b""})
+    assert init("pets", "--leave-out", "--force") == 1
+    assert "class without usable pictures (1)" in capsys.readouterr().out
+
+
+def test_init_table_of_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {f"images/{i}.jpg": IMAGES[i] for i in range(12)}
+    table = "id,breed\n" + "".join(f"{i},{'cat' if i % 2 else 'dog'}\n" for i in range(12))
+    write(tmp_path / "pets", files | {"labels.csv": table.encode()})
+    assert init("pets") == 0
+    assert "its first line taken for names: ['id', 'breed']" in capsys.readouterr().out
+    train = open_split(tmp_path / "pets.json", "train")
+    found = {Path(train.name(i)).stem: train.classes[train.labels_N[i]] for i in range(len(train))}
+    assert len(found) == 10
+    assert all(label == ("cat" if int(name) % 2 else "dog") for name, label in found.items())
+
+
+def test_init_hostile_names_lead_nowhere_and_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        tmp_path,
+        {"secret.jpg": IMAGES[0], "pets/a.jpg": IMAGES[1], "pets/b.jpg": IMAGES[2], "pets/c\n\x1b[31m.jpg": b""},
+    )
+    lines = ["a.jpg,cat", "b.jpg,dog", "../secret.jpg,cat", f"{tmp_path}/secret.jpg,cat", "x/../../secret.jpg,cat"]
+    lines += ["\x1b[2Jgone.jpg,cat", "b.jpg,bird"]
+    (tmp_path / "pets/labels.csv").write_text("file,label\n" + "\n".join(lines) + "\n")
+    assert init("pets") == 1
+    said = capsys.readouterr().out
+    assert "label without a picture (4)" in said
+    assert "picture without a label (1)" in said
+    assert "picture with two labels (1)" in said
+    assert "\x1b" not in said
+    assert "c\\n\\x1b[31m.jpg" in said
+    (tmp_path / "pets/labels.csv").write_text("file,label\na.jpg,cat\x1b[31m\nb.jpg,dog\n")
+    assert init("pets", "--leave-out") == 1
+    said = capsys.readouterr().out
+    assert "class whose name cannot be printed (1)" in said
+    assert "\x1b" not in said
+
+
+def test_init_hostile_name_in_an_error_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "pets", {"a.jpg": IMAGES[0], "\x1b[31m.csv": b"\xff"})
+    assert init("pets") == 1
+    said = capsys.readouterr().err
+    assert "\\x1b[31m.csv: is no CSV" in said
+    assert "\x1b" not in said
+
+
+def test_init_refuses_an_output_before_it_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "pets", {"cat/bad.jpg": b"no picture"})
+    with pytest.raises(SystemExit) as ended:
+        init("pets", "--out", "sub/no/pets.yaml")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "--out sub/no/pets.yaml is not possible: sub/no: there is no such folder" in said.err
+    assert "bad.jpg" not in said.out
+
+
+@pytest.mark.parametrize("name", ["it's ours", "-pets", "pets\n\x1b[31m\udcff"])
+def test_init_next_line_is_what_a_shell_reads(
+    name: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    for split in ("train", "val"):
+        class_folders(tmp_path / name / split, cat=1, dog=1)
+    assert init(f"./{name}", "--out", "x.yaml") == 0
+    said = capfdbinary.readouterr().out.decode()
+    assert "\x1b" not in said
+    (line,) = (line for line in said.splitlines() if "bigbatch predict" in line)
+    shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, check=True)
+    words = shown.stdout.split(b"\n", 3)
+    assert words[:3] == [b"bigbatch", b"predict", b"runs/x"]
+    assert Path(os.fsdecode(words[3]).removesuffix("\n")) == Path(name) / "val/cat/0.jpg"
+    assert not words[3].startswith(b"-")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "a.jpg,cat\nsub/b.png,dog\n",
+        "picture;class\na.jpg;cat\nb;dog\n",
+        "\ufeffname\tkind\r\na\tcat\r\n\r\nsub/b\tdog\r\n",
+        'n,k\n"./a.jpg"," cat "\nb.png,dog\na.jpg,cat\n',
+    ],
+)
+def test_labels_of_many_forms(tmp_path: Path, table: str) -> None:
+    (tmp_path / "t.csv").write_bytes(table.encode())
+    found = read_labels(tmp_path / "t.csv", ["a.jpg", "sub/b.png"])
+    assert found.labels == {"a.jpg": "cat", "sub/b.png": "dog"}
+    assert not any(found.faults.values())
+    assert (found.names is None) == table.startswith("a.jpg")
+
+
+def test_labels_name_by_column_and_never_two_pictures_at_once(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("n,kind,file\n1,cat,x/a.jpg\n2,dog,a.jpg\n3,,y/a.jpg\n")
+    found = read_labels(tmp_path / "t.csv", ["x/a.jpg", "y/a.jpg"], columns=("file", "kind"))
+    assert found.labels == {"x/a.jpg": "cat"}
+    assert {kind: len(cases) for kind, cases in found.faults.items()} == {
+        "label without a picture": 1,
+        "picture without a label": 1,
+        "line without a label": 1,
+        "picture with two labels": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "columns", "says"),
+    [
+        (b"", None, "empty"),
+        (b"\xff\xfe,\n", None, "UTF-8"),
+        (b'a.jpg,"cat\n', None, "CSV"),
+        (b"a.jpg\n", None, "one column"),
+        (b"file,label\na.jpg,cat\n", ("file", "kind"), "'kind'"),
+        (b"id,label\n1,cat\n", None, "--columns"),
+    ],
+)
+def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, str] | None, says: str) -> None:
+    (tmp_path / "t.csv").write_bytes(table)
+    with pytest.raises(DataError, match=naming(tmp_path / "t.csv", says)):
+        read_labels(tmp_path / "t.csv", ["a.jpg"], columns=columns)
+    with pytest.raises(DataError, match=naming("gone.csv")):
+        read_labels(tmp_path / "gone.csv", ["a.jpg"])
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["a.jpg", "b.jpg"], "--labels"),
+        (["a.jpg", "x.csv", "y.csv"], "--labels"),
+        (["train/cat/a.jpg"], "val"),
+        (["val/cat/a.jpg"], "train"),
+        (["train-0-of-1.parquet"], "--unpack"),
+        (["shard-0.tar"], "--unpack"),
+        (["train/0.tar", "val/0.tar"], "--unpack"),
+    ],
+)
+def test_look_refuses_what_it_cannot_read(tmp_path: Path, files: list[str], says: str) -> None:
+    write(tmp_path / "pets", dict.fromkeys(files, b""))
+    with pytest.raises(DataError, match=naming(tmp_path / "pets", says)):
+        look(tmp_path / "pets", leave_out=False)
+
+
+def test_look_at_no_folder_and_at_an_empty_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for name in ("gone", "file"):
+        with pytest.raises(DataError, match=naming(name, "folder")):
+            look(tmp_path / name, leave_out=False)
+    (tmp_path / "empty").mkdir()
+    assert init("empty") == 1
+    assert "no pictures (1)" in capsys.readouterr().out
+
+
+def test_look_at_folders_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(class_folders(tmp_path / "pets", cat=3, dog=3), {"t.csv": b"cat/0.jpg,cat\n"})
+    listed = os.scandir
+
+    def refuse(path: object) -> object:
+        if str(path).endswith("dog"):
+            raise PermissionError(13, "Permission denied")
+        return listed(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for words in ([], ["--labels", "pets/t.csv"]):
+        assert init("pets", *words) == 1
+        said = capsys.readouterr().out
+        assert "folder that cannot be listed (1)" in said
+        assert "Permission denied" in said
+
+
+def test_look_takes_folders_of_trains_for_a_class(tmp_path: Path) -> None:
+    found = look(class_folders(tmp_path / "traffic", train=2, val=2), leave_out=False)
+    assert found.by_class == {"train": ["train/0.jpg", "train/1.jpg"], "val": ["val/0.jpg", "val/1.jpg"]}
+
+
+def test_split_is_of_names_and_seed_alone() -> None:
+    by_class = {
+        name: [f"{name}/{i}" for i in range(count)] for name, count in {"a": 40, "b": 7, "c": 2, "d": 1}.items()
+    }
+    splits = split_classes(by_class, val_share=0.25, seed=0)
+    assert {name: len(paths) for name, paths in splits["val"].items()} == {"a": 10, "b": 2, "c": 1, "d": 0}
+    for name, paths in by_class.items():
+        assert sorted(splits["train"][name] + splits["val"][name]) == sorted(paths)
+    assert split_classes({k: v[::-1] for k, v in by_class.items()}, val_share=0.25, seed=0) == splits
+    assert split_classes(by_class, val_share=0.25, seed=1) != splits
+    # four pictures more move at most one of the others out of the validation set
+    more = split_classes({"a": [*by_class["a"], *(f"new/{i}" for i in range(4))]}, val_share=0.25, seed=0)
+    assert len({*splits["val"]["a"]} - {*more["val"]["a"]}) <= 3
+    assert {*more["train"]["a"]} >= {*splits["train"]["a"]} - {*more["val"]["a"]}
+
+
+def png(*colours: tuple[int, int, int], side: int) -> bytes:
+    """Equal stripes of these colours."""
+    pixels = np.repeat(np.array(colours, np.uint8)[:, None, :], side, axis=1)
+    return encoded(Image.fromarray(np.repeat(pixels, side // len(colours), axis=0)), "PNG")
+
+
+def test_measure_against_a_closed_form(tmp_path: Path) -> None:
+    """Two pictures of other sizes count alike: red is 0, 1 in one and 0.2, 0.2 in the other."""
+    write(tmp_path / "train", {"a/0.png": png((0, 51, 9), (255, 51, 9), side=2), "b/0.png": png((51, 51, 9), side=8)})
+    write(tmp_path / "val", {"a/0.png": png((200, 200, 200), side=4), "b/0.png": b""})
+    splits = {split: read_index(tmp_path, split) for split in ("train", "val")}
+    found = measure(splits, most_images=100, seed=0)
+    assert found.mean == pytest.approx((0.35, 0.2, 9 / 255))
+    assert found.std == pytest.approx((np.std([0, 1, 0.2, 0.2]), 0, 0), abs=1e-9)
+    assert (found.num_images, found.num_averaged, found.short_side_pixels) == (4, 2, Spread(2, 4, 8))
+    assert [*found.faults["val"]] == [1]
+    assert "val/b/0.png" in found.faults["val"][1]
+
+
+def test_measure_takes_a_sample_by_seed(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", a=10, b=10)
+    splits = {"train": read_index(tmp_path, "train")}
+    one, same, other = (measure(splits, most_images=5, seed=seed) for seed in (0, 0, 1))
+    assert one.num_averaged == 5
+    assert one == same != other
+
+
+def test_measure_of_nothing_usable(tmp_path: Path) -> None:
+    write(tmp_path / "train", {"a/0.png": b"no", "b/0.png": b"no"})
+    with pytest.raises(DataError, match=naming("train/a/0.png")):
+        measure({"train": read_index(tmp_path, "train")}, most_images=5, seed=0)
+
+
+def shard(path: Path, **members: bytes) -> Path:
+    """A tar as WebDataset has it; a name's last underscore stands for its dot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name.replace("__", "/").replace("_", "."))
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_unpack_shards_to_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        images = {f"x__{i}_jpg": IMAGES[8 * number + i] for i in range(8)}
+        labels = {f"x__{i}_cls": str(9 + i % 2).encode() for i in range(8)}
+        both = {name: data for pair in zip(images.items(), labels.items(), strict=True) for name, data in pair}
+        shard(tmp_path / f"shards/{number}.tar", **both, y_json=b"{}")
+    assert init("shards", "--unpack", "pets") == 1  # a sample of each shard has no picture
+    assert "without one picture and one .cls (2)" in capsys.readouterr().out
+    assert init("pets") == 0
+    splits = [open_split(tmp_path / "pets.json", split) for split in ("train", "val")]
+    found = {each.read(i): each.classes[each.labels_N[i]] for each in splits for i in range(len(each))}
+    assert found == {IMAGES[i]: ("9", "10")[i % 2] for i in range(16)}
+    with pytest.raises(DataError, match=naming("pets", "exists")):
+        unpack(find_shards(tmp_path / "shards"), tmp_path / "pets", on_progress=lambda *_: None, leave_out=False)
+
+
+def test_unpack_keeps_splits(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shard(tmp_path / f"s/{split}-0.tar", a_jpg=IMAGES[0], a_cls=b"cat", b_png=IMAGES[1], b_cls=b"dog", c_cls=b"dog")
+    assert init("s", "--unpack", "pets", "--leave-out") == 0
+    assert load_config(["--config", "pets.yaml"]).data.root == "pets"
+    names = ("train/cat/000000-000001-a.jpg", "train/dog/000000-000001-b.png")
+    names += ("val/cat/000001-000001-a.jpg", "val/dog/000001-000001-b.png")
+    assert sorted(str(path.relative_to("pets")) for path in Path("pets").rglob("*.*")) == [*names]
+    assert Path("pets").stat().st_mode == Path("s").stat().st_mode  # others may read it
+
+
+@pytest.mark.parametrize("others", [("train-0",), ("train-0", "val-0")])
+def test_unpack_refuses_a_shard_of_neither_split(tmp_path: Path, others: tuple[str, ...]) -> None:
+    """A test set would end among the pictures that are trained on."""
+    shards = [shard(tmp_path / f"{name}.tar", a_jpg=IMAGES[0], a_cls=b"cat") for name in (*others, "test-0")]
+    with pytest.raises(DataError, match=naming("test-0.tar", "train", "val")):
+        unpack(shards, tmp_path / "t", on_progress=lambda *_: None, leave_out=False)
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("label", [b"../..", b"a/b", b".hidden", b"", b"\x1b[31m", b"x" * 9999])
+def test_unpack_hostile_labels_lead_nowhere(tmp_path: Path, label: bytes) -> None:
+    path = shard(tmp_path / "s/0.tar", a_jpg=IMAGES[0], a_cls=label, b_jpg=IMAGES[1], b_cls=b"dog")
+    (found,) = unpack([path], tmp_path / "t", on_progress=lambda *_: None, leave_out=True)
+    (case,) = found.cases
+    assert len(case) < 200
+    assert [each.relative_to(tmp_path) for each in tmp_path.rglob("*.jpg")] == [Path("t/dog/000000-000001-b.jpg")]
+
+
+def test_unpack_refuses_what_is_unsafe_or_damaged(tmp_path: Path) -> None:
+    for name, members in {"0.tar": {"..__a_jpg": b""}, "1.tar": {"a_txt": b"text"}}.items():
+        with pytest.raises(DataError, match=naming(name)):
+            unpack([shard(tmp_path / name, **members)], tmp_path / "t", on_progress=lambda *_: None, leave_out=True)
+    cut = shard(tmp_path / "2.tar", a_jpg=IMAGES[0], a_cls=b"cat")
+    cut.write_bytes(cut.read_bytes()[:700])
+    with pytest.raises(DataError, match=naming("2.tar", "damaged")):
+        unpack([cut], tmp_path / "t", on_progress=lambda *_: None, leave_out=True)
+    assert not (tmp_path / "t").exists()
+    (tmp_path / "none").mkdir()
+    assert init("none", "--unpack", "t") == 1
+
+
+def test_unpack_that_ends_early_leaves_nothing_and_takes_nothing_of_others(tmp_path: Path) -> None:
+    path, target = shard(tmp_path / "0.tar", a_jpg=IMAGES[0], a_cls=b"cat"), tmp_path / "t"
+    write(tmp_path, {".t.unpacking/notes": b"mine"})
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    def take_target(done: int, total: int) -> None:
+        write(target, {"notes": b"mine"})
+
+    with pytest.raises(KeyboardInterrupt):
+        unpack([path], target, on_progress=stop, leave_out=True)
+    with pytest.raises(DataError, match=naming(path / "t", "cannot be written")):
+        unpack([path], path / "t", on_progress=stop, leave_out=True)
+    with pytest.raises(DataError, match=naming(target, "cannot be written")):
+        unpack([path], target, on_progress=take_target, leave_out=True)
+    left = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+    assert left == {"0.tar", ".t.unpacking/notes", "t/notes"}
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_train", "sizes"),
+    [(10**5, (256, 128, 128)), (2048, (256, 128, 128)), (2047, (128, 64, 64)), (100, (16, 8, 8)), (5, (4, 2, 2))],
+)
+def test_recipe_has_steps_enough(num_train: int, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    text = recipe_text("imagenette", facts(num_train=num_train))
+    (tmp_path / "mine.yaml").write_text(text)
+    config = load_config(["--config", "mine.yaml"])
+    assert (config.batch.global_batch_size, config.batch.microbatch_size, config.batch.bn_span) == sizes
+    # the linear scaling rule
+    assert config.schedule.base_lr / 6.0 == pytest.approx(sizes[0] / 256)
+    assert num_train // sizes[0] >= 1
+    assert (config.data.mean, config.data.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+@pytest.mark.parametrize(("side", "size"), [(400, 224), (224, 224), (223, 192), (70, 64), (20, 32)])
+def test_recipe_enlarges_no_more_than_it_must(side: int, size: int, tmp_path: Path) -> None:
+    text = recipe_text("imagenet/nus_resnet50_512", facts(short_side_pixels=Spread(8, side, 1000)))
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load_config(["--config", "mine.yaml"]).data.image_size == size
+
+
+def facts(**changes: object) -> Facts:
+    known: dict[str, object] = {
+        "root": "my pictures: all",
+        "num_classes": 3,
+        "num_train": 10**5,
+        "num_val": 10,
+        "mean": (0.1, 0.2, 0.3),
+        "std": (0.4, 0.5, 0.6),
+        "num_averaged": 100,
+        "seed": 0,
+        "short_side_pixels": Spread(100, 200, 300),
+    }
+    return Facts(**(known | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--val-share", "0"],
+        ["--val-share", "1"],
+        ["--samples", "0"],
+        ["--seed", "-1"],
+        ["--columns", "one"],
+        ["--like", "no"],
+        *(["--out", name] for name in ("mine.json", "mine", "", ".", "/")),
+    ],
+)
+def test_init_options_that_make_no_sense(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", str(tmp_path), *words])
+
+
+def test_init_has_nothing_to_tell_apart_or_to_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "one", cat=3)
+    assert init("one") == 1
+    assert "fewer than two classes (1)" in capsys.readouterr().out
+    class_folders(tmp_path / "two", cat=1, dog=1)
+    assert init("two") == 1
+    assert "nothing to validate with (1)" in capsys.readouterr().out
+
+
+def test_init_leaves_out_all_that_would_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "pets", cat=2, dog=2)
+    assert init("pets") == 0
+    for paths in json.loads((tmp_path / "pets.json").read_text())["val"].values():
+        write(tmp_path / "pets", dict.fromkeys(paths, b"no picture"))
+    capsys.readouterr()
+    assert init("pets", "--leave-out", "--force") == 1
+    assert "nothing to validate with (1)" in capsys.readouterr().out
+
+
+def test_init_says_where_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folders(tmp_path / "pets", cat=3, dog=3)
+    assert init("pets", "--out", f"{'x' * 300}.yaml") == 1
+    assert "x.yaml: cannot be written (File name too long)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real pictures in {REAL_DATA}")
+def test_init_real_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    """ImageNet's own, which have a manifest beside both splits."""
+    assert init(REAL_DATA, "--out", "mine.yaml", "--samples", "40") == 0
+    said = capsys.readouterr().out
+    assert "65 classes, pictures 260 to train and 129 to validate" in said
+    data = load_config(["--config", "mine.yaml"]).data
+    assert (data.root, data.num_classes) == (str(REAL_DATA), 65)
+    # no check of digits: these are 40 pictures of 1.28 million
+    assert data.mean == pytest.approx((0.485, 0.456, 0.406), abs=0.1)
+    assert all(0.2 < value < 0.35 for value in data.std)
+
+
+@pytest.mark.long
+def test_init_to_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flat folder and a table, one rank, and pictures that training has not seen."""
+    noise = np.random.default_rng(0).integers(0, 100, (70, 48, 40, 3), dtype=np.uint8)
+    noise[::2, :, :, 0] += 150  # every second one is red, the others blue
+    noise[1::2, :, :, 2] += 150
+    files = {f"{i}.webp": encoded(Image.fromarray(pixels), "WEBP") for i, pixels in enumerate(noise)}
+    table = "".join(f"{i}.webp,{('red', 'blue')[i % 2]}\n" for i in range(64))
+    unseen = [files.pop(f"{i}.webp") for i in range(64, 70)]
+    write(tmp_path / "paint", files | {"t.csv": table.encode()})
+    write(tmp_path, {f"new{i}.webp": data for i, data in enumerate(unseen)})
+    assert init("paint") == 0
+    keys = ["--model.width=8", "--data.loader=torchvision", "--run.epochs=12", "--run.eval_every_epochs=12"]
+    assert main(["train", "--config", "paint.yaml", *keys]) == 0
+    capsys.readouterr()
+    assert main(["predict", "runs/paint", "--json", *(f"new{i}.webp" for i in range(6))]) == 0
+    answers = [json.loads(line)["classes"][0]["class"] for line in capsys.readouterr().out.splitlines()]
+    assert answers == ["red", "blue"] * 3

@@ -1,0 +1,125 @@
+"""A list of pictures is read as folders are, and names nothing outside of its folder."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from error_texts import naming
+from sample_images import encoded, smooth_image, write
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.check import check_dataset
+from bigbatch.trainer.datasets.pack import pack
+from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.input.listed import write_list
+from bigbatch.trainer.input.shards import open_split, read_classes
+
+SPLITS = {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "1.jpg"]}, "val": {"b": [], "a": ["x/4.jpg"]}}
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    """A list beside the folder of its pictures."""
+    names = [path for by_class in SPLITS.values() for paths in by_class.values() for path in paths]
+    write(tmp_path / "pictures", {name: encoded(smooth_image(i, 40, 30)) for i, name in enumerate(names)})
+    write_list(tmp_path / "mine.json", tmp_path / "pictures", SPLITS, seed=3)
+    return tmp_path / "mine.json"
+
+
+def test_listed_pictures_are_sorted_by_class_and_name(listed: Path) -> None:
+    train, val = open_split(listed, "train"), open_split(listed, "val", classes=("a", "b"))
+    folder = listed.parent / "pictures"
+    assert [train.name(i) for i in range(len(train))] == [f"{folder}/{name}" for name in ("1.jpg", "2.jpg", "x/3.jpg")]
+    assert (train.classes, train.labels_N.tolist()) == (("a", "b"), [0, 0, 1])
+    # classes are those of both splits: a class of one picture has none to validate with
+    assert (val.classes, val.labels_N.tolist()) == (("a", "b"), [0])
+    assert read_classes(listed, "train") == ("a", "b")
+    assert train.read(2) == (folder / "x/3.jpg").read_bytes()
+    assert json.loads(listed.read_text())["made"] == {"seed": 3}
+
+
+def test_listed_pictures_and_list_move_together(tmp_path: Path, listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_list(Path("mine.json"), Path("pictures"), SPLITS)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("mine.json", "pictures"):
+        (tmp_path / name).rename(moved / name)
+    monkeypatch.chdir("/")
+    assert open_split(moved / "mine.json", "train").read(0)
+
+
+def test_listed_pictures_are_checked_and_packed(tmp_path: Path, listed: Path) -> None:
+    report = check_dataset(listed)
+    assert report.problems == ()
+    assert {split: facts.num_images for split, facts in report.splits.items()} == {"train": 3, "val": 1}
+    pack(listed, tmp_path / "packed", recipe=PackRecipe(10**6, None, 90))
+    for split in SPLITS:
+        packed, source = open_split(tmp_path / "packed", split), open_split(listed, split)
+        assert packed.labels_N.tolist() == source.labels_N.tolist()
+        assert [packed.read(i) for i in range(len(packed))] == [source.read(i) for i in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["../secret.jpg", "/etc/passwd", "x/../../secret.jpg", "a\0.jpg", "a/\udfff1.jpg", "", 7, None], ids=repr
+)
+def test_listed_path_that_leads_out_is_refused(listed: Path, wrong: object) -> None:
+    content = json.loads(listed.read_text())
+    content["val"]["a"].append(wrong)
+    listed.write_text(json.dumps(content))
+    for read in (lambda: open_split(listed, "train"), lambda: read_classes(listed, "train")):
+        with pytest.raises(DataError, match=naming(listed, repr(wrong), "--force")):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"version": True}, "version True"),
+        ({"train": {"a": "1.jpg"}}, "no list"),
+        ({"train": ["1.jpg"]}, "no list"),
+        ({"folder": 3}, "no list"),
+        ({"folder": "gone"}, "gone"),
+        ({"val": {"a": []}}, "no picture for val"),
+    ],
+)
+def test_listed_wrongly_says_how(listed: Path, change: dict[str, Any], says: str) -> None:
+    listed.write_text(json.dumps(json.loads(listed.read_text()) | change))
+    with pytest.raises(DataError, match=naming(listed, says)):
+        open_split(listed, "val")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", pytest.param("[" * 200_000, id="deep")])
+def test_listed_nothing_at_all(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=naming("mine.json", "no list of pictures")):
+        open_split(tmp_path / "mine.json", "train")
+
+
+def test_listed_class_that_is_there_twice_is_refused(listed: Path) -> None:
+    """JSON's reader would keep the last, and lose the pictures of the first."""
+    listed.write_text(listed.read_text().replace('"b": [', '"a": ['))
+    with pytest.raises(DataError, match=naming(listed, "'a'", "2 times")):
+        open_split(listed, "train")
+
+
+def test_listed_name_of_bytes_that_are_no_text_is_read(listed: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    (listed.parent / "pictures/1.jpg").rename(listed.parent / "pictures" / name)
+    listed.write_text(json.dumps(json.loads(listed.read_text()) | {"train": {"a": [name], "b": []}}))
+    assert open_split(listed, "train").read(0)
+
+
+def test_listed_other_classes_and_an_unreadable_list(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=naming(listed, "c")):
+        open_split(listed, "val", classes=("a", "b", "c"))
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match=naming(listed, "Permission denied")):
+        open_split(listed, "val")

@@ -1,0 +1,284 @@
+"""One job at a time writes into a run folder: who is refused, who takes over, and that never two own it."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import RunFolderError
+from bigbatch.trainer.run import owner as module
+from bigbatch.trainer.run.owner import Claim, own_claim, owning, take
+
+HERE = own_claim()
+ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, and what happens meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.events: list[Callable[[float], object]] = []
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for event in self.events:
+            event(self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def lay(folder: Path, claim: Claim, *, number: int = 1) -> Path:
+    """The file of an owner that nobody here feeds with beats."""
+    path = folder / f".owner-{number}"
+    path.write_bytes(module._text(replace(claim, folder=folder.stat().st_ino)))
+    return path
+
+
+def beating(path: Path, *, until: float = float("inf")) -> Callable[[float], None]:
+    """What the owner of a file does while time passes; the file system's clock is not ours."""
+
+    def beat(now: float) -> None:
+        if now < until:
+            os.utime(path, (7 * now, 7 * now))
+
+    return beat
+
+
+def dead_here() -> Claim:
+    """The claim of a process that has ended without a word."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.write(writing, module._text(own_claim()))
+        os._exit(0)
+    os.waitpid(process, 0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        return Claim(**module.json.loads(said.read()))
+
+
+def may_take(folder: Path, claim: Claim = HERE) -> None:
+    take(folder, claim).release()
+
+
+def test_owner_is_refused_nothing_in_a_folder_of_nobody(clock: Clock, tmp_path: Path) -> None:
+    for _ in range(3):
+        may_take(tmp_path / "new" / "run")
+    assert clock.now == 100
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == [".owner-3"]
+
+
+def test_owner_that_lives_here_is_named_to_the_second_job(clock: Clock, tmp_path: Path) -> None:
+    with owning(tmp_path):
+        named = (tmp_path, f"process {os.getpid()} of {HERE.user} on {HERE.host}", "run.directory")
+        with pytest.raises(RunFolderError, match=naming(*named)):
+            take(tmp_path, HERE)
+    assert clock.now < 112
+    may_take(tmp_path)
+
+
+def test_owner_of_a_slurm_job_is_named_by_its_number(clock: Clock, tmp_path: Path) -> None:
+    clock.events.append(beating(lay(tmp_path, replace(ELSEWHERE, job="12 of big"))))
+    named = naming("Slurm job 12 of big, process 4711 of ann on n7", "bigbatch launch cancel 12)")
+    with pytest.raises(RunFolderError, match=named):
+        take(tmp_path, HERE)
+
+
+def test_owner_that_is_dead_here_is_replaced_at_once(clock: Clock, tmp_path: Path) -> None:
+    lay(tmp_path, dead_here())
+    may_take(tmp_path)
+    lay(tmp_path, replace(HERE, born="1"), number=3)  # another process has its number now
+    may_take(tmp_path)
+    assert clock.now == 100
+
+
+def test_owner_that_waits_for_its_parent_to_look_is_dead(clock: Clock, tmp_path: Path) -> None:
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    lay(tmp_path, replace(HERE, pid=process, born="1"))
+    assert module._born(process) is None
+    may_take(tmp_path)
+    os.waitpid(process, 0)
+    assert clock.now == 100
+
+
+def test_owner_that_dies_while_it_is_waited_for_is_replaced(clock: Clock, tmp_path: Path) -> None:
+    """As the first rank of a job that has lost another one, and says so before it ends."""
+    held = take(tmp_path, HERE)
+    clock.events.append(lambda now: held.release() if now > 105 else None)
+    may_take(tmp_path)
+    assert 105 < clock.now < 107
+
+
+def test_owner_of_a_folder_does_not_own_its_copy(clock: Clock, tmp_path: Path) -> None:
+    with owning(tmp_path / "a"):
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        may_take(tmp_path / "b")
+    assert clock.now == 100
+
+
+def test_owner_elsewhere_that_beats_is_refused_to_others(clock: Clock, tmp_path: Path) -> None:
+    clock.events.append(beating(lay(tmp_path, ELSEWHERE)))
+    with pytest.raises(RunFolderError, match=naming(tmp_path, "process 4711 of ann on n7")):
+        take(tmp_path, HERE)
+    assert clock.now < 112
+
+
+@pytest.mark.parametrize("last_beat", [0.0, 104.0, 109.0])
+def test_owner_elsewhere_that_misses_its_beats_is_replaced(last_beat: float, clock: Clock, tmp_path: Path) -> None:
+    """It is no reason to refuse that it still beat after we had come, as a job that crashed just now did."""
+    clock.events.append(beating(lay(tmp_path, ELSEWHERE), until=last_beat))
+    if last_beat > 105:
+        with pytest.raises(RunFolderError):
+            take(tmp_path, HERE)
+        return
+    may_take(tmp_path)
+    assert max(last_beat, 100) + 29 <= clock.now <= max(last_beat, 100) + 31
+
+
+def test_owner_whose_file_is_no_claim_is_judged_by_its_beats(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / ".owner-1"
+    path.write_bytes(b"{")
+    clock.events.append(beating(path))
+    with pytest.raises(RunFolderError, match=naming(tmp_path, "another job")):
+        take(tmp_path, HERE)
+    clock.events.clear()
+    may_take(tmp_path)
+    assert clock.now > 130
+
+
+def test_owner_of_the_same_slurm_job_is_replaced_by_its_restart_alone(clock: Clock, tmp_path: Path) -> None:
+    first = replace(ELSEWHERE, job="12 of big")
+    path = lay(tmp_path, first)
+    clock.events.append(beating(path))
+    for second in (replace(HERE, job="12 of big"), replace(HERE, job="13 of big", restart=1)):
+        with pytest.raises(RunFolderError):
+            take(tmp_path, second)
+    before = clock.now
+    may_take(tmp_path, replace(HERE, job="12 of big", restart=1))
+    assert clock.now == before
+
+
+def test_owner_that_was_replaced_while_it_stood_still_writes_no_more(clock: Clock, tmp_path: Path) -> None:
+    first = take(tmp_path, HERE)
+    first.require()
+    lay(tmp_path, ELSEWHERE, number=2)
+    with pytest.raises(RunFolderError, match=naming(tmp_path, "process 4711 of ann on n7", "writes nothing more")):
+        first.require()
+    (tmp_path / ".owner-1").unlink()  # as the second one does
+    first.release()
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
+
+
+def test_owner_lives_by_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    with owning(tmp_path):
+        path = tmp_path / ".owner-1"
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 60
+        while module._beat_of(path) == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_owner_is_one_of_many_that_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
+    lay(tmp_path, dead_here(), number=5)
+    start = threading.Barrier(8)
+
+    def run(_: int) -> module.Owner | None:
+        start.wait()
+        try:
+            return take(tmp_path, HERE)
+        except RunFolderError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        owners = [owner for owner in pool.map(run, range(8)) if owner]
+    assert len(owners) == 1
+    owners[0].require()
+    owners[0].release()
+
+
+def test_owner_that_looked_long_ago_does_not_own_a_number_that_others_had(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saw 1 gone; meanwhile 2 came and went, and 3 came, and removed the files before its own."""
+    old = lay(tmp_path, dead_here())
+
+    def create_late(path: Path, text: bytes) -> bool:
+        monkeypatch.setattr(module, "_create", create)
+        old.unlink()
+        clock.events.append(beating(lay(tmp_path, ELSEWHERE, number=3)))
+        return create(path, text)
+
+    create = module._create
+    monkeypatch.setattr(module, "_create", create_late)
+    with pytest.raises(RunFolderError, match=naming("process 4711 of ann on n7")):
+        take(tmp_path, HERE)
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-3"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_owner_is_known_where_there_are_no_hard_links(
+    code: int, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuses)
+    with owning(tmp_path):
+        assert not module._create(tmp_path / ".owner-1", b"")
+        with pytest.raises(RunFolderError, match=naming(f"process {os.getpid()}")):
+            take(tmp_path, HERE)
+
+
+def test_owner_whose_link_was_made_and_whose_answer_was_lost_owns(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS, whose client asks again."""
+
+    def link_twice(one: Path, other: Path) -> None:
+        link(one, other)
+        link(one, other)
+
+    link = os.link
+    monkeypatch.setattr(os, "link", link_twice)
+    may_take(tmp_path)
+    assert clock.now == 100
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EXDEV])
+def test_owner_whose_claim_cannot_be_made_says_so_and_leaves_nothing(
+    code: int, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        assert clock.now < 1000, "tried for ever"
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", fails)
+    with pytest.raises(RunFolderError, match=naming("cannot write", tmp_path, os.strerror(code))):
+        take(tmp_path, HERE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_owner_of_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=naming("cannot write", tmp_path / "file/run")):
+        take(tmp_path / "file/run", HERE)

@@ -1,0 +1,128 @@
+"""A run that is asked to stop: what it hears, from whom, and that it says so at once."""
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import enumerate as enumerate_threads
+
+import pytest
+
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.step import stop_request
+from bigbatch.trainer.step.signals import STOP_SIGNALS
+from bigbatch.trainer.step.stop_request import Stopped, StopRequest, leave_stopped
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield StopRequest()
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def alone() -> Control:
+    return Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+
+
+def test_signals_let_a_second_ctrl_c_interrupt_at_once(stop: StopRequest) -> None:
+    assert not stop.is_set
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.is_set
+    assert stop.signal_name == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def wait_until_told(stop: StopRequest) -> None:
+    """Until the listener has written down how far the main thread is: from then on the next boundary is the one."""
+    departure, deadline = stop._departure, time.monotonic() + 5
+    while not departure._has_told:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_stop_is_acknowledged_and_due_at_the_next_boundary(stop: StopRequest, number: signal.Signals) -> None:
+    said: SimpleQueue[str] = SimpleQueue()
+    with stop.watch(alone(), acknowledge=said.put):
+        assert not stop.is_due()
+        os.kill(os.getpid(), number)
+        assert said.get(timeout=5) == number.name
+        wait_until_told(stop)
+        assert stop.is_due()
+        with pytest.raises(Stopped):
+            stop.leave_if_due()
+    assert said.empty()
+    assert signal.set_wakeup_fd(-1) == -1, "nothing listens any more"
+
+
+def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+    said: SimpleQueue[str] = SimpleQueue()
+    with stop.watch(alone(), acknowledge=said.put):
+        stop._departure.ask()
+        assert said.get(timeout=5) == stop.asked_by == "another rank's signal"
+        assert stop.is_due()
+    assert not stop.is_set
+
+
+def test_stop_that_came_before_it_was_watched_for_is_not_lost(stop: StopRequest) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not stop.is_due(), "nobody asks it, as in bigbatch doctor"
+    said: SimpleQueue[str] = SimpleQueue()
+    with stop.watch(alone(), acknowledge=said.put):
+        assert said.get(timeout=5) == "SIGTERM"
+
+
+def test_stop_of_a_forked_process_is_its_own(stop: StopRequest) -> None:
+    said: SimpleQueue[str] = SimpleQueue()
+    with stop.watch(alone(), acknowledge=said.put):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
+            child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.05)
+    assert said.empty()
+
+
+def test_stop_that_nobody_can_be_told_of_is_agreed_on_all_the_same(stop: StopRequest) -> None:
+    def lost(asked_by: str) -> None:
+        raise BrokenPipeError
+
+    with stop.watch(alone(), acknowledge=lost):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until_told(stop)
+        assert stop.is_due()
+
+
+def test_stop_is_listened_for_no_longer_though_a_forked_process_lives_on(stop: StopRequest) -> None:
+    with stop.watch(alone(), acknowledge=print), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
+        if not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+    names = {thread.name for thread in enumerate_threads()}
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert "bigbatch-stop" not in names
+
+
+def test_stopped_rank_leaves_its_code_in_the_file_that_its_launcher_made(tmp_path: Path) -> None:
+    file = tmp_path / "stopped"
+    env = replace(ALONE, stopped_file=file)
+    assert leave_stopped(ALONE) == leave_stopped(env) == 130
+    assert not file.exists(), "a host that does not see it makes none"
+    file.touch()
+    assert leave_stopped(env) == 0
+    assert file.read_text() == "130"

@@ -1,0 +1,137 @@
+"""From a config to its loss and metrics; own ones are tried before the first step, on a few random logits."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.errors import ConfigError, nearest
+from bigbatch.trainer.config.dotted import import_owner
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.score import CROSS_ENTROPY, metric_entries
+from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
+
+NUM_TRIED = 4
+"""Pictures: an even number, as they are tried in halves, too."""
+
+
+def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what training minimises: the sum over a microbatch's pictures. Raises: ConfigError for an unfit one."""
+    optimizer = config.optimizer
+    if optimizer.loss == CROSS_ENTROPY:
+        return partial(_sum_of_cross_entropies, label_smoothing=optimizer.label_smoothing)
+    own = _own_loss(config, device)
+    return lambda logits_BK, targets: own(logits_BK, targets).sum()
+
+
+def make_score(config: Config, device: torch.device) -> Score:
+    """Return what an evaluation counts. Raises: ConfigError for an unfit loss or metric."""
+    losses = cross_entropies if config.optimizer.loss == CROSS_ENTROPY else _own_loss(config, device)
+    metrics = {
+        name: _own_metric(dotted, options, key=f"run.metrics: {name}={dotted}", config=config, device=device)
+        for name, dotted, options in metric_entries(config.run.metrics)
+    }
+    return Score(losses, metrics)
+
+
+def _sum_of_cross_entropies(logits_BK: Tensor, targets: Tensor, *, label_smoothing: float) -> Tensor:
+    return F.cross_entropy(logits_BK, targets, label_smoothing=label_smoothing, reduction="sum")
+
+
+def _own_loss(config: Config, device: torch.device) -> PerPicture:
+    optimizer, augment = config.optimizer, config.augment
+    key = f"optimizer.loss={optimizer.loss}"
+    own = _make(optimizer.loss, optimizer.loss_options or {}, key=key, device=device)
+    logits_BK, labels_B = _noise(config.data.num_classes, device)
+    tried = [labels_B]
+    if augment.mixup_alpha or augment.cutmix_alpha:
+        tried.append(F.one_hot(labels_B, config.data.num_classes).float().lerp(logits_BK.softmax(1), 0.25))
+    for targets in tried:
+        losses_B = _try(own, logits_BK.requires_grad_(), targets, key=key)
+        if losses_B.ndim != 1 or not losses_B.requires_grad:
+            gives = "no gradient" if losses_B.ndim == 1 else f"numbers of shape {tuple(losses_B.shape)}"
+            raise ConfigError(f"{key} gives {gives}: a loss gives one number for each picture, with a gradient")
+    return own
+
+
+def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Config, device: torch.device) -> Metric:
+    own = _make(dotted, options, key=key, device=device)
+    result = getattr(own, "result", None)
+    with torch.no_grad():
+        values = _try(own, *_noise(config.data.num_classes, device), key=key)
+    if values.ndim > 2 or (values.ndim == 2 and result is None):
+        raise ConfigError(
+            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} pictures: give one for each, whose "
+            "mean is the figure, or several, and the method result, which makes the figure of their sums"
+        )
+    metric = Metric(own, width=values[0].numel(), result=result)
+    sums_M = values.double().reshape(NUM_TRIED, -1).sum(0).cpu()
+    try:
+        metric.figure(sums_M, count=NUM_TRIED)
+    except Exception as error:  # others' code may raise anything, and is to be told of it here
+        raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {_words(error)}") from error
+    return metric
+
+
+def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerPicture:
+    """Import what has that dotted name: a class is made with options, a function gets them at each call."""
+    try:
+        module, own_name = import_owner(dotted)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    found = getattr(module, own_name, None)
+    if not callable(found):
+        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        near = f"; the nearest is {nearest(own_name, callables)}" if callables else ""
+        raise ConfigError(f"{key}: {module.__name__} has no such class or function{near}")
+    if not isinstance(found, type):
+        return partial(found, **options)
+    try:
+        own = found(**options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key} does not take the options {dict(options)}: {_words(error)}") from error
+    if isinstance(own, nn.Module):
+        if any(True for _ in own.parameters()):
+            raise ConfigError(f"{key} has weights of its own, which nobody would train: move them into the model")
+        own.to(device)
+    if not callable(own):
+        raise ConfigError(f"{key}: its objects cannot be called with logits and labels")
+    return own
+
+
+def _noise(num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return logits (4, K) and labels (4), drawn without touching torch's default generators."""
+    logits_BK = torch.randn(NUM_TRIED, num_classes, generator=torch.Generator().manual_seed(0))
+    return logits_BK.to(device), (torch.arange(NUM_TRIED) % num_classes).to(device)
+
+
+def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Tensor:
+    """Return the numbers of each picture, which must not depend on the others. Raises: ConfigError."""
+    shapes = f"logits of shape {tuple(logits_BK.shape)} and targets of shape {tuple(targets.shape)}"
+    if targets.ndim == 2:
+        shapes += ", as augment.mixup_alpha and augment.cutmix_alpha make them"
+    try:
+        with torch.random.fork_rng([logits_BK.device] if logits_BK.device.type == "cuda" else []):
+            whole = own(logits_BK, targets)
+            halves = [own(*half) for half in zip(logits_BK.chunk(2), targets.chunk(2), strict=True)]
+    except Exception as error:  # others' code may raise anything, and is to be told of it here
+        raise ConfigError(f"{key} fails on {shapes}: {_words(error)}") from error
+    if not isinstance(whole, Tensor) or not whole.ndim or len(whole) != len(logits_BK):
+        given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"type {type(whole).__name__}"
+        raise ConfigError(
+            f"{key} gives what is of {given} for {shapes}, and not numbers for each picture: without a mean or sum, "
+            "as those of torch.nn give them with the option reduction: none"
+        )
+    if not torch.allclose(whole.double(), torch.cat(halves).double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ConfigError(
+            f"{key} gives a picture other numbers where other pictures are beside it: what it gives must not depend on "
+            "how a batch is divided"
+        )
+    return whole
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,50 @@
+"""Which settings of the model go together."""
+
+from collections.abc import Iterator
+
+from bigbatch.errors import nearest
+from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.sections import MODELS, ModelConfig
+
+LIBRARIES = ("torchvision:", "timm:")
+"""What names of models and weights in torchvision and timm begin with."""
+STATED_ELSEWHERE = {
+    "num_classes": "data.num_classes",
+    "weights": "model.weights",
+    "pretrained": "model.weights",
+    "checkpoint_path": "model.weights",
+}
+"""Arguments of a model -> the keys of the config that give them."""
+
+
+def is_foreign_model(name: str) -> bool:
+    """Tell whether the model is torchvision's, timm's or, by its dotted name, of some other package."""
+    return "." in name or ":" in name
+
+
+def check_model_name(name: str) -> Iterator[str]:
+    """Refuse a name of none of the forms; a package is not imported here: a host that submits jobs need not have it."""
+    if not is_foreign_model(name):
+        if name not in MODELS:
+            yield (
+                f"model.name={name} is none of {', '.join(MODELS)}; the nearest is {nearest(name.lower(), MODELS)}. "
+                "Others go by names such as timm:resnet18, torchvision:resnet18 and mypackage.models.Net"
+            )
+        return
+    _, colon, of_library = name.partition(":")
+    if not (of_library and name.startswith(LIBRARIES) if colon else is_dotted(name)):
+        yield (
+            f"model.name={name} is no name of a model: timm:resnet18, torchvision:resnet18 and mypackage.models.Net "
+            "are of the forms that there are"
+        )
+
+
+def check_model(model: ModelConfig) -> Iterator[str]:
+    """Refuse settings that contradict each other."""
+    if model.options is not None and not is_foreign_model(model.name):
+        yield f"model.options={model.options} has no meaning with model.name={model.name}: set it to null"
+    for argument, key in STATED_ELSEWHERE.items():
+        if is_foreign_model(model.name) and argument in (model.options or {}):
+            yield f"model.options must not give {argument}: {key} does"
+    if model.new_head and model.weights is None:
+        yield "model.new_head=True has no meaning without model.weights, as all weights are new: set it to false"

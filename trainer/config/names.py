@@ -1,0 +1,64 @@
+"""Which key was meant by a name that is none: a misspelt one, or that of another trainer."""
+
+from collections.abc import Iterable
+
+from bigbatch.errors import nearest
+
+OTHERS_NAMES = {
+    "amp": "optimizer.precision",
+    "amp_dtype": "optimizer.precision",
+    "auto_augment": "augment.randaugment_ops",
+    "batch_size": "batch.global_batch_size",
+    "clip_grad": "optimizer.clip_norm",
+    "clip_grad_norm": "optimizer.clip_norm",
+    "criterion": "optimizer.loss",
+    "cutmix": "augment.cutmix_alpha",
+    "data_path": "data.root",
+    "dist_backend": "comm.backend",
+    "dtype": "optimizer.precision",
+    "img_size": "data.image_size",
+    "learning_rate": "schedule.base_lr",
+    "log_interval": "run.log_every_steps",
+    "lr": "schedule.base_lr",
+    "lr_gamma": "schedule.gamma",
+    "lr_min": "schedule.end_lr",
+    "lr_scheduler": "schedule.name",
+    "lr_step_size": "schedule.milestone_epochs",
+    "lr_warmup_epochs": "schedule.warmup_epochs",
+    "min_lr": "schedule.end_lr",
+    "mixup": "augment.mixup_alpha",
+    "model_ema": "optimizer.ema_decay",
+    "model_ema_decay": "optimizer.ema_decay",
+    "opt": "optimizer.name",
+    "output": "run.directory",
+    "output_dir": "run.directory",
+    "pretrained": "model.weights",
+    "print_freq": "run.log_every_steps",
+    "sched": "schedule.name",
+    "smoothing": "optimizer.label_smoothing",
+    "sync_bn": "batch.bn_span",
+    "torchcompile": "compute.compile",
+    "train_crop_size": "data.image_size",
+    "verbose": "run.log_every_steps",
+    "wd": "optimizer.weight_decay",
+    "workers": "data.num_threads",
+    "num_workers": "data.num_threads",
+}
+"""What PyTorch's ImageNet example, timm's train.py and torchvision's references call what a key of ours sets."""
+
+LEAST_LIKENESS = 0.6
+"""Of difflib: names less alike are no misspelling."""
+
+
+def meant_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name that was meant, in whatever section; empty where none is like it."""
+    known = list(known)
+    last = name.rpartition(".")[2].replace("-", "_")
+    if OTHERS_NAMES.get(last) in known:
+        return OTHERS_NAMES[last]
+    # without its section in the second place: that may be another one, or not be there
+    whole = {each: each for each in known} if "." in name else {}
+    for words, word in ((whole, name.replace("-", "_")), ({each.rpartition(".")[2]: each for each in known}, last)):
+        if near := nearest(word, words, cutoff=LEAST_LIKENESS):
+            return words[near]
+    return ""

@@ -1,0 +1,38 @@
+"""All that is wrong with an experiment in one answer, and nothing that only follows from something wrong."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bigbatch.errors import ConfigError
+
+
+class Refusals:
+    """Gathers refusals while an experiment is read, to raise them together."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._doubtful: set[str] = set()
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Keep a ConfigError that is raised within; the value of key, if any, may not be what was meant."""
+        try:
+            yield
+        except ConfigError as error:
+            self._lines += map(str, error.args)
+            if key:
+                self._doubtful.add(key)
+
+    @contextmanager
+    def finally_of(self) -> Iterator[None]:
+        """Raise all that was kept, with those lines of a ConfigError raised within that name no doubtful key."""
+        try:
+            yield
+        except ConfigError as error:
+            self._lines += [line for line in map(str, error.args) if not self._doubts(line)]
+        if self._lines:
+            raise ConfigError(*self._lines)
+
+    def _doubts(self, line: str) -> bool:
+        return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", line) for key in self._doubtful)

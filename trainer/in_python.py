@@ -1,0 +1,75 @@
+"""Training from a script or a notebook: `bigbatch.train`."""
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from yaml import YAMLError
+
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.step.signals import STOP_SIGNALS
+from bigbatch.trainer.step.stop_request import leave_stopped
+from bigbatch.trainer.train import join, lead
+
+
+def train(
+    config: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    hooks: TrainingHooks | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Do one training run, as `bigbatch train` does; return its summary, as summary.json has it. Collective.
+
+    config: a YAML file, a packaged experiment such as quickstart, or a run folder. overrides: values by dotted key,
+    such as {"run.epochs": 2}. hooks are called on every rank; quiet prints nothing.
+    One process alone may train as often as it likes. A stop signal, as Ctrl-C is one, saves a checkpoint and then
+    raises SystemExit with the command's exit code 130: the same call goes on from there. Another Ctrl-C interrupts.
+    Raises: bigbatch.errors.UserError, whose message says what to do; ConfigError, one of these, outside of the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("bigbatch.train listens to signals, which reach the main thread alone: call it there")
+    hooks, env = hooks or TrainingHooks(), read_process_env()
+    words = [f"--{key}={_word(key, value)}" for key, value in (overrides or {}).items()]
+    experiment = load_config(["--config", str(config), *words])
+    with _signals_as_before():
+        job = join(experiment, env)
+        try:
+            summary = lead(experiment, job, watchers=hooks, is_quiet=quiet)
+        except BaseException:
+            job.communicator.abort()  # or the others would wait for this rank, whose process may go on
+            raise
+    if summary is None:
+        raise SystemExit(leave_stopped(env))
+    hooks.on_end(summary)
+    return summary
+
+
+def _word(key: str, value: Any) -> str:
+    """Return a value as the command line takes it. Raises: ConfigError for what no config can hold."""
+    if isinstance(value, str | Path):
+        return str(value)
+    try:
+        return as_yaml(value)
+    except YAMLError as error:
+        raise ConfigError(
+            f"{key}={value!r} is of type {type(value).__name__}: give text, a number, None, or lists and dicts of these"
+        ) from error
+
+
+@contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Put the handlers of stop signals back that a run takes."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

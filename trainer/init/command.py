@@ -1,0 +1,286 @@
+"""`bigbatch init`: look at a folder of pictures, write a recipe for them, and say what to type next."""
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import DataError, printable
+from bigbatch.exit_codes import FAILED
+from bigbatch.files import write_whole
+from bigbatch.trainer.config.file import load_config, packaged_configs
+from bigbatch.trainer.datasets.check import Finding, unprintable_findings
+from bigbatch.trainer.datasets.check_report import finding_lines
+from bigbatch.trainer.datasets.show_progress import show_progress
+from bigbatch.trainer.init.layout import Found, look
+from bigbatch.trainer.init.measure import Measured, measure
+from bigbatch.trainer.init.recipe import Facts, recipe_text
+from bigbatch.trainer.init.split import split_classes
+from bigbatch.trainer.init.tables import find_tables, unpack_tables
+from bigbatch.trainer.init.unpack import find_shards, unpack
+from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.listed import SPLITS, index_of, write_list
+from bigbatch.trainer.input.order import ImageIndex
+
+NUM_SHOWN = 3
+"""Cases of a finding that are named."""
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """Holds both splits; listed is what to write down of them where the folder itself does not part them."""
+
+    splits: Mapping[str, Images]
+    listed: dict[str, dict[str, list[str]]] | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a recipe, or nothing where there are problems; return the exit code. Raises: DataError; ConfigError."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.val_share < 1:
+        parser.error(f"--val-share {arguments.val_share} is not possible: give a share between 0 and 1")
+    if arguments.samples < 1 or arguments.seed < 0:
+        parser.error("--samples takes 1 or more, --seed 0 or more")
+    folder = arguments.unpack or arguments.folder
+    recipe = arguments.out or Path(f"{_plain_name(folder)}.yaml")
+    if recipe.suffix not in (".yaml", ".yml"):  # a list lies beside it, as .json
+        parser.error(f"--out {recipe} is not possible: give a file that ends in .yaml or .yml")
+    if not os.access(recipe.parent, os.W_OK | os.X_OK):
+        reason = "you may not write there" if recipe.parent.is_dir() else "there is no such folder"
+        parser.error(f"--out {recipe} is not possible: {recipe.parent}: {reason}")
+    columns = tuple(arguments.columns.split(",")) if arguments.columns else None
+    if columns is not None and len(columns) != 2:
+        parser.error(f"--columns {arguments.columns} is not possible: give two names, such as file,label")
+    findings = _unpack(arguments, columns) if arguments.unpack else []
+    found = look(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
+    pictures = _part(folder, found, val_share=arguments.val_share, seed=arguments.seed)
+    findings += [*found.findings, *_class_findings(pictures, folder)]
+    measured = None
+    if sum(map(len, pictures.splits.values())):
+        with show_progress(f"looking at {folder}") as on_progress:
+            measured = measure(
+                pictures.splits,
+                most_images=arguments.samples,
+                seed=arguments.seed,
+                num_workers=arguments.workers,
+                on_progress=on_progress,
+            )
+        findings += _unusable(pictures, measured, leave_out=arguments.leave_out)
+    if not arguments.force:
+        findings += _existing(recipe, recipe.with_suffix(".json") if pictures.listed else None)
+    findings.sort(key=lambda finding: not finding.is_problem)
+    for line in (*_summary(folder, found, pictures, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
+        print(line)
+    num_problems = sum(len(finding.cases) for finding in findings if finding.is_problem)
+    if num_problems or measured is None:
+        print(f"nothing written: {num_problems:,} problem(s)")
+        return FAILED
+    _write(recipe, pictures, measured, arguments=arguments)
+    for line in _next(recipe, pictures):
+        print(line)
+    return 0
+
+
+def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> list[Finding]:
+    folder, target, leave_out = arguments.folder, arguments.unpack, arguments.leave_out
+    shards, tables = find_shards(folder), find_tables(folder)
+    if not shards and tables is None:
+        raise DataError(f"{folder}: holds no *.tar, *.parquet, or data set that `datasets` saved; leave out --unpack")
+    with show_progress(f"unpacking {folder}", unit="bytes") as on_progress:
+        if tables is None:
+            return unpack(shards, target, on_progress=on_progress, leave_out=leave_out)
+        return unpack_tables(folder, tables, target, columns=columns, on_progress=on_progress, leave_out=leave_out)
+
+
+def _part(folder: Path, found: Found, *, val_share: float, seed: int) -> _Pictures:
+    if found.splits is not None:
+        return _Pictures(found.splits, None)
+    assert found.by_class is not None
+    listed = split_classes(found.by_class, val_share=val_share, seed=seed)
+    return _Pictures({split: index_of(str(folder), listed, split) for split in SPLITS}, listed)
+
+
+def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:
+    where, classes = str(folder), pictures.splits["train"].classes
+    if 0 < len(classes) < 2:
+        cases = (f"{folder}: {classes[0]} is the only one",)
+        yield Finding("fewer than two classes", where, cases, is_problem=True, meaning="there is nothing to tell apart")
+    if pictures.listed:
+        yield from unprintable_findings(where, classes)
+        val, train = pictures.listed["val"], pictures.listed["train"]
+        if single := tuple(name for name in classes if not val[name] and train[name]):
+            meaning = "it trains; how well the class is told is not measured"
+            yield Finding("class with one picture", where, single, is_problem=False, meaning=meaning)
+        if single and not any(val.values()):
+            yield _nothing_to_validate(where)
+
+
+def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> Iterator[Finding]:
+    """Name unusable pictures; with leave_out take them out of what is to be listed."""
+    listed = pictures.listed if leave_out else None
+    advice = "replace or remove it" + (", or give --leave-out" if pictures.listed and not leave_out else "")
+    for split, found in measured.faults.items():
+        if not found:
+            continue
+        meaning = advice if listed is None else "left out"
+        yield Finding("unusable picture", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
+        if listed is not None:
+            index = pictures.splits[split]
+            assert isinstance(index, ImageIndex)
+            gone = {index.paths[position] for position in found}
+            for name, paths in listed[split].items():
+                listed[split][name] = [path for path in paths if path not in gone]
+    if listed is not None and any(measured.faults.values()):
+        if empty := tuple(name for name, paths in listed["train"].items() if not paths):
+            meaning = "add some, or remove it"
+            yield Finding("class without usable pictures", "train", empty, is_problem=True, meaning=meaning)
+        if not any(listed["val"].values()):
+            yield _nothing_to_validate("val")
+
+
+def _nothing_to_validate(where: str) -> Finding:
+    cases = ("of no class a picture is left to validate with",)
+    return Finding("nothing to validate with", where, cases, is_problem=True, meaning="add pictures")
+
+
+def _existing(*paths: Path | None) -> Iterator[Finding]:
+    if cases := tuple(f"{path}" for path in paths if path is not None and os.path.lexists(path)):
+        yield Finding(
+            "file that exists", "output", cases, is_problem=True, meaning="name another --out, or give --force"
+        )
+
+
+def _summary(folder: Path, found: Found, pictures: _Pictures, measured: Measured | None) -> Iterator[str]:
+    splits = pictures.splits
+    counts = " and ".join(
+        f"{len(images):,} to {word}" for word, images in zip(("train", "validate"), splits.values(), strict=True)
+    )
+    yield printable(f"{folder}: {found.what}; {len(splits['train'].classes):,} classes, pictures {counts}")
+    if measured is not None:
+        short, long = measured.short_side_pixels, measured.long_side_pixels
+        yield (
+            f"{measured.num_images:,} of them decoded: sides of {short.smallest:,} to {long.largest:,} pixels, "
+            f"{short.median:,.0f} x {long.median:,.0f} in the median"
+        )
+
+
+def _write(recipe: Path, pictures: _Pictures, measured: Measured, *, arguments: argparse.Namespace) -> None:
+    """Write the list, where there is one, and then the recipe. Raises: DataError; ConfigError, before anything."""
+    folder: Path = arguments.unpack or arguments.folder
+    root, counts = folder, {split: len(images) for split, images in pictures.splits.items()}
+    if pictures.listed is not None:
+        root = recipe.with_suffix(".json")
+        counts = {split: sum(map(len, by_class.values())) for split, by_class in pictures.listed.items()}
+    text = recipe_text(
+        arguments.like,
+        Facts(
+            root=str(root),
+            num_classes=len(pictures.splits["train"].classes),
+            num_train=counts["train"],
+            num_val=counts["val"],
+            mean=measured.mean,
+            std=measured.std,
+            num_averaged=measured.num_averaged,
+            seed=arguments.seed,
+            short_side_pixels=measured.short_side_pixels,
+        ),
+    )
+    try:
+        if pictures.listed is not None:
+            write_list(root, folder, pictures.listed, val_share=arguments.val_share, seed=arguments.seed)
+        write_whole(recipe, text.encode())
+    except OSError as error:
+        raise DataError(f"{recipe}: cannot be written ({error.strerror}); name another --out") from error
+
+
+def _next(recipe: Path, pictures: _Pictures) -> Iterator[str]:
+    config = load_config(["--config", str(recipe)])
+    also = f" and {config.data.root}" if pictures.listed is not None else ""
+    yield printable(f"written: {recipe}{also}; next:")
+    example = pictures.splits["val"].name(0)
+    if not os.path.isfile(example):  # but a place in a shard
+        example = "PICTURE.jpg"
+    paths = (config.data.root, str(recipe), config.run.directory, example)
+    root, config_file, run, picture = (f"./{path}" if path.startswith("-") else path for path in paths)
+    for words in (["data", "check", root], ["train", "--config", config_file], ["predict", run, picture]):
+        yield f"  bigbatch {' '.join(map(_typed, words))}"
+    yield "on several GPUs put `launch local --` before train, on several machines see `bigbatch launch --help`"
+
+
+def _typed(word: str) -> str:
+    """Return a word as it is typed into a shell; what no terminal shows by its bytes, as bash and zsh read them."""
+    if word.isprintable():
+        return shlex.quote(word)
+    bytewise = (c if c.isprintable() and c not in "\\'" else _bytes_of(c) for c in word)
+    return f"$'{''.join(bytewise)}'"
+
+
+def _bytes_of(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+
+
+def _plain_name(folder: Path) -> str:
+    """Return the folder's name in letters that need no quotes."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.") or "mine"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch init",
+        description="Look at the pictures of FOLDER and write a recipe for them that extends a packaged one. They lie "
+        "as FOLDER/train/<class>/ and FOLDER/val/<class>/, as FOLDER/<class>/, or anywhere in FOLDER with a CSV of "
+        "labels. Where FOLDER does not part them, a list beside the recipe says which ones train; no picture is copied "
+        "or moved. Everything that is wrong is told at once, and then nothing is written; exit code 1.",
+        epilog="example: bigbatch init data/flowers --val-share 0.2",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the pictures are")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the recipe to write, .yaml or .yml (default: <name of FOLDER>.yaml)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a recipe and a list that exist")
+    parser.add_argument(
+        "--like",
+        default="imagenette",
+        choices=packaged_configs(),
+        metavar="NAME",
+        help="packaged experiment to extend (default: %(default)s)",
+    )
+    parser.add_argument("--labels", type=Path, metavar="CSV", help="the table of labels (default: FOLDER's only CSV)")
+    parser.add_argument(
+        "--columns",
+        metavar="PICTURE,LABEL",
+        help="names of a table's two columns (default: those it tells, or the first two)",
+    )
+    parser.add_argument(
+        "--unpack",
+        type=Path,
+        metavar="TARGET",
+        help="FOLDER holds WebDataset's shards, or an image data set of Hugging Face's: make class folders of them in "
+        "TARGET, and a recipe for those",
+    )
+    parser.add_argument(
+        "--val-share",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="of each class to validate with, where FOLDER does not part them (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of split and sample (default: %(default)s)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="most pictures to decode for sizes, mean and std (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--leave-out",
+        action="store_true",
+        help="go on without unusable pictures of what is listed, and without labels and pictures that lack the other",
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    return parser

@@ -1,0 +1,112 @@
+"""A CSV of labels: which picture is of which class, and which lines and pictures have no counterpart."""
+
+import csv
+import io
+import posixpath
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import DataError, shortened
+from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+
+
+@dataclass(frozen=True)
+class Table:
+    """Holds what a CSV says about pictures."""
+
+    labels: dict[str, str]
+    """Path of a picture -> its class."""
+    faults: dict[str, list[str]]
+    """Kind -> its cases, of each kind that there may be."""
+    names: Sequence[str] | None
+    """The first line, where it was taken for the names of the columns without being told."""
+
+
+def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> Table:
+    """Read a CSV with a line for each of images (paths below a folder): comma, semicolon or tab, UTF-8.
+
+    Pictures go by path or name, also without suffix, as long as that is of one picture: a line can name none outside of
+    the folder. Raises: DataError for what is no such file.
+    """
+    known = _names(images)
+    rows = _read(path)
+    file_at, label_at = _places(path, rows, columns)
+    is_header = columns is not None or not (_find(rows[0][1][0], known) or _is_image(rows[0][1][0]))
+    labels: dict[str, str] = {}
+    lost, blank, twice = [], [], {}
+    for number, row in rows[is_header:]:
+        where = f"{path.name} line {number}"
+        if len(row) <= max(file_at, label_at) or not row[label_at].strip():
+            blank.append(f"{where}: {shortened(row)}")
+            continue
+        image, label = _find(row[file_at], known), row[label_at].strip()
+        if image is None:
+            lost.append(f"{where}: {row[file_at]}")
+        elif labels.setdefault(image, label) != label:
+            twice[image] = f"{where}: {image} is {labels[image]} and {label}"
+    if not labels:
+        raise DataError(
+            f"{path}: no line of it names one of the {len(images):,} pictures beside it; it has {len(rows)} lines, the "
+            f"first is {shortened(rows[0][1])}: name its columns by --columns PICTURES,LABELS"
+        )
+    return Table(
+        {image: label for image, label in labels.items() if image not in twice},
+        {
+            "label without a picture": lost,
+            "picture without a label": [image for image in images if image not in labels],
+            "line without a label": blank,
+            "picture with two labels": [*twice.values()],
+        },
+        names=rows[0][1] if is_header and columns is None else None,
+    )
+
+
+def _read(path: Path) -> list[tuple[int, list[str]]]:
+    """Return lines that hold something, with their numbers."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        first = text.partition("\n")[0]
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), strict=True)
+        rows = [(reader.line_num, row) for row in reader if any(row)]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its name and permissions") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: is no CSV in UTF-8 ({error}); save it as one") from error
+    if not rows:
+        raise DataError(f"{path}: is empty; give it a line for each picture: its name, its class")
+    return rows
+
+
+def _places(path: Path, rows: Sequence[tuple[int, list[str]]], columns: tuple[str, str] | None) -> tuple[int, int]:
+    first = [name.strip() for name in rows[0][1]]
+    if columns is None and len(first) < 2:
+        raise DataError(f"{path}: has one column, {first[0]!r}; give it two: the picture's name and its class")
+    missing = [name for name in columns or () if name not in first]
+    if missing:
+        raise DataError(f"{path}: has no column {missing[0]!r}; its first line names {shortened(first)}")
+    return (first.index(columns[0]), first.index(columns[1])) if columns else (0, 1)
+
+
+def _find(name: str, known: dict[str, str | None]) -> str | None:
+    return known.get(posixpath.normpath(name.strip()))
+
+
+def _names(images: Sequence[str]) -> dict[str, str | None]:
+    """Return the picture that each name stands for: None where it is that of several."""
+    known: dict[str, str | None] = {}
+    for image in images:
+        for name in {*_shorter(image)} - {image}:
+            known[name] = None if name in known else image
+    # last, as a whole path is always of one picture
+    return known | {image: image for image in images}
+
+
+def _shorter(image: str) -> Iterator[str]:
+    for name in (image, posixpath.basename(image)):
+        yield name
+        yield posixpath.splitext(name)[0]
+
+
+def _is_image(name: str) -> bool:
+    return name.strip().lower().endswith(IMAGE_SUFFIXES)

@@ -1,0 +1,135 @@
+"""What a folder of pictures holds: both splits, class folders that are still to be split, or pictures and a table."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import DataError, shortened
+from bigbatch.trainer.datasets.check import Finding, class_findings, listing_findings
+from bigbatch.trainer.datasets.listing import list_folder, open_listing
+from bigbatch.trainer.init.labels import read_labels
+from bigbatch.trainer.init.tables import find_tables
+from bigbatch.trainer.init.unpack import find_shards
+from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.listed import SPLITS
+from bigbatch.trainer.input.order import IMAGE_SUFFIXES, list_names
+from bigbatch.trainer.input.shards import is_packed
+
+_LAYOUTS = "FOLDER/<class>/<picture>, FOLDER/train and FOLDER/val with class folders, or pictures and a CSV of labels"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Says what lies in a folder, and what is wrong with it."""
+
+    what: str
+    findings: tuple[Finding, ...]
+    splits: Mapping[str, Images] | None = None
+    """Both, where the folder has them."""
+    by_class: Mapping[str, Sequence[str]] | None = None
+    """Else pictures, as paths below the folder, of each class."""
+
+
+def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool) -> Found:
+    """List the pictures of folder, without reading any; labels names a CSV that is not the only one in it.
+
+    columns: names of the two that hold pictures and labels, if not the first two. leave_out: a picture without a label
+    or a label without a picture is no problem. Raises: DataError where there is no way to list them.
+    """
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the pictures"
+        )
+    folders, files = list_names(folder, want_folders=True)
+    _refuse_foreign(folder)
+    tables = [labels] if labels else [folder / name for name in files if name.lower().endswith(".csv")]
+    if labels is None:
+        splits = [split for split in SPLITS if split in folders and _is_split(folder / split)]
+        if len(splits) == len(SPLITS):
+            return _both_splits(folder)
+        if splits:
+            (has,), (lacks,) = splits, {*SPLITS} - {*splits}
+            hint = f"; to split it, name {folder / has}" if has == "train" else ""
+            raise DataError(f"{folder}: holds {has}/ and no {lacks}/ with class folders: add that{hint}")
+    num_loose = sum(name.lower().endswith(IMAGE_SUFFIXES) for name in files)
+    if tables and (labels or num_loose or len(folders) < 2):
+        return _flat(folder, tables, columns=columns, leave_out=leave_out)
+    if num_loose > 0:
+        raise DataError(
+            f"{folder}: holds {num_loose:,} pictures that are in no class folder, and no CSV: give --labels FILE, "
+            "with a line for each picture (its name, its class), or move them into a folder for each class"
+        )
+    return _class_folders(folder)
+
+
+def _is_split(folder: Path) -> bool:
+    """Tell a split from a class of that name: pictures of trains lie in train/ directly."""
+    return is_packed(folder) or bool(list_names(folder, want_folders=True)[0])
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if find_tables(folder):
+        raise DataError(f"{folder}: is a data set of Hugging Face's: give --unpack TARGET to make class folders of it")
+    if find_shards(folder):
+        raise DataError(f"{folder}: holds tar archives: give --unpack TARGET if they are WebDataset's shards")
+
+
+def _both_splits(folder: Path) -> Found:
+    listings = {split: open_listing(folder, split) for split in SPLITS}
+    splits = {split: listing.images for split, listing in listings.items()}
+    findings = class_findings(folder, splits)
+    for split, listing in listings.items():
+        findings += listing_findings(split, listing)
+    return Found("train and val", tuple(findings), splits=splits)
+
+
+def _class_folders(folder: Path) -> Found:
+    listing = list_folder(folder)
+    images, where = listing.images, str(folder)
+    by_class: dict[str, list[str]] = {name: [] for name in images.classes}
+    for position in range(len(images)):
+        path = images.name(position).removeprefix(f"{folder}/")
+        by_class[path.partition("/")[0]].append(path)
+    findings = listing_findings(where, listing)
+    if empty := tuple(f"{folder / name}" for name, paths in by_class.items() if not paths):
+        meaning = f"fill or remove it; a picture ends in {', '.join(IMAGE_SUFFIXES)}"
+        findings.append(Finding("class without pictures", where, empty, is_problem=True, meaning=meaning))
+    if not by_class:
+        findings.append(Finding("no pictures", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
+    return Found("class folders", tuple(findings), by_class=by_class)
+
+
+def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | None, leave_out: bool) -> Found:
+    if len(tables) > 1:
+        names = ", ".join(path.name for path in tables[:5])
+        raise DataError(f"{folder}: holds {len(tables)} CSV files ({names}): name that of the labels by --labels")
+    unlisted: list[str] = []
+    table = read_labels(tables[0], sorted(_walk(folder, folder, unlisted)), columns=columns)
+    by_class: dict[str, list[str]] = defaultdict(list)
+    for path, label in table.labels.items():
+        by_class[label].append(path)
+    meaning = "left out" if leave_out else "mend the table, or give --leave-out"
+    findings = [
+        Finding(kind, str(tables[0]), tuple(cases), is_problem=not leave_out, meaning=meaning)
+        for kind, cases in table.faults.items()
+        if cases
+    ]
+    if unlisted:
+        findings.append(Finding("folder that cannot be listed", str(folder), tuple(unlisted), is_problem=True))
+    names = f", its first line taken for names: {shortened(table.names)}" if table.names else ""
+    return Found(f"pictures with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
+
+
+def _walk(folder: Path, root: Path, unlisted: list[str]) -> Iterator[str]:
+    """Yield pictures below folder, as paths below root; a link to a folder is not followed, it may be a circle."""
+    try:
+        folders, _ = list_names(folder, want_folders=True)
+        images, _ = list_names(folder, want_folders=False)
+    except DataError as error:
+        unlisted.append(str(error))
+        return
+    yield from (str((folder / name).relative_to(root)) for name in images if not name.startswith("."))
+    for name in folders:
+        if not (folder / name).is_symlink():
+            yield from _walk(folder / name, root, unlisted)

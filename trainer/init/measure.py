@@ -1,0 +1,107 @@
+"""What a sample of the pictures is like: sides, mean and standard deviation of their pixels, and which are unusable."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.check import Spread, spread
+from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.order import epoch_order
+
+PART_IMAGES = 32
+LEVELS = np.arange(256) / 255
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Says what was found in a sample of all splits; mean and std are those of its training pictures."""
+
+    num_images: int
+    """All that were looked at, good or not."""
+    num_averaged: int
+    mean: tuple[float, ...]
+    """Of red, green and blue on the scale 0 to 1; each picture counts alike, whatever its size."""
+    std: tuple[float, ...]
+    """Of the pixels around that mean, in the same way."""
+    short_side_pixels: Spread
+    long_side_pixels: Spread
+    faults: dict[str, dict[int, str]]
+    """Split -> position of an unusable picture -> a line that begins with its path."""
+
+
+def measure(
+    splits: Mapping[str, Images],
+    *,
+    most_images: int,
+    seed: int,
+    num_workers: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Measured:
+    """Decode at most so many pictures, drawn by seed from all splits.
+
+    Raises: DataError if no training picture among them is good; ConfigError for an impossible num_workers.
+    """
+    total = sum(map(len, splits.values()))
+    chosen_N = np.sort(epoch_order(seed=seed, epoch=0, num_samples=total)[:most_images])
+    tasks: list[tuple[str, list[int]]] = []
+    first = 0
+    for split, images in splits.items():
+        own_N = chosen_N[(chosen_N >= first) & (chosen_N < first + len(images))] - first
+        tasks += [(split, own_N[at : at + PART_IMAGES].tolist()) for at in range(0, len(own_N), PART_IMAGES)]
+        first += len(images)
+    rows: list[np.ndarray] = []
+    sides: list[np.ndarray] = []
+    faults: dict[str, dict[int, str]] = {split: {} for split in splits}
+    num_done = 0
+    for (split, positions), (found_N8, bad) in zip(
+        tasks, in_parallel(partial(_examine, dict(splits)), tasks, num_workers=num_workers), strict=True
+    ):
+        sides.append(found_N8[:, :2])
+        faults[split].update(bad)
+        if split == "train":
+            rows.append(found_N8[:, 2:])
+        num_done += len(positions)
+        if on_progress:
+            on_progress(num_done, len(chosen_N))
+    moments_N6 = np.concatenate([np.empty((0, 6)), *rows])
+    if not len(moments_N6):
+        reasons = [reason for bad in faults.values() for reason in bad.values()]
+        raise DataError(f"no picture of {num_done:,} is usable; the first: {reasons[0] if reasons else 'none trains'}")
+    means_3, squares_3 = np.split(moments_N6.mean(axis=0), 2)
+    sides_N2 = np.concatenate(sides)
+    return Measured(
+        num_images=num_done,
+        num_averaged=len(moments_N6),
+        mean=tuple(means_3.tolist()),
+        std=tuple(np.sqrt(np.maximum(squares_3 - means_3**2, 0)).tolist()),
+        short_side_pixels=spread(sides_N2.min(axis=1).astype(int)),
+        long_side_pixels=spread(sides_N2.max(axis=1).astype(int)),
+        faults=faults,
+    )
+
+
+def _examine(splits: Mapping[str, Images], task: tuple[str, list[int]]) -> tuple[np.ndarray, dict[int, str]]:
+    """Return (height, width, three means, three means of squares) of each good picture, and what the others lack."""
+    split, positions = task
+    rows, bad = [], {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large pictures
+        for position in positions:
+            path = splits[split].name(position)
+            try:
+                image = open_image(splits[split].read(position), path=path).convert("RGB")
+            except DataError as error:
+                bad[position] = str(error)
+            except Exception as error:  # one bad file must not end it, whatever a decoder makes of it
+                bad[position] = f"{path}: cannot be used ({' '.join(str(error).split())}); replace or remove it"
+            else:
+                # counts of 256 levels: exact, and a picture of any size costs no array of floats
+                shares_C256 = np.reshape(image.histogram(), (3, 256)) / (image.height * image.width)
+                rows.append([image.height, image.width, *(shares_C256 @ LEVELS), *(shares_C256 @ LEVELS**2)])
+    return np.reshape(rows, (-1, 8)), bad

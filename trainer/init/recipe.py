@@ -1,0 +1,91 @@
+"""An experiment on pictures of one's own: what it states beside the packaged one that it extends."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.trainer.config.batch import largest_divisor
+from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.datasets.check import Spread
+
+MIN_STEPS = 8
+"""Updates in an epoch below which the base's batch is made smaller."""
+LEAST_BATCH = 16
+"""Smaller ones leave batch norm too few pictures, as long as there are so many."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Says what a recipe must know of the pictures."""
+
+    root: str
+    num_classes: int
+    num_train: int
+    num_val: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    num_averaged: int
+    """Training pictures that mean and std are of."""
+    seed: int
+    short_side_pixels: Spread
+
+
+def recipe_text(like: str, facts: Facts) -> str:
+    """Return the file. Raises: ConfigError where the packaged experiment like does not suit such pictures."""
+    base = load_config(["--config", like])
+    batch = base.batch.global_batch_size
+    sizes = _batch(base, num_train=facts.num_train)
+    stated: dict[str, dict[str, tuple[Any, str]]] = {
+        "data": {
+            "root": (facts.root, ""),
+            "num_classes": (facts.num_classes, ""),
+            "image_size": (_image_size(base, facts.short_side_pixels), _of_sides(facts.short_side_pixels)),
+            "mean": (
+                [round(value, 4) for value in facts.mean],
+                f"of {facts.num_averaged:,} training pictures, seed {facts.seed}",
+            ),
+            "std": ([round(value, 4) for value in facts.std], "the same"),
+        },
+        "batch": {
+            "global_batch_size": (sizes[0], f"{facts.num_train // sizes[0]:,} steps in an epoch"),
+            "microbatch_size": (sizes[1], ""),
+            "bn_span": (sizes[2], ""),
+        },
+    }
+    if sizes[0] != batch:
+        base_lr = base.schedule.base_lr
+        stated["schedule"] = {"base_lr": (base_lr * sizes[0] / batch, f"{base_lr:g} x {sizes[0]} / {batch}")}
+    words = [f"--{section}.{key}={as_yaml(v)}" for section, keys in stated.items() for key, (v, _) in keys.items()]
+    load_config(["--config", like, *words])  # refuses what does not go together before anything is written
+    lines = [
+        f"# {facts.num_classes:,} classes, {facts.num_train:,} training and {facts.num_val:,} validation pictures, "
+        "looked at by `bigbatch init`.",
+        f"base: {like}",
+    ]
+    for section, keys in stated.items():
+        lines.append(f"{section}:")
+        lines += [f"  {key}: {as_yaml(value)}{f' # {why}' if why else ''}" for key, (value, why) in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _image_size(base: Config, short_side: Spread) -> int:
+    """Return the base's size, or a smaller one of whole 32s that half of the pictures need not be enlarged for."""
+    if base.data.crop == "padded" or base.data.train_sizes or short_side.median >= base.data.image_size:
+        return base.data.image_size
+    return max(32, int(short_side.median) // 32 * 32)
+
+
+def _of_sides(side: Spread) -> str:
+    return f"the median of the shorter sides is {side.median:,.0f} pixels"
+
+
+def _batch(base: Config, *, num_train: int) -> tuple[int, int, int]:
+    """Return global batch, microbatch and span: the base's, or smaller ones where an epoch would have too few steps."""
+    batch = base.batch
+    if num_train // batch.global_batch_size >= MIN_STEPS:
+        return batch.global_batch_size, batch.microbatch_size, batch.bn_span
+    # a power of two, so that one, two and more ranks can share it
+    wanted = max(num_train // MIN_STEPS, min(LEAST_BATCH, num_train), 1)
+    size = 1 << (wanted.bit_length() - 1)
+    micro = largest_divisor(size, min(batch.microbatch_size, max(1, size // 2)))
+    return size, micro, largest_divisor(micro, min(batch.bn_span, micro))

@@ -1,0 +1,190 @@
+"""Hugging Face's image data sets on disk, Arrow or Parquet, become class folders: read by pyarrow alone."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import DataError, shortened
+from bigbatch.trainer.datasets.check import Finding
+from bigbatch.trainer.datasets.class_folders import StoredImage
+from bigbatch.trainer.init.unpack import Part, below, is_folder_name, lacking_findings, require_new, write_parts
+
+SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
+"""How data sets call the two splits that a run has."""
+IN_FOLDER = "dataset_dict.json"
+OF_SPLIT = "state.json"
+"""What `datasets` leaves in a folder that it saves splits to, and in that of a split."""
+MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
+BATCH_ROWS = 64
+"""Pictures in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Says which files of a folder to read, and which splits to leave."""
+
+    files: Mapping[str, Sequence[Path]]
+    """Split, train or val, or "" where there is one for both -> its files."""
+    others: Sequence[str] = ()
+    """Names of splits that a run does not read, such as test."""
+
+
+def find_tables(folder: Path) -> Tables | None:
+    """Find what `datasets.save_to_disk` wrote, or Parquet files; None where there are none. Raises: DataError."""
+    found = _saved(folder) or _parquet(folder)
+    if not found:
+        return None
+    files: dict[str, list[Path]] = defaultdict(list)
+    for name in found:
+        if name in SPLIT_NAMES:
+            files[SPLIT_NAMES[name]] += found[name]
+    others = [name for name in found if name not in SPLIT_NAMES]
+    if files.keys() == {"train", "val"}:
+        return Tables(files, others)
+    if "train" in files:  # a test set is no validation set: it would have chosen the model
+        return Tables({"": files["train"]}, others)
+    if len(found) == 1:
+        return Tables({"": next(iter(found.values()))})
+    raise DataError(f"{folder}: holds the splits {', '.join(found)}, and none is called train: name one's own folder")
+
+
+def unpack_tables(
+    folder: Path,
+    tables: Tables,
+    target: Path,
+    *,
+    columns: tuple[str, str] | None,
+    on_progress: Callable[[int, int], None],
+    leave_out: bool,
+) -> list[Finding]:
+    """Write target/<class>/<picture>, below train/ and val/ where tables has both. Arguments and errors as of unpack.
+
+    columns: those of picture and label, where the files do not say which.
+    """
+    require_new(target)
+    lacking: list[str] = []
+    paths = [path for files in tables.files.values() for path in files]
+    write_parts(
+        target,
+        _parts(tables, columns=columns, lacking=lacking),
+        num_bytes=sum(path.stat().st_size for path in paths if path.is_file()),
+        on_progress=on_progress,
+        lacking=lacking,
+        none=f"{folder}: no row holds a picture ({', '.join(MAGIC.values())}) with its label",
+    )
+    found = lacking_findings("row without a picture or its label", folder, target, lacking, leave_out=leave_out)
+    if tables.others:
+        meaning = "left alone: a run trains and validates"
+        found.append(Finding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning))
+    return found
+
+
+def _parts(tables: Tables, *, columns: tuple[str, str] | None, lacking: list[str]) -> Iterator[Part]:
+    for split, files in tables.files.items():
+        prefix = f"{split}/" if split else ""
+        for number, path in enumerate(files):
+            rows = _rows(path, number=number, columns=columns, lacking=lacking)
+            size = path.stat().st_size if path.is_file() else 0
+            yield Part(size, below(prefix, rows))
+
+
+def _saved(folder: Path) -> dict[str, list[Path]]:
+    if (folder / IN_FOLDER).is_file():
+        names = [name for name in _read_json(folder / IN_FOLDER, "splits") if _is_plain(name)]
+        return {name: _files_of(folder / name) for name in names}
+    return {folder.name: _files_of(folder)} if (folder / OF_SPLIT).is_file() else {}
+
+
+def _files_of(folder: Path) -> list[Path]:
+    files = (each for each in _read_json(folder / OF_SPLIT, "_data_files") if isinstance(each, dict))
+    return [folder / each["filename"] for each in files if _is_plain(each.get("filename"))]
+
+
+def _read_json(path: Path, key: str) -> list[Any]:
+    try:
+        return list(json.loads(path.read_bytes())[key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: is not as `datasets` writes it ({shortened(error)}); save the data set again"
+        ) from error
+
+
+def _is_plain(name: object) -> bool:
+    return isinstance(name, str) and is_folder_name(name)
+
+
+def _parquet(folder: Path) -> dict[str, list[Path]]:
+    """Go by folders below, else by names such as train-00000-of-00002.parquet; data/ is no split."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))):
+        own = path.stem.partition("-")[0]
+        is_named = path.parent in (folder, folder / "data")
+        found[own if is_named and "-" in path.stem else path.parent.name].append(path)
+    return dict(found)
+
+
+def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: list[str]) -> Iterator[StoredImage]:
+    try:
+        import pyarrow as pa
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        raise DataError(f"{path}: to read it needs pyarrow: pip install 'bigbatch[huggingface]'") from error
+    try:
+        with pa.memory_map(str(path)) as file:
+            if path.suffix == ".parquet":
+                table = parquet.ParquetFile(file)
+                schema = table.schema_arrow
+                image, label, names = _columns(path, schema, columns)
+                batches = table.iter_batches(BATCH_ROWS, columns=[image, label])
+            else:
+                batches = ipc.open_stream(file)
+                image, label, names = _columns(path, batches.schema, columns)
+            row = 0
+            for batch in batches:
+                for picture, value in zip(batch.column(image), batch.column(label), strict=True):
+                    row += 1
+                    data, class_name = _bytes_of(picture.as_py()), _class_of(value.as_py(), names)
+                    suffix = next((MAGIC[magic] for magic in MAGIC if data.startswith(magic)), None)
+                    if suffix is None or not is_folder_name(class_name):
+                        what = suffix or f"{image} holds {shortened(picture.as_py())}"
+                        lacking.append(f"{path.name}: row {row}: {what}, {label} {shortened(class_name)}")
+                        continue
+                    yield f"{class_name}/{number:06d}-{row:06d}{suffix}", data
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: is damaged, or no Arrow or Parquet file ({error}); fetch or save it again") from error
+
+
+def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[str, str, Sequence[str] | None]:
+    """Return the columns of pictures and labels, and the names that whole numbers stand for. Raises: DataError."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = {name: kind for name, kind in features.items() if isinstance(kind, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        features = {}
+    if columns is None:
+        kinds = {name: features.get(name, {}).get("_type") for name in schema.names}
+        found = [[name for name in kinds if kinds[name] == kind] for kind in ("Image", "ClassLabel")]
+        if [len(names) for names in found] != [1, 1]:
+            raise DataError(
+                f"{path}: has the columns {', '.join(schema.names)}, and does not say which hold pictures and labels: "
+                "give --columns PICTURE,LABEL"
+            )
+        columns = (found[0][0], found[1][0])
+    if missing := [name for name in columns if name not in schema.names]:
+        raise DataError(f"{path}: has no column {missing[0]!r}; it has {', '.join(schema.names)}")
+    return (*columns, features.get(columns[1], {}).get("names"))
+
+
+def _bytes_of(picture: object) -> bytes:
+    """Return what a cell holds: bytes, or {"bytes": ..., "path": ...}, whose path alone leads elsewhere."""
+    held = picture.get("bytes") if isinstance(picture, dict) else picture
+    return held if isinstance(held, bytes) else b""
+
+
+def _class_of(value: object, names: Sequence[str] | None) -> str:
+    if names is None:
+        return "" if value is None else str(value)
+    return str(names[value]) if isinstance(value, int) and 0 <= value < len(names) else ""

@@ -1,0 +1,169 @@
+"""WebDataset's shards become class folders, which the loaders read and `bigbatch data pack` packs with an index."""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from bigbatch.errors import DataError, shortened
+from bigbatch.trainer.datasets.archives import read_members
+from bigbatch.trainer.datasets.check import Finding
+from bigbatch.trainer.datasets.class_folders import ImageWriter, StoredImage
+from bigbatch.trainer.input.listed import SPLITS
+from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+from bigbatch.trainer.input.shards import is_packed
+
+LABEL = ".cls"
+NUM_THREADS = 4
+"""Writers: what takes time on a cluster's file system is waiting for it."""
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """Return the tar files of folder and of its train/ and val/, in order, but for those that are packed."""
+    folders = (folder / each for each in (".", *SPLITS))
+    return sorted(path for each in folders if not is_packed(each) for path in each.glob("*.tar") if path.is_file())
+
+
+def unpack(
+    shards: Sequence[Path], target: Path, *, on_progress: Callable[[int, int], None], leave_out: bool
+) -> list[Finding]:
+    """Write target/<label>/<picture>, below train/ and val/ where all shards or their folders are called so.
+
+    target appears when it is whole. on_progress gets the bytes of shards. Samples that lack a picture or a label are
+    found. Raises: DataError for a shard that is damaged, unsafe, or of neither split beside some that are, and a target
+    that exists.
+    """
+    require_new(target)
+    splits = [_split_of(shard) for shard in shards]
+    if None in splits and any(splits):  # it may be a test set, which is not to be trained on
+        raise DataError(
+            f"{shards[splits.index(None)]}: is called neither {' nor '.join(SPLITS)}, as other shards are: name it so, "
+            "or move it elsewhere"
+        )
+    is_split = {*splits} == {*SPLITS}
+    lacking: list[str] = []
+    parts = (
+        Part(
+            shard.stat().st_size,
+            below(f"{split}/" if is_split else "", _samples(shard, number=number, lacking=lacking)),
+        )
+        for number, (shard, split) in enumerate(zip(shards, splits, strict=True))
+    )
+    images = ", ".join(IMAGE_SUFFIXES)
+    none = f"{shards[0]}: no shard holds a picture ({images}) with a {LABEL} beside it"
+    total = sum(shard.stat().st_size for shard in shards)
+    write_parts(target, parts, num_bytes=total, on_progress=on_progress, none=none, lacking=lacking)
+    return lacking_findings(
+        f"sample without one picture and one {LABEL}", shards[0].parent, target, lacking, leave_out=leave_out
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Holds the pictures of one file, by their paths below the target; read as they are asked for."""
+
+    num_bytes: int
+    """Of the file."""
+    images: Iterator[StoredImage]
+
+
+def below(prefix: str, images: Iterable[StoredImage]) -> Iterator[StoredImage]:
+    """Put a prefix before the path of each picture."""
+    return ((f"{prefix}{path}", data) for path, data in images)
+
+
+def write_parts(
+    target: Path,
+    parts: Iterable[Part],
+    *,
+    num_bytes: int,
+    on_progress: Callable[[int, int], None],
+    none: str,
+    lacking: Sequence[str],
+) -> None:
+    """Write the pictures below target, which appears when it is whole. on_progress gets bytes of num_bytes.
+
+    Raises: DataError, in the words none and with the first of lacking, as parts fill it, where there is no picture.
+    """
+    done = 0
+    with _own_folder(target) as own:
+        hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
+        writer = ImageWriter(hidden, num_threads=NUM_THREADS, on_written=lambda _: None)
+        for part in parts:
+            writer.write(part.images)
+            done += part.num_bytes
+            on_progress(done, num_bytes)
+        if not hidden.is_dir():
+            raise DataError("; ".join((none, *lacking[:1])))
+        try:
+            os.replace(hidden, target)
+        except OSError as error:
+            raise _write_error(target, error) from error
+
+
+def lacking_findings(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> list[Finding]:
+    """Return what was not unpacked, if anything."""
+    if not lacking:
+        return []
+    meaning = "left out" if leave_out else f"left out of {target}: to go on with that, bigbatch init {target}"
+    return [Finding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)]
+
+
+def require_new(target: Path) -> None:
+    """Raise DataError where target exists."""
+    if os.path.lexists(target):
+        raise DataError(f"{target}: exists; to go on with what lies there: bigbatch init {target}")
+
+
+def _own_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise _write_error(target, error) from error
+
+
+def _write_error(target: Path, error: OSError) -> DataError:
+    return DataError(f"{target}: cannot be written ({error.strerror}); name another folder")
+
+
+def _split_of(shard: Path) -> str | None:
+    for split in SPLITS:
+        if shard.name.startswith(split) or shard.parent.name == split:
+            return split
+    return None
+
+
+def _samples(shard: Path, *, number: int, lacking: list[str]) -> Iterator[StoredImage]:
+    """Yield the pictures of a shard: neighbours whose names are alike up to the first dot make a sample."""
+    seen: Counter[str] = Counter()
+    key, sample = "", dict[str, bytes]()
+
+    def finish() -> Iterator[StoredImage]:
+        images = [suffix for suffix in sample if suffix in IMAGE_SUFFIXES]
+        label = sample.get(LABEL, b"").decode(errors="replace").strip()
+        if len(images) != 1 or not is_folder_name(label):
+            lacking.append(f"{shard.name}: {key}: {', '.join(sample)}, label {shortened(label)}")
+            return
+        seen[label] += 1
+        name = PurePosixPath(key).name[:50]
+        yield f"{label}/{number:06d}-{seen[label]:06d}-{name}{images[0]}", sample[images[0]]
+
+    for member in read_members(shard):
+        stem, dot, suffix = member.path.name.partition(".")
+        this = str(member.path.with_name(stem)) if stem else str(member.path)
+        if this != key and sample:
+            yield from finish()
+            sample.clear()
+        key = this
+        wanted = f"{dot}{suffix}".lower()
+        sample[wanted] = member.read() if wanted in (LABEL, *IMAGE_SUFFIXES) else b""
+    if sample:
+        yield from finish()
+
+
+def is_folder_name(label: str) -> bool:
+    """Tell whether a label can name a folder that lies below another, on any file system."""
+    return label.isprintable() and "/" not in label and not label.startswith(".") and 0 < len(label.encode()) < 200

@@ -1,0 +1,111 @@
+"""A list of pictures: a file that says which pictures of a folder are of which split and class; none is moved for it.
+
+JSON, as `bigbatch init` writes it: {"version": 1, "folder": ..., "train": {class: [paths]}, "val": {class: [paths]}}.
+The folder is seen from the list's own, paths from the folder. Labels are positions in the sorted classes of both.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from bigbatch.errors import DataError, shortened
+from bigbatch.files import write_whole
+from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_classes
+
+VERSION = 1
+SPLITS = ("train", "val")
+_ANEW = "let `bigbatch init --force` write it anew"
+
+ByClass = Mapping[str, Sequence[str]]
+"""Class -> paths of its pictures below the folder, with / between names."""
+
+
+def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: object) -> None:
+    """Write the pictures of both splits, and made, which tells readers how the list came about. Raises: OSError.
+
+    A folder that is given as a relative path is written as seen from path: the two can be moved together.
+    """
+    seen = folder if folder.is_absolute() else os.path.relpath(folder, path.parent)
+    sorted_splits = {s: {name: sorted(splits[s][name]) for name in sorted(splits[s])} for s in SPLITS}
+    content = {"version": VERSION, "folder": str(seen), "made": made, **sorted_splits}
+    write_whole(path, (json.dumps(content, indent=0) + "\n").encode())
+
+
+def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
+    """List a split of root: a list of pictures, or a folder with class folders in it. Raises: DataError."""
+    if not Path(root).is_file():
+        return read_index(root, split, classes=classes)
+    folder, splits = _read_list(Path(root))
+    index = index_of(folder, splits, split)
+    if classes is not None:
+        require_same_classes(Path(root), found=index.classes, expected=classes)
+    if not os.path.isdir(folder):
+        raise DataError(f"{root}: its pictures are not there: {folder} is no folder; bring it back, or {_ANEW}")
+    if not index.paths:
+        raise DataError(f"{root}: lists no picture for {split}; {_ANEW}")
+    return index
+
+
+def index_of(folder: str, splits: Mapping[str, ByClass], split: str) -> ImageIndex:
+    """List the pictures of one split; its labels count the classes of all."""
+    classes, by_class = _classes(splits), splits[split]
+    return ImageIndex(
+        root=folder,
+        classes=classes,
+        paths=[path for name in classes for path in sorted(by_class.get(name, ()))],
+        labels_N=np.repeat(np.arange(len(classes), dtype=np.int64), [len(by_class.get(name, ())) for name in classes]),
+    )
+
+
+def listed_classes(path: Path) -> tuple[str, ...]:
+    """Return the classes of a list. Raises: DataError."""
+    return _classes(_read_list(path)[1])
+
+
+def _leads_out(path: str) -> bool:
+    """Tell whether a path below a folder names something outside of it; symbolic links are followed, whoever made them.
+
+    A zero byte is in no name that a file system takes, nor is a surrogate that stands for no byte.
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return True
+    return not path or "\0" in path or path.startswith("/") or ".." in PurePosixPath(path).parts
+
+
+def _classes(splits: Mapping[str, ByClass]) -> tuple[str, ...]:
+    return tuple(sorted({name for by_class in splits.values() for name in by_class}))
+
+
+def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=_once_each)
+        if (type(content["version"]), content["version"]) != (int, VERSION):  # True == 1
+            raise DataError(f"{path}: has version {content['version']}, this bigbatch reads {VERSION}; {_ANEW}")
+        folder, splits = content["folder"], {split: content[split] for split in SPLITS}
+        for paths in (paths for by_class in splits.values() for paths in by_class.values()):
+            if not isinstance(paths, list):
+                raise TypeError("the pictures of a class are no list")
+            for each in paths:
+                if not isinstance(each, str) or _leads_out(each):
+                    raise DataError(f"{path}: lists {shortened(each)}, which is no picture below its folder; {_ANEW}")
+        return os.path.normpath(path.parent / folder), splits
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: is no list of pictures ({shortened(error)}); name a folder, or {_ANEW}") from error
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, of whose repeated keys json would keep the last alone. Raises: ValueError."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        key, times = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{key!r} is there {times} times")
+    return content

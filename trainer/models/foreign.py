@@ -1,0 +1,100 @@
+"""Models of other packages: torchvision's and timm's by name, any other by its dotted name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.dotted import import_owner
+from bigbatch.trainer.config.model import LIBRARIES
+from bigbatch.trainer.models.libraries import library_model
+from bigbatch.trainer.models.norm import NormFactory
+
+
+def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Mapping[str, Any]) -> nn.Module:
+    """Make the model that torchvision:NAME, timm:NAME or a dotted name stands for, with norm's layers as batch norms.
+
+    Its class, or a function that makes it, is called with num_classes and options. Raises: ConfigError.
+    """
+    try:
+        make = library_model(name) if name.startswith(LIBRARIES) else _find(name)
+    except ValueError as error:
+        raise ConfigError(f"model.name={name}: {error}") from error
+    try:
+        model = make(num_classes=num_classes, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.name={name} does not take num_classes={num_classes} with model.options={dict(options)}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.name={name} makes a {type(model).__name__} and no torch.nn.Module")
+    try:
+        take_norms_(model, norm)
+    except ValueError as error:
+        raise ConfigError(f"model.name={name}: {error}") from error
+    return model
+
+
+def _find(name: str) -> Callable[..., Any]:
+    """Import what has that dotted name. Raises: ValueError."""
+    module, own_name = import_owner(name)
+    found = getattr(module, own_name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+        raise ValueError(f"{module.__name__} has no {own_name}; its modules are {', '.join(known) or 'none'}")
+    if not callable(found):
+        raise ValueError("it is neither a class nor a function that makes a torch.nn.Module")
+    return found
+
+
+def take_norms_(model: nn.Module, norm: NormFactory) -> None:
+    """Put norm's layers in the place of each torch.nn.BatchNorm2d: names, weights, eps and momentum stay. In place.
+
+    Raises: ValueError for what has running statistics, or takes them over the batch, and is none of these: its update
+    would depend on how a step is divided.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats)
+    }
+    momenta = {module.momentum for module in found.values()}
+    for name, module in found.items():
+        is_plain = type(module) is nn.BatchNorm2d and module.affine and module.track_running_stats
+        if not is_plain or None in momenta or len(momenta) > 1:
+            raise ValueError(
+                f"{name} is a {type(module).__name__}({module.extra_repr()}). Ghost batch norm takes the place of "
+                "torch.nn.BatchNorm2d with weights, running statistics, and the same momentum in all: choose a model "
+                "with such norms, or without batch norm"
+            )
+    taken = {module: _like(module, norm) for module in found.values()}
+    for name, module in found.items():
+        model.set_submodule(name, taken[module])
+
+
+def _like(old: _NormBase, norm: NormFactory) -> nn.Module:
+    new = norm(old.num_features)
+    assert isinstance(new, nn.BatchNorm2d)
+    new.load_state_dict(old.state_dict())
+    # the same ones, as they may be shared or frozen
+    new.weight, new.bias = old.weight, old.bias
+    new.eps, new.momentum = old.eps, old.momentum
+    return new
+
+
+def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:
+    """Let the first model(...) find out whether it gives logits (B, num_classes), and raise ConfigError if not."""
+
+    def check(_model: nn.Module, inputs: tuple[Any, ...], logits: object) -> None:
+        first.remove()
+        wanted = (len(inputs[0]), num_classes)
+        if not isinstance(logits, Tensor) or logits.shape != wanted:
+            given = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
+            raise ConfigError(
+                f"model.name={name} gives what is of {given} for {wanted[0]} pictures, and not one tensor of shape "
+                f"{wanted}, a logit for each of data.num_classes: set model.options so that it does"
+            )
+
+    first = model.register_forward_hook(check)

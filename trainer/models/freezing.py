@@ -1,0 +1,36 @@
+"""Parts of a model that training leaves as they are, by patterns of the names in its state_dict."""
+
+from collections.abc import Sequence
+from fnmatch import filter as matching
+
+from torch import nn
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.models.norm import GhostBatchNorm2d
+
+
+def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let no gradient reach the weights that patterns name, and keep the running statistics of norms that they name.
+
+    Such a norm normalises by these, in training as in evaluation: statistics of new pictures would change a part that
+    is to stay as it is (so do Keras, timm's freeze and Detectron2's FrozenBatchNorm).
+    Raises: ConfigError for a pattern that names nothing, and where nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
+    frozen: set[str] = set()
+    for pattern in patterns:
+        if not (found := matching(names, pattern)):
+            raise ConfigError(
+                f"model.frozen: {pattern!r} names nothing of this model, whose weights are {names[0]} to "
+                f"{[*parameters][-1]}: correct it, or leave it out"
+            )
+        frozen.update(found)
+    for name in frozen & parameters.keys():
+        parameters[name].requires_grad_(False)
+    for name, module in model.named_modules():
+        if isinstance(module, GhostBatchNorm2d) and f"{name}.running_mean" in frozen:
+            module.is_frozen = True
+            module.eval()
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"model.frozen={list(patterns)} leaves nothing to train: name less")

@@ -1,0 +1,95 @@
+"""What torchvision and timm have by name: torchvision:resnet50, timm:resnet50.a1_in1k."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bigbatch.errors import CheckpointError, nearest
+
+
+def library_model(name: str) -> Callable[..., nn.Module]:
+    """Return what makes the model of that name, with random weights: torchvision:resnet18, timm:resnet18.
+
+    Raises: ValueError where there is none.
+    """
+    library, _, model = name.partition(":")
+    if library == "torchvision":
+        from torchvision import models
+
+        known, make = models.list_models(module=models), partial(models.get_model, model, weights=None)
+    else:
+        try:
+            import timm
+        except ImportError as error:
+            raise ValueError(f"{error}: pip install timm") from error
+        known, make = timm.list_models(), partial(timm.create_model, model)
+    # timm:resnet50.a1_in1k is what timm calls the model that such weights are of
+    architecture = model.partition(".")[0] if library == "timm" else model
+    if architecture not in known:
+        raise ValueError(f"{library} has no such model; the nearest is {library}:{nearest(architecture, known)}")
+    return make
+
+
+def cached_weights(name: str) -> Path:
+    """Find the file that torchvision or timm once downloaded to this machine for weights of that name.
+
+    Nothing is downloaded here: thousands of ranks would ask at once, and compute nodes often have no network.
+    torchvision:resnet50 are its default weights, torchvision:resnet50.IMAGENET1K_V1 others; timm:resnet50 as well.
+    Raises: CheckpointError with the line that downloads them; or where there are none of that name.
+    """
+    library, _, model = name.partition(":")
+    files, remedy = _torchvision_files(model) if library == "torchvision" else _timm_files(model)
+    for file in files:
+        if file.is_file():
+            return file
+    raise CheckpointError(
+        f"{name}: {library} has not downloaded these weights to this machine. Where there is a network, and with the "
+        f"same home folder, run: {remedy}"
+    )
+
+
+def _torchvision_files(name: str) -> tuple[list[Path], str]:
+    from torchvision.models import get_model_weights
+
+    model, _, version = name.partition(".")
+    try:
+        weights = get_model_weights(model)
+        chosen = weights[version] if version else weights["DEFAULT"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"torchvision:{name}: torchvision has no such weights: name a model of torchvision.models, such as "
+            "torchvision:resnet50 or torchvision:resnet50.IMAGENET1K_V1"
+        ) from error
+    remedy = f"""python -c "from torchvision.models import get_model; get_model('{model}', weights='{chosen.name}')\""""
+    return [_in_hub(chosen.url)], remedy
+
+
+def _timm_files(name: str) -> tuple[list[Path], str]:
+    try:
+        import timm
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError as error:
+        raise CheckpointError(f"timm:{name} needs timm: pip install timm") from error
+
+    facts = timm.models.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if facts is None or not facts.has_weights:
+        raise CheckpointError(
+            f"timm:{name}: timm has no such weights: name one of timm.list_pretrained(), such as timm:resnet50.a1_in1k"
+        )
+    found = []
+    if facts.hf_hub_id:
+        repository, _, revision = facts.hf_hub_id.partition("@")
+        files = [facts.hf_hub_filename] if facts.hf_hub_filename else ["model.safetensors", "pytorch_model.bin"]
+        cached = [try_to_load_from_cache(repository, file, revision=revision or None) for file in files]
+        found = [Path(file) for file in cached if isinstance(file, str)]
+    if facts.url:
+        found.append(_in_hub(facts.url))
+    return found, f"""python -c "import timm; timm.create_model('{name}', pretrained=True)\""""
+
+
+def _in_hub(url: str) -> Path:
+    """Return where torch.hub keeps what it downloads from there."""
+    return Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]

@@ -1,0 +1,112 @@
+"""Whether the ranks still hold the same weights: digests of their bits, compared between steps."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import ReplicasDiffer
+from bigbatch.trainer.step.plan import Parts
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: the integers as which its bits are read."""
+PIECE = 1 << 20
+"""Elements that are multiplied at once: 16 MiB of products and factors beside the weights."""
+
+
+def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
+    """Return what every rank holds a copy of after so many steps, by names for messages, in the same order on all.
+
+    Weights, optimizer state, running statistics of batch norm, and the average of the weights. Of a sharded update
+    (optimizer.sharded) weights as the model sees them, alone: masters and state are on one rank each. Buffers of
+    others' modules may differ between ranks, and are left out.
+    """
+    weights, whole = dict(parts.model.named_parameters()), parts.precision.weights.replicated
+    state = {
+        f"{key} of {name}": value
+        for name, master in whole.items()
+        for key, value in parts.optimizer.state.get(master, {}).items()
+        if isinstance(value, Tensor)
+    }
+    average = {f"the average of {name}": value for name, value in parts.average.state_dict(done).items()}
+    statistics = {"the running statistics of batch norm": parts.statistics.running_N}
+    found = {**weights, **whole, **state, **statistics, **average}
+    # a count of steps that is kept on the host would be waited for
+    return {name: tensor for name, tensor in found.items() if tensor.device == parts.communicator.device}
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a digest (int64) of the bits of each tensor (N), on their device; no host sync.
+
+    Element i, read as an integer x[i] of up to 64 bits, adds x[i] * (2 i + 1) modulo 2**64. One that changes changes
+    the digest: the difference times an odd number is no multiple of 2**64. So do two different ones of up to 32 bits
+    that change places, in a tensor of up to 2**31: (x[i] - x[j]) * 2 (i - j) is below 2**64 and not 0.
+    """
+    return torch.stack([_digest(_bits(tensor)) for tensor in tensors])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View the bits of a tensor's elements as integers (N), in the order of its memory where that has no gaps."""
+    tensor = tensor.detach()
+    dense = torch.empty_like(tensor, device="meta").stride()
+    if tensor.stride() != dense:
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(BITS[tensor.element_size()])
+
+
+def _digest(bits_N: Tensor) -> Tensor:
+    sums = []
+    for index, piece in enumerate(bits_N.split(PIECE)):
+        first = 2 * index * PIECE + 1
+        sums.append((piece * torch.arange(first, first + 2 * len(piece), 2, device=bits_N.device)).sum())
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def require_same(communicator: Communicator, names: Iterable[str], digest_N: Tensor, *, done: int) -> None:
+    """Make sure that all ranks have the same digests of what is named, after so many steps. Waits for the device.
+
+    Sends 8 bytes of each rank. Collective. Raises: ReplicasDiffer, on all ranks alike.
+    """
+    mine = digest_N.tolist()
+    told_P = torch.zeros(communicator.world_size, dtype=torch.float64)
+    # 48 bits, which fp64 holds exactly; the other ranks add 0
+    told_P[communicator.rank] = int.from_bytes(hashlib.sha256(json.dumps(mine).encode()).digest()[:6], "big")
+    told_P = communicator.sum_(told_P.to(communicator.device), label=f"comparison of weights after step {done}")
+    told = told_P.tolist()
+    if len(set(told)) > 1:
+        raise _difference(communicator, list(names), mine, told, done=done)
+
+
+def _difference(
+    communicator: Communicator, names: list[str], mine: list[int], told: list[float], *, done: int
+) -> ReplicasDiffer:
+    """Say which ranks are odd, and in what. Collective."""
+    commonest, count = Counter(told).most_common(1)[0]
+    reference = told.index(commonest)
+    odd = [rank for rank, other in enumerate(told) if other != commonest]
+    is_asked = communicator.rank in (reference, odd[0])
+    theirs = communicator.gather_text(json.dumps(mine) if is_asked else "")
+    pairs = zip(names, json.loads(theirs[reference]), json.loads(theirs[odd[0]]), strict=True)
+    differing = [name for name, one, other in pairs if one != other]
+    what = differing[0] + (f" and {len(differing) - 1} more of {len(names)} tensors" if differing[1:] else "")
+    places = [f"{rank} on {communicator.control.host_of(rank)}" for rank in odd]
+    if 2 * count > len(told):
+        who = f"rank{'s' if odd[1:] else ''} {', '.join(places)} and the {count} others"
+    else:
+        who = f"rank {reference} on {communicator.control.host_of(reference)} and rank {', '.join(places)}"
+        what += ", and no majority tells which of them is wrong"
+    return ReplicasDiffer(
+        f"after step {done} {who} do not hold the same bits of {what}: a bit has flipped, or a processor or its "
+        "memory is faulty (processors of unlike kinds round unlike: run.compare_every_steps=0 lets them)"
+    )
+
+
+def compare(parts: Parts, *, done: int) -> None:
+    """Compare all ranks' replicas now. Collective. Raises: ReplicasDiffer."""
+    found = replicas(parts, done=done)
+    require_same(parts.communicator, found, digest(found.values()), done=done)

@@ -1,0 +1,49 @@
+"""How answers are scored: by cross-entropy or an own loss, and by own metrics, picture by picture."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PerPicture: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""From logits_BK in fp32 and targets, indices (B) or after mixing shares (B, K), to numbers of each picture."""
+
+
+def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each picture (B), in nats."""
+    return F.cross_entropy(logits_BK, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Describes a figure of an evaluation by what is summed for it over all pictures, each counted once."""
+
+    values: PerPicture
+    """Gives (B) or (B, M), of labels (B)."""
+    width: int
+    """M, or 1."""
+    result: Callable[[Tensor], float] | None = None
+    """From the sums (M), float64 on the CPU, to the figure; None for the mean over pictures, of (B)."""
+
+    def sums(self, logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
+        """Return sums over the valid pictures of a batch, (M) float64."""
+        values_BM = self.values(logits_BK, labels_B).double().reshape(len(labels_B), self.width)
+        return torch.where(valid_B[:, None], values_BM, 0.0).sum(0)
+
+    def figure(self, sums_M: Tensor, *, count: int) -> float:
+        """Return the figure of so many pictures."""
+        return float(sums_M) / count if self.result is None else float(self.result(sums_M))
+
+
+@dataclass(frozen=True)
+class Score:
+    """Holds what an evaluation counts beside accuracy."""
+
+    losses: PerPicture = cross_entropies
+    """Gives (B)."""
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
+    """By name."""

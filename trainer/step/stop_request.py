@@ -1,0 +1,125 @@
+"""A run that is asked to stop: acknowledged at once, and done by all ranks after the same step."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
+from types import FrameType
+
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.departure import Departure
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.trainer.step.signals import STOP_SIGNALS
+
+LOOK_SECONDS = 1.0
+"""Between two looks whether another rank was asked to stop."""
+
+
+def leave_stopped(env: ProcessEnv) -> int:
+    """Return the exit code of a rank that was stopped in good order: 130, or 0 where its launcher finds that in a file.
+
+    Only a file that is there already counts: a host that does not see it leaves by its code.
+    """
+    with suppress(OSError):
+        if env.stopped_file is not None and env.stopped_file.exists():
+            env.stopped_file.write_text(str(INTERRUPTED))
+            return 0
+    return INTERRUPTED
+
+
+class Stopped(Exception):
+    """Leaves what is done between two boundaries, on all ranks alike, because they were asked to stop."""
+
+
+class StopRequest:
+    """Remembers the first stop signal, and lets all ranks act on it together; a second Ctrl-C interrupts at once.
+
+    Constructed in the main thread only.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        """The first stop signal that came to this rank, or what else asked it to stop."""
+        self._is_asked = False
+        self._departure: Departure | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+        # a forked process has the same handlers, but what it is told is not for us
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._is_asked = True
+        self.signal_name = self.signal_name or signal.Signals(number).name
+
+    def ask(self, asked_by: str) -> None:
+        """Ask as a signal does; asked_by is the word for who does."""
+        self.signal_name = self.signal_name or asked_by
+
+    @property
+    def is_set(self) -> bool:
+        """Tell whether this rank was asked to stop."""
+        return self.signal_name is not None
+
+    @property
+    def asked_by(self) -> str:
+        """Say what asked to stop."""
+        return self.signal_name or "another rank's signal"
+
+    @contextmanager
+    def watch(self, control: Control, *, acknowledge: Callable[[str], None]) -> Iterator[None]:
+        """Agree with the other ranks on where to stop, meanwhile; acknowledge is told at once what asked for it.
+
+        Collective, and in the main thread. A thread listens, which signals reach while the main one waits for a device
+        or for other ranks.
+        """
+        self._departure = Departure(control)
+        heard, rings = socket.socketpair()
+        rings.setblocking(False)
+        previous = signal.set_wakeup_fd(rings.fileno(), warn_on_full_buffer=False)
+        listener = Thread(
+            target=self._listen, args=(heard, self._departure, acknowledge), name="bigbatch-stop", daemon=True
+        )
+        listener.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            rings.shutdown(socket.SHUT_WR)  # which ends the listener, also where a forked process holds a copy
+            rings.close()
+            listener.join(timeout=LOOK_SECONDS)  # it may be in a request that the store does not answer any more
+
+    def _listen(self, heard: socket.socket, departure: Departure, acknowledge: Callable[[str], None]) -> None:
+        heard.settimeout(LOOK_SECONDS)
+        has_said = has_asked = False
+        # without its store the job is about to fail, and says so
+        with heard, suppress(RuntimeError):
+            while True:
+                if self.signal_name and not has_asked:
+                    has_asked = True
+                    departure.ask()
+                if departure.heed() and not has_said:
+                    has_said = True
+                    with suppress(OSError):  # where nobody reads what is said, the agreement holds all the same
+                        acknowledge(self.asked_by)
+                try:
+                    numbers = heard.recv(64)
+                except TimeoutError:
+                    continue
+                if not numbers:
+                    return
+                names = [signal.Signals(number).name for number in numbers if number in STOP_SIGNALS]
+                self.signal_name = self.signal_name or next(iter(names), None)
+
+    def is_due(self) -> bool:
+        """Pass a boundary that all ranks pass, while watched; tell whether all stop at it. Without a device's sync."""
+        return self._departure is not None and self._departure.is_due()
+
+    def leave_if_due(self) -> None:
+        """Pass a boundary. Raises: Stopped where all ranks stop at it."""
+        if self.is_due():
+            raise Stopped
