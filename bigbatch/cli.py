@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TURN_SECONDS = 0.3
 
+HELP, VERSION = ("-h", "--help"), "--version"
+
 GROUP = "bigbatch.groups"
 """Where the commands of a group are: its name is the first of their words."""
 
@@ -71,16 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a message may name a file whose name is no UTF-8
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         print(usage())
         return 0 if arguments else REFUSED
-    if arguments[0] == "--version":
+    if arguments[0] == VERSION:
         print(f"bigbatch {__version__}")
         return 0
     if unknown := find_unknown(arguments[:1]):
         print(f"bigbatch: {unknown}", file=sys.stderr)
         return REFUSED
     code = _run(arguments[0], arguments[1:])
+    if code:
+        _tell_the_others()
     worker = _worker()
     if worker is not None or _is_held():
         sys.stdout.flush()
@@ -97,12 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find_unknown(command: Sequence[str]) -> str | None:
     """Say which of the words that name a command is unknown, and the nearest that is not; None for a good one."""
     name, *rest = command
-    known: Collection[str] = COMMANDS
+    known: Collection[str] = (*COMMANDS, *HELP, VERSION)
     if name in COMMANDS and COMMANDS[name][0] == GROUP and rest and not rest[0].startswith("-"):
         name, known = rest[0], import_module(GROUP).GROUPS[name].commands
     if name in known:
         return None
-    return f"{name} is no subcommand; the nearest is {nearest(name, known)}; choose one of {', '.join(known)}"
+    choice = [each for each in known if not each.startswith("-")]
+    return f"{name} is no subcommand; the nearest is {nearest(name, choice)}; choose one of {', '.join(choice)}"
 
 
 def usage() -> str:
@@ -139,6 +144,12 @@ def _run(command: str, arguments: list[str]) -> int:
     except Exception:  # a defect of bigbatch: show where, and still leave as a rank must
         traceback.print_exc()
         return FAILED
+
+
+def _tell_the_others() -> None:
+    """Say to the ranks that this one is connected to that it fails, so that none waits for it until its time limit."""
+    if communicator := sys.modules.get("bigbatch.comm.communicator"):
+        communicator.abort_all()
 
 
 def _worker() -> "ProcessEnv | None":

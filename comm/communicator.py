@@ -324,6 +324,12 @@ def close_at_exit(communicator: Communicator) -> Communicator:
     return communicator
 
 
+def abort_all() -> None:
+    """Tell the other ranks, through every connection that is open, that this one fails."""
+    for communicator in list(open_connections.values()):
+        communicator.abort()
+
+
 def _close_all() -> None:
     """Close in turn, the newest first, as the first one finalizes MPI; after an uncaught exception tell the others.
 

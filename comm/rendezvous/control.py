@@ -35,6 +35,7 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 """Between two questions to the store for a key that is not there yet."""
 
 _FAILED = "bigbatch/failed"
+_ENDED = "bigbatch/ended"
 _LEFT = "bigbatch/left"
 
 _connections = 0
@@ -264,14 +265,21 @@ class Control:
         )
 
     def report_own_failure(self) -> None:
-        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays."""
-        store = self.store.within(ROLL_CALL_SECONDS)
-        if self._has_failed or store.check([_FAILED]):
-            return
-        self._has_failed = self._has_answered = True
-        store.set(_FAILED, "lost")
-        if self.holder == f"rank {self.rank}" and self.world_size > 1:
-            time.sleep(ROLL_CALL_SECONDS + LINGER_SECONDS)
+        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays.
+
+        The rank that holds the rendezvous stays until all others have come to this, too, or have had the time to.
+        """
+        has_reported, self._has_failed = self._has_failed, True
+        # a holder that is lost costs no second roll call
+        seconds = HEED_SECONDS if has_reported else ROLL_CALL_SECONDS + LINGER_SECONDS
+        deadline, store = time.monotonic() + seconds, self.store.within(seconds + GRACE_SECONDS)
+        if not store.check([_FAILED]):
+            self._has_answered = True
+            store.set(_FAILED, "lost")
+        num_ended = store.add(_ENDED, 1)
+        while self.holder == f"rank {self.rank}" and num_ended < self.world_size and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE_SECONDS)
+            num_ended = store.add(_ENDED, 0)
 
     def has_met(self, rank: int) -> bool:
         """Tell whether a rank has come to the rendezvous, whatever it does now."""

@@ -231,10 +231,10 @@ def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start(
         first, restarted = (
             list(pool.map(lambda rank: rendezvous(replace(env, rank=rank), limit), range(2))) for _ in range(2)
         )
-    first[0].set("bigbatch/failed", "1")
+    first[0].add("bigbatch/failed", 1)  # not set, which returns before the store has it
     assert first[1].check(["bigbatch/failed"])
     assert not any(store.check(["bigbatch/failed"]) for store in restarted)
-    restarted[0].set("here", "1")
+    restarted[0].add("here", 1)
     assert restarted[1].check(["here"])
 
 

@@ -34,6 +34,12 @@ def refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     return said.err
 
 
+@pytest.mark.parametrize("command", ["--version", "--help", "-h"])
+def test_options_that_stand_alone_are_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "local", "--dry-run", "--", command]) == 0
+    assert command in capsys.readouterr().out
+
+
 NODES = ("slurm", "--nodes", "3", "--ranks-per-node", "5")
 FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
 
