@@ -8,7 +8,8 @@ RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); 
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks cluster test-cluster check lint docs format clean
+.PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks cluster \
+  cluster-links cluster-jobs test-cluster check lint docs format clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -40,8 +41,16 @@ test-all: test test-long
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
-cluster: .venv/ready
-	$(PYTEST) tests/cluster -rs
+cluster: cluster-links cluster-jobs
+
+# what measures nodes and links has the machine for itself; the others mostly wait
+CLUSTER_LINKS := tests/cluster/test_emulate.py tests/cluster/test_preflight.py
+
+cluster-links: .venv/ready
+	$(PYTEST) $(CLUSTER_LINKS) -rs
+
+cluster-jobs: .venv/ready
+	$(PYTEST) tests/cluster $(CLUSTER_LINKS:%=--ignore %) -rs -n 2 --dist loadfile
 
 test-cluster: cluster
 

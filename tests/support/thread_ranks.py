@@ -96,9 +96,9 @@ def run_over_played_nccl(
 
     def one(rank: int) -> None:
         env = replace(ALONE, rank=rank, world_size=len(hosts), local_rank=rank, local_size=len(hosts))
-        control = Control(ALONE, timeout_seconds=30, find_master=meet_by_mpi)
+        control = Control(ALONE, timeout_seconds=300, find_master=meet_by_mpi)
         control.rank, control.world_size = rank, len(hosts)
-        control.store = BoundedStore(store, seconds=30)
+        control.store = BoundedStore(store, seconds=300)
         control.store.set(f"bigbatch/host/{rank}", env.host)
         backend = TorchDistributedBackend(env, control, library="nccl", device=torch.device("cuda", 0))
         alone = connect(env=ALONE, device=torch.device("cpu"))
