@@ -120,6 +120,16 @@ class Communicator:
                 f"{', '.join(self.algorithms)} only: make a table here by bigbatch comm tune, or take another backend"
             )
         self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table}\n{self.topology.groups}")
+        return self._connect_algorithm(algorithm, wire=wire, table=table, why=why)
+
+    def with_every_algorithm(self) -> "dict[str, Communicator]":
+        """Make a communicator of each algorithm that runs here, by name, with one comparison for all. Collective."""
+        self.agree("the all-reduces", f"{self.algorithms}\n{self.wire}\n{self.topology.groups}")
+        return {
+            name: self._connect_algorithm(name, wire=self.wire, table=self.table, why="") for name in self.algorithms
+        }
+
+    def _connect_algorithm(self, algorithm: str, *, wire: Wire, table: HybridTable | None, why: str) -> "Communicator":
         with self._watched(f"connection of the groups of algorithm {algorithm}"):
             all_reduce_ = make_allreduce(
                 algorithm,

@@ -21,7 +21,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.tuned import BEFORE, CHANGES
-from bigbatch.comm.tuning.tuner import FACTOR, LARGEST_BYTES, SMALLEST_BYTES, elapsed_seconds, measure_times
+from bigbatch.comm.tuning.tuner import FACTOR, LARGEST_BYTES, SMALLEST_BYTES, measure_largest_first
 from bigbatch.files import read_own, write_own
 
 FORMAT = "bigbatch calibration 1"
@@ -60,7 +60,8 @@ def calibrate(
     Rank 0 looks and decides, and tells the others, whose files are never read: at kept first, the file of a run that
     may go on, then into folder (None where there is none to write to). is_fresh: at neither. interface: as connect()
     was given it. buffer_bytes: the largest of the job's fusion buffers, where measuring begins, towards shorter sums;
-    later jobs take the table whatever theirs are. Measuring ends within seconds, but for a first sum that takes longer.
+    later jobs take the table whatever theirs are. All ends within seconds, but where the first short sums, with which
+    connections open, or some five words between the ranks take longer.
     Raises: CommError where a sum came out wrong; PeerLostError.
     """
     start = time.perf_counter()
@@ -73,16 +74,9 @@ def calibrate(
     record, told = _from_first(communicator, [record, told])
     if record is None:
         sizes = sizes_below(buffer_bytes)
-        times = measure_times(
-            communicator,
-            sizes,
-            dtype=torch.float32,
-            seconds=max(0.0, seconds - elapsed_seconds(communicator, start)),
-            on_size=lambda size, at_size: None,
-            largest_first=True,
-        )
-        took = elapsed_seconds(communicator, start)
+        times = measure_largest_first(communicator, sizes, dtype=torch.float32, start=start, seconds=seconds)
         if is_first:
+            took = time.perf_counter() - start
             table = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
             record = _make_record(facts, times, table, seconds=took)
             told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {_store(path, record)}"
@@ -105,6 +99,8 @@ def sizes_below(buffer_bytes: int) -> tuple[int, ...]:
 
 def _left_out(times: Times, sizes: Sequence[int]) -> str:
     """Say which sizes there was no time for; "" where all were measured."""
+    if not times:
+        return ", without any sum, for lack of time,"
     above = [f"above {max(times):,}"] if max(times) < sizes[-1] else []
     below = [f"below {min(times):,}"] if min(times) > sizes[0] else []
     return f", without sums {' and '.join((*above, *below))} bytes, for lack of time," if above or below else ""
@@ -113,8 +109,10 @@ def _left_out(times: Times, sizes: Sequence[int]) -> str:
 def make_table(times: Times, *, beyond: str) -> HybridTable:
     """Make the hybrid of the times; short sums alone say nothing of gradients' buffers, which `beyond` then sums.
 
-    So it is where links are so slow, or ranks so many, that the time was over before LEAST_BYTES.
+    So it is where links are so slow, or ranks so many, that the time was over before LEAST_BYTES, or before any sum.
     """
+    if not times:
+        return HybridTable((HybridRow(None, beyond),))
     table, largest = make_hybrid(times), max(times)
     last = table.rows[-1].algorithm
     if largest >= LEAST_BYTES or last == beyond:

@@ -9,8 +9,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.measure import slowest, wait_for
 
 FIRST_BYTES = 4096
-STEP = 8
-"""From one size to the next, but for the second, which is twice the first: it shows how far a time grows with bytes."""
+STEP = 64
+"""At most so many times as large is the next size: by what a probe of so many fewer bytes shows it fits."""
 SUMS_PER_SIZE = 3
 """What measuring a size takes at least: a check and two repetitions."""
 
@@ -26,42 +26,48 @@ def climb(
 ) -> tuple[tuple[int, ...], float]:
     """Find the first of the sizes, which fall, that can be measured in so many seconds, by smaller sums' times.
 
-    Return it with those that follow, and the seconds that measuring it takes at least; nothing where none can.
+    Return it with those that follow, and the seconds that are left; no sizes where none can be measured. Keeps to the
+    time but where the first sums, of FIRST_BYTES and twice that, take longer, with which connections open.
     tensor_N: of the largest size, its content is lost; word: the seconds in which ranks tell each other a time, words:
     those of all that they tell while one size is measured.
     """
+    if word + words > seconds:
+        return (), seconds
     start = time.perf_counter()
-    steps = [FIRST_BYTES, 2 * FIRST_BYTES]
-    while steps[-1] < sizes[0]:
-        steps.append(STEP * steps[-1])
-    steps = [*(step for step in steps if step < sizes[0]), sizes[0]]
-    _sum_once(tensor_N, communicators, steps[0], start=start)  # connections open
-    probes: list[tuple[int, float]] = []
-    left = seconds
-    for size in steps:
-        if probes and (1 + SUMS_PER_SIZE) * _estimate(probes, size) + word + words > left:
+    first, second = (min(size, sizes[0]) for size in (FIRST_BYTES, 2 * FIRST_BYTES))
+    # both, told at once: how far a time grows with the bytes. Connections open with the one before
+    (_, at_first, at_second), elapsed = _sum_once(tensor_N, communicators, (first, first, second), start=start)
+    probes = [(first, at_first), (second, at_second)]
+    while True:
+        # the word that told the last probe's time came after it
+        left = seconds - elapsed - word
+        largest = probes[-1][0]
+        affordable = (left - word - words) / (1 + SUMS_PER_SIZE)
+        larger = [size for size in sizes if largest < size <= STEP * largest and _estimate(probes, size) <= affordable]
+        if not larger:
             break
-        took, elapsed = _sum_once(tensor_N, communicators, size, start=start)
-        probes.append((size, took))
-        left = seconds - elapsed
+        (took,), elapsed = _sum_once(tensor_N, communicators, larger[:1], start=start)
+        probes.append((larger[0], took))
     for place, size in enumerate(sizes):
-        needed = SUMS_PER_SIZE * _estimate(probes, size) + words
-        if size <= probes[-1][0] and needed <= left:
-            return tuple(sizes[place:]), needed
-    return (), 0.0
+        if size <= largest and SUMS_PER_SIZE * _estimate(probes, size) + words <= left:
+            return tuple(sizes[place:]), left
+    return (), left
 
 
 def _sum_once(
-    tensor_N: Tensor, communicators: Mapping[str, Communicator], size: int, *, start: float
-) -> tuple[float, float]:
-    """Sum once by each algorithm; return the slowest rank's seconds of all of them, and those since start."""
-    part_N, before = tensor_N[: size // tensor_N.itemsize].zero_(), time.perf_counter()
-    for name, communicator in communicators.items():
-        communicator.sum_(part_N, label=f"first sum of {size} bytes by {name}")
-        wait_for(communicator.device)
-    now = time.perf_counter()
-    every = slowest({"": [now - before, now - start]}, next(iter(communicators.values())))[""]
-    return every[0], every[1]
+    tensor_N: Tensor, communicators: Mapping[str, Communicator], sizes: Sequence[int], *, start: float
+) -> tuple[list[float], float]:
+    """Sum each size once by each algorithm; return the slowest rank's seconds of each size, and those since start."""
+    seconds = []
+    for size in sizes:
+        part_N, before = tensor_N[: size // tensor_N.itemsize].zero_(), time.perf_counter()
+        for name, communicator in communicators.items():
+            communicator.sum_(part_N, label=f"first sum of {size} bytes by {name}")
+            wait_for(communicator.device)
+        seconds.append(time.perf_counter() - before)
+    since = time.perf_counter() - start
+    *every, elapsed = slowest({"": [*seconds, since]}, next(iter(communicators.values())))[""]
+    return every, elapsed
 
 
 def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:

@@ -46,8 +46,11 @@ LEAST_REFINEMENT = 5
 BANDWIDTH_BOUND = 2.5
 """Four times the bytes took so many times as long: from here on bytes count, and who is behind stays behind."""
 LARGEST_BYTES = 256 << 20
-WORDS_PER_SIZE = 8
-"""How often ranks gather times and texts from one look at the clock to the end, with one size measured in between."""
+WORDS_PER_SIZE = 5
+"""How often ranks tell each other times and texts after a look at the clock: up to three times while a size is
+measured, at the next look, and at the end."""
+WORDS_TO_FIRST = 4
+"""How often they do before: when groups connect, at a look, and after two probes."""
 
 
 def tune_sizes(gradient_bytes: int) -> tuple[int, ...]:
@@ -66,71 +69,117 @@ def measure_times(
     dtype: torch.dtype,
     seconds: float,
     on_size: Callable[[int, Mapping[str, Measured]], None],
-    largest_first: bool = False,
 ) -> Times:
     """Time every algorithm at every size, from the smallest on, as far as seconds allow. Collective.
 
-    largest_first: from the largest on that single sums show to fit into the time, so that what time does not suffice
-    for are the sizes that matter least to gradients.
-
-    seconds must be the same on all ranks. First all sizes, from the smallest on, as far as time allows: where it is
-    short, algorithms far from the best are timed only once, and those that fall back while bytes count are given up.
-    Then sizes between two that choose differently, and again those whose times leave the choice open. Calls on_size
-    on all ranks.
+    seconds must be the same on all ranks. First all sizes: where time is short, algorithms far from the best are timed
+    only once, and those that fall back while bytes count are given up. Then sizes between two that choose differently,
+    and again those whose times leave the choice open. Calls on_size on all ranks. The smallest is measured in any case.
     Raises: CommError where a sum came out wrong; PeerLostError.
     """
-    start = time.perf_counter()
-    all_contestants = {name: communicator.with_algorithm(name) for name in communicator.algorithms}
-    # one for all sizes: each measures its beginning
-    tensor_N = communicator.allocate(sizes[-1] // dtype.itemsize, dtype)
-    times: dict[int, dict[str, Measured]] = {}
+    sweep = _Sweep(communicator, start=time.perf_counter(), seconds=seconds, on_size=on_size)
+    sweep.connect(sizes[-1], dtype)
+    names = list(communicator.algorithms)
+    for number, size in enumerate(sizes):
+        left = sweep.left - (1 - SWEEP_SHARE) * seconds - sweep.words
+        if sweep.times and _least_seconds_of(size, sweep.times, names) > left:
+            break
+        names = survivors(sweep.times, names)
+        # an equal share of what is left, so that what a short sum does not need goes to the longer ones
+        share = left / (len(sizes) - number)
+        sweep.measure(size, names, Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO))
+    sweep.refine()
+    return sweep.end()
 
-    def measure(size: int, names: Iterable[str], effort: Effort) -> None:
-        contestants = {name: all_contestants[name] for name in names}
-        part_N = tensor_N[: size // dtype.itemsize]
+
+def measure_largest_first(
+    communicator: Communicator, sizes: Sequence[int], *, dtype: torch.dtype, start: float, seconds: float
+) -> Times:
+    """Time every algorithm at the sizes, which rise, from the largest on that fits into the time. Collective.
+
+    What fits, single sums show. So what time does not suffice for are the sizes that matter least to gradients; where
+    not one fits nothing is measured. All ends seconds after start (of time.perf_counter), with time for one more word
+    between the ranks; seconds must be the same on all of them. The rest is measure_times's.
+    """
+    sweep = _Sweep(communicator, start=start, seconds=seconds)
+    if WORDS_TO_FIRST * sweep.word + sweep.words > sweep.left:
+        return {}
+    sweep.connect(sizes[-1], dtype)
+    reached, sweep.left = climb(
+        sweep.tensor_N, sweep.contestants, sizes[::-1], seconds=sweep.left, word=sweep.word, words=sweep.words
+    )
+    for number, size in enumerate(reached):
+        # a smaller sum takes no longer than the last one
+        if sweep.times and _seconds_again(sweep.times[reached[number - 1]]) + sweep.words > sweep.left:
+            break
+        share = SWEEP_SHARE * sweep.left / (len(reached) - number)
+        sweep.measure(size, sweep.contestants, Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO))
+    if sweep.times:
+        sweep.refine()
+    return sweep.end()
+
+
+class _Sweep:
+    """Measures sizes one after another, and keeps the time. Every method is a collective."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        start: float,
+        seconds: float,
+        on_size: Callable[[int, Mapping[str, Measured]], None] = lambda *_: None,
+    ) -> None:
+        """Look how dear words are. Measuring is to end seconds after start (of time.perf_counter)."""
+        self.times: dict[int, dict[str, Measured]] = {}
+        self._communicator, self._start, self._seconds, self._on_size = communicator, start, seconds, on_size
+        before, now = (elapsed_seconds(communicator, start) for _ in range(2))
+        self.word = now - before
+        """Seconds in which ranks tell each other a time: of thousands, more than of a short sum."""
+        self.words = WORDS_PER_SIZE * self.word
+        """Seconds of all that they tell while one size is measured, and to the end."""
+        self.left = seconds - now - self.word
+        """Seconds after the word that tells them, the same on all ranks."""
+
+    def connect(self, largest: int, dtype: torch.dtype) -> None:
+        """Connect the groups of all algorithms, and take memory for the largest size."""
+        self.contestants = self._communicator.with_every_algorithm()
+        # one for all sizes: each measures its beginning
+        self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
+        self._look()
+
+    def _look(self) -> None:
+        self.left = self._seconds - elapsed_seconds(self._communicator, self._start) - self.word
+
+    def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:
+        """Time these algorithms at a size, beside what was timed of them before, and look at the clock."""
+        part_N = self.tensor_N[: size // self.tensor_N.itemsize]
+        contestants = {name: self.contestants[name] for name in names}
         sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
         _require_right(sums, size)
-        before = times.setdefault(size, {})
+        before = self.times.setdefault(size, {})
         for name, each in sums.items():
             earlier = before[name].seconds if name in before else ()
             before[name] = Measured((*earlier, *each.measured.seconds))
-        on_size(size, before)
+        self._on_size(size, before)
+        self._look()
 
-    before_words = elapsed_seconds(communicator, start)
-    # thousands of ranks take longer to gather their times than to make a short sum
-    word = elapsed_seconds(communicator, start) - before_words
-    words = WORDS_PER_SIZE * word
-    names = list(all_contestants)
-    if largest_first:
-        left = seconds - elapsed_seconds(communicator, start) - word
-        reached, needed = climb(tensor_N, all_contestants, sizes[::-1], seconds=left, word=word, words=words)
-        # a smaller sum takes no longer; where not even the smallest fits it is measured all the same
-        for number, size in enumerate(reached or sizes[:1]):
-            left = seconds - elapsed_seconds(communicator, start) - word  # which the break costs
-            if times and needed > left:
+    def refine(self) -> None:
+        """Look where the choice is uncertain, while there is time."""
+        while (open_choice := next_open(self.times, granularity=self.tensor_N.itemsize)) is not None:
+            size, names = open_choice
+            left = self.left - self.words
+            each = sum(expected_seconds(self.times, size, name) for name in names)
+            # + 2: the check of the sum, and the pilot, come first
+            if (LEAST_REFINEMENT + 2) * each > left:
                 break
-            share = SWEEP_SHARE * left / (len(reached) - number) if reached else 0.0
-            measure(size, names, Effort(REPETITIONS, max(0.0, share - words), CONTENDER_RATIO))
-            needed = SUMS_PER_SIZE * sum(each.median for each in times[size].values()) + words
-        sizes = ()
-    for number, size in enumerate(sizes):
-        left = SWEEP_SHARE * seconds - elapsed_seconds(communicator, start) - words
-        if times and _least_seconds_of(size, times, names) > left:
-            break
-        names = survivors(times, names)
-        # an equal share of what is left, so that what a short sum does not need goes to the longer ones
-        measure(size, names, Effort(REPETITIONS, max(0.0, left / (len(sizes) - number) - words), CONTENDER_RATIO))
-    while (open_choice := next_open(times, granularity=dtype.itemsize)) is not None:
-        size, names = open_choice
-        left = seconds - elapsed_seconds(communicator, start) - words
-        each = sum(expected_seconds(times, size, name) for name in names)
-        # + 2: the check of the sum, and the pilot, come first
-        if (LEAST_REFINEMENT + 2) * each > left:
-            break
-        # a quarter, so that several open choices get their turn
-        measure(size, names, Effort(REPETITIONS, left / 4))
-    communicator.release(tensor_N)
-    return times
+            # a quarter, so that several open choices get their turn
+            self.measure(size, names, Effort(REPETITIONS, left / 4))
+
+    def end(self) -> Times:
+        """Give the memory back, and return all times."""
+        self._communicator.release(self.tensor_N)
+        return self.times
 
 
 def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
@@ -204,6 +253,11 @@ def survivors(times: Times, names: Iterable[str]) -> list[str]:
         return min(was, now - noise) >= LAG_RATIO and now >= was
 
     return [name for name in names if not is_behind(name)]
+
+
+def _seconds_again(at_size: Mapping[str, Measured]) -> float:
+    """Return the seconds of the shortest measurement of a size."""
+    return SUMS_PER_SIZE * sum(each.median for each in at_size.values())
 
 
 def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
