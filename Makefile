@@ -44,13 +44,11 @@ test-all: test test-long
 cluster: cluster-links cluster-jobs
 
 # what measures nodes and links has the machine for itself; the others mostly wait
-CLUSTER_LINKS := tests/cluster/test_emulate.py tests/cluster/test_preflight.py
-
 cluster-links: .venv/ready
-	$(PYTEST) $(CLUSTER_LINKS) -rs
+	$(PYTEST) tests/cluster -rs -m alone
 
 cluster-jobs: .venv/ready
-	$(PYTEST) tests/cluster $(CLUSTER_LINKS:%=--ignore %) -rs -n 2 --dist loadfile
+	$(PYTEST) tests/cluster -rs -m "not alone" -n 2 --dist loadfile
 
 test-cluster: cluster
 

@@ -22,6 +22,8 @@ from bigbatch.launch.emulate.plan import place_ranks
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from tests.cluster.conftest import PROBE, Emulate
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 GOODPUT = 1448 / 1514
 """What TCP delivers of the rate of an Ethernet with packets of 1500 bytes: without headers."""

@@ -15,6 +15,8 @@ from bigbatch.launch.emulate.plan import make_plan
 from bigbatch.launch.emulate.state import EmulatedCluster, state_root
 from tests.cluster.conftest import Emulate
 
+pytestmark = pytest.mark.alone
+
 MOST_SECONDS = 30.0
 
 
