@@ -30,7 +30,7 @@ from bigbatch.trainer.config.stopping import METRICS
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES, evaluate
 from bigbatch.trainer.input.bad_images import require_few
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
-from bigbatch.trainer.memory.largest_batch import is_out_of_memory
+from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.optim.foreign import eval_mode
 from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, save_checkpoint, write_on_first

@@ -1,7 +1,6 @@
 """The largest microbatch that fits a device's memory, found by trying."""
 
 import gc
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,23 +11,18 @@ import torch
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import UserError
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import give_back_freed_memory, wait_for
+from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 
 MANY = 1000
 """Steps of an epoch: as many as real ones have, for what a schedule and an average ask of it."""
-NO_MEMORY = re.compile(
-    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$"
-    r"|unable to find an engine to execute|bad_alloc",
-    re.I,
-)
-"""What torch, C++ and CUDA say in a RuntimeError, and oneDNN and cuDNN, which have no other words for it."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +32,6 @@ class Found:
     size: int | None
     is_complete: bool
     """Time sufficed for all that had to be tried."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is a lack of memory, of a GPU or of a CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)
-    return is_torchs and NO_MEMORY.search(str(error)) is not None
 
 
 def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
@@ -82,10 +68,12 @@ def largest_fitting(
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
     """Tell whether training steps of generated pictures fit, on this rank alone; what they took is free again after.
 
-    A sharded update is tried with all shares on this rank.
+    A sharded update is tried with all shares on this rank, and a step that is captured with its graphs, which take
+    memory of their own.
     """
+    num_untimed = WARM_UP_STEPS if config.compute.cuda_graph else 1
     try:
-        run_steps(config, size, device=device, num_microbatches=num_microbatches)
+        run_steps(config, size, device=device, num_microbatches=num_microbatches, num_untimed=num_untimed)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -24,9 +24,8 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     """
     free_memory(device)
     batch = config.batch
-    # a capture comes after steps that warm up, and to compile at each size would take longer than the search may
-    at_once = replace(config.compute, compile=None, compile_fallback=False, cuda_graph=False)
-    tried = replace(config, compute=at_once)
+    # to compile at each size would take longer than the search may; and compiled code keeps less
+    tried = replace(config, compute=replace(config.compute, compile=None, compile_fallback=False))
     found = largest_fitting(
         sizes_within(batch, most=batch.microbatch_size - 1),
         lambda size: fits_memory(tried, size, device=device, num_microbatches=2),
@@ -56,8 +55,6 @@ def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> 
             "optimizer.sharded on more ranks"
         )
     words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
-    if config.compute.cuda_graph:
-        words += " (tried without compute.cuda_graph, whose graph keeps memory of its own beside the rest)"
     line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
     num_blocks = RESIDUAL_BLOCKS.get(config.model.name, 0)
     if config.compute.recomputed_blocks < num_blocks:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bigbatch.errors import ComputeError, UserError
 from bigbatch.trainer.input.prepare_batch import Prepared
+from bigbatch.trainer.machine.memory import is_out_of_memory
 
 WARM_UP_STEPS = 3
 """Of each shape, before its capture: cuDNN searches, the reducer settles its buffers in the order that it learned, the
@@ -226,7 +227,7 @@ def _explained(error: BaseException, batch: Prepared) -> BaseException:
     # torch ends a failed capture with an error of its own, which hides the cause
     while error.__context__ is not None:
         error = error.__context__
-    if isinstance(error, UserError | torch.OutOfMemoryError):
+    if isinstance(error, UserError) or is_out_of_memory(error):
         return error
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].line!r}" if frames else ""

@@ -3,30 +3,28 @@
 import re
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import forked_ranks
 import pytest
 import torch
+from recorded_graph import RecordedCapture
 from small_run import num_alive
 
 from bigbatch.errors import UserError
+from bigbatch.trainer.build import compute, parts
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory import out_of_memory
-from bigbatch.trainer.memory.largest_batch import (
-    Found,
-    fits_memory,
-    is_out_of_memory,
-    largest_fitting,
-    run_steps,
-    sizes_within,
-)
+from bigbatch.trainer.memory.largest_batch import Found, fits_memory, largest_fitting, run_steps, sizes_within
 from bigbatch.trainer.memory.out_of_memory import explain, propose
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.step.execution import Cut
 
 CPU = torch.device("cpu")
 OF_CPU = (
@@ -119,6 +117,26 @@ def test_out_of_memory_other_errors_are_not_taken_for_a_lack_of_memory(monkeypat
         fits_memory(quickstart(64, 16, 8), 4, device=CPU)
 
 
+class FullCapture(RecordedCapture):
+    """Has no memory left for graphs, beside what the steps before have taken."""
+
+    def __call__(self, work: Callable[[Cut], torch.Tensor]) -> tuple[list[Callable[[], None]], torch.Tensor]:
+        super().__call__(work)
+        raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(("capture", "is_fitting"), [(RecordedCapture(), True), (FullCapture(), False)])
+def test_out_of_memory_tries_are_captured_where_the_run_is(
+    capture: RecordedCapture, is_fitting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps of two microbatches before the capture fit; then a graph for each microbatch must, too."""
+    monkeypatch.setattr(parts, "require_capturable", lambda communicator: None)
+    monkeypatch.setattr(compute, "CudaCapture", lambda device: capture)
+    config = quickstart(64, 16, 8, "--compute.cuda_graph=true")
+    assert fits_memory(config, 4, device=CPU, num_microbatches=2) == is_fitting
+    assert (capture.num_warm_ups, capture.num_captures) == (3, 2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("place", ["memory.largest_batch._generated", "build.parts._make_average"])
 def test_out_of_memory_a_try_that_fails_early_keeps_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +219,11 @@ def test_out_of_memory_messages_of_a_run_without_memory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_captured", [True, False])
-def test_out_of_memory_trials_are_neither_captured_nor_compiled(
+def test_out_of_memory_trials_are_captured_as_the_run_but_not_compiled(
     is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that the line proposes is captured all the same, as the config has it: the line says what was tried."""
-
     def fits(config: Config, size: int, *, device: torch.device, num_microbatches: int) -> bool:
-        assert not config.compute.cuda_graph
+        assert config.compute.cuda_graph == is_captured
         assert config.compute.compile is None
         return size <= 96
 
@@ -218,9 +234,7 @@ def test_out_of_memory_trials_are_neither_captured_nor_compiled(
         "--compute.compile_fallback=true",
     )
     line = explain(quickstart(256, 256, 32, *words), OF_GPU, world_size=1, device=CPU)
-    assert "with --batch.microbatch_size 64 (4 accumulation steps)" in line
-    assert ("at least 96 does (tried without compute.cuda_graph" in line) == is_captured
-    assert ("cuda_graph" in line) == is_captured
+    assert "at least 96 does; with --batch.microbatch_size 64 (4 accumulation steps)" in line
 
 
 @pytest.mark.slow

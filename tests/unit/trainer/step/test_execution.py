@@ -290,6 +290,11 @@ class BrokenCapture(RecordedCapture):
     [
         (DataError("bad picture"), "bad picture", DataError),
         (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory", torch.OutOfMemoryError),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+            "ALLOC",
+            RuntimeError,
+        ),
         (ValueError(), "ValueError in 'raise self._first'", ComputeError),
     ],
 )

@@ -1,0 +1,22 @@
+"""What a lack of memory looks like, on a GPU or a CPU."""
+
+import re
+
+import torch
+
+from bigbatch.errors import UserError
+
+NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|_ALLOC_FAILED|could not (create|execute) a primitive$"
+    r"|unable to find an engine to execute|bad_alloc",
+    re.I,
+)
+"""What torch, C++ and CUDA say in a RuntimeError, and oneDNN and cuDNN, which have no other words for it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error is a lack of memory, of a GPU or of a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)
+    return is_torchs and NO_MEMORY.search(str(error)) is not None
