@@ -28,14 +28,14 @@ test-unit: .venv/ready
 test-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 2 -m "not long"
 
-# the rest: full forms, compilers, benchmarks, launchers
+# the rest: full forms, compilers, benchmarks, launchers; jobs of ranks wait half of their time
 test-long: test-long-unit test-long-ranks
 
 test-long-unit: .venv/ready
 	$(PYTEST) tests/unit -n 3 -m long
 
 test-long-ranks: .venv/ready
-	$(PYTEST) tests/laws tests/parallel -n 3 -m long
+	$(PYTEST) tests/laws tests/parallel -n 4 -m long
 
 test-all: test test-long
 
