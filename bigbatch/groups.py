@@ -54,10 +54,14 @@ GROUPS = {
     ),
     "faults": CommandGroup(
         "faults",
-        "Disturb trainings on purpose, and see what is kept of what is promised.",
+        "Disturb trainings on purpose, and see what is kept of what is promised; or find who made a job hang.",
         {
             "run": ("bigbatch.launch.faults.campaign", "do trials that a seed draws, or one that was printed"),
             "table": ("bigbatch.launch.faults.table", "print the tables of a recorded campaign"),
+            "explain": (
+                "bigbatch.launch.faults.explain",
+                "name who made a job hang, from the dumps of torch's flight recorder",
+            ),
         },
         "bigbatch faults run --seed 7 --trials 20",
     ),

@@ -1,9 +1,5 @@
-"""What torch's flight recorder knows of this process's collectives: kept in a file, and compared between ranks.
+"""What torch's flight recorder knows of this process's collectives: kept in a file, and compared between ranks."""
 
-In its JSON form. The other one is a pickle, and reading a file that somebody else wrote would run code.
-"""
-
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,19 +8,7 @@ from pathlib import Path
 from torch._C import _distributed_c10d
 
 from bigbatch.comm.rendezvous.environ import flight_prefix
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """The first collective that has not ended: its number within its process group, and that group's ranks.
-
-    ranks is empty where torch does not tell them.
-    """
-
-    group: str
-    number: int
-    operation: str
-    ranks: tuple[int, ...]
+from bigbatch.comm.rendezvous.recording import Operation, late_for, read_recording
 
 
 @dataclass(frozen=True)
@@ -33,7 +17,8 @@ class Flight:
 
     begun: dict[str, int]
     """Name of a process group -> number of the last collective that was begun in it."""
-    waiting: Waiting | None
+    waiting: Operation | None
+    """The first that has not ended."""
 
 
 def dump_flight() -> str:
@@ -47,20 +32,10 @@ def dump_flight() -> str:
 
 
 def read_flight(text: str) -> Flight:
-    """Read a dump. Raises: ValueError or LookupError where torch writes it otherwise."""
-    dump = json.loads(text)
-    begun: dict[str, int] = {}
-    waiting = None
-    for entry in dump["entries"]:
-        if entry["is_p2p"]:
-            continue
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
-        begun[group] = max(begun.get(group, 0), number)
-        # retired: torch waits for it no more
-        if waiting is None and entry["state"] != "completed" and not entry["retired"]:
-            ranks = json.loads(dump["pg_config"].get(group, {}).get("ranks", "[]"))
-            waiting = Waiting(group, number, entry["profiling_name"], tuple(ranks))
-    return Flight(begun, waiting)
+    """Read a dump. Raises: ValueError, LookupError or TypeError where torch writes it otherwise."""
+    collectives = list(read_recording(text.encode()).collectives)
+    waiting = next((each for each in collectives if not each.is_over), None)
+    return Flight({each.group.name: each.number for each in collectives}, waiting)
 
 
 def keep_flight(text: str, *, rank: int) -> Path:
@@ -83,9 +58,9 @@ def compare(mine: Flight, others: Mapping[int, Mapping[str, int]]) -> str:
     waiting = mine.waiting
     if waiting is None:
         return ""
-    ranks = waiting.ranks or tuple(sorted(others))
-    come = {rank: others[rank].get(waiting.group, 0) for rank in ranks if rank in others}
-    behind = [f"rank {rank} has begun {number}" for rank, number in come.items() if number < waiting.number]
-    silent = [f"rank {rank} does not tell" for rank in ranks if rank not in others]
-    where = f"it waits in collective {waiting.number} ({waiting.operation}) of process group {waiting.group}"
-    return ", ".join([where, *behind, *silent])
+    ranks = waiting.group.ranks or tuple(sorted(others))
+    name, number = waiting.group.name, waiting.number
+    late, silent = late_for(number, ranks, {rank: begun.get(name, 0) for rank, begun in others.items()})
+    behind = [f"rank {rank} has begun {last}" for rank, last in late.items()]
+    unknown = [f"rank {rank} does not tell" for rank in silent]
+    return ", ".join([f"it waits in collective {number} ({waiting.name}) of process group {name}", *behind, *unknown])

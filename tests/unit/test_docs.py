@@ -88,6 +88,9 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
     "faults run": "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
     "faults table": "tests/unit/test_docs.py::test_failure_model_shows_the_recorded_campaign",
+    "faults explain": (
+        "tests/unit/launch/faults/test_explain.py::test_rank_that_has_not_begun_is_named_with_the_collective"
+    ),
     "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config diff": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config list": "tests/unit/test_docs.py::test_bigbatch_commands",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bigbatch.comm.rendezvous import environ, flight
-from bigbatch.comm.rendezvous.flight import Waiting, compare, keep_flight, read_flight
+from bigbatch.comm.rendezvous.flight import compare, keep_flight, read_flight
 
 VARIABLES = (
     "TORCH_FR_BUFFER_SIZE",
@@ -26,14 +26,16 @@ def none_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def entry(number: int, state: str, *, group: str = "0", is_p2p: bool = False, retired: bool = False) -> dict[str, Any]:
-    """A collective, in the words of torch 2.14's ProcessGroupNCCL."""
+def entry(number: int, state: str, *, group: str = "0", name: str = "nccl:all_reduce") -> dict[str, Any]:
+    """A collective or message, in the words of torch 2.14's ProcessGroupNCCL."""
+    is_message = "->" in name
     return {
-        "collective_seq_id": number,
-        "is_p2p": is_p2p,
+        "collective_seq_id": 0 if is_message else number,
+        "p2p_seq_id": number if is_message else 0,
+        "is_p2p": is_message,
         "process_group": [group, "default_pg"],
-        "profiling_name": "nccl:all_reduce",
-        "retired": retired,
+        "profiling_name": name,
+        "retired": name.startswith("gloo"),
         "state": state,
     }
 
@@ -46,17 +48,29 @@ def dump(*entries: dict[str, Any], ranks: str | None = "[0, 1, 2]") -> str:
 
 def test_flight_finds_the_first_collective_that_has_not_ended() -> None:
     text = dump(
-        entry(1, "scheduled", retired=True),  # gloo's, which have no state of their own
-        entry(5, "started", is_p2p=True),
+        entry(1, "scheduled", group="1", name="gloo:all_reduce"),  # these have no state of their own
+        entry(5, "started", name="nccl:send 0->1"),
         entry(2, "completed"),
         entry(3, "started"),
         entry(4, "scheduled"),
         entry(1, "scheduled", group="2"),
     )
     found = read_flight(text)
-    assert found.begun == {"0": 4, "2": 1}
-    assert found.waiting == Waiting("0", 3, "nccl:all_reduce", (0, 1, 2))
+    assert found.begun == {"0": 4, "1": 1, "2": 1}
+    waiting = found.waiting
+    assert waiting is not None
+    assert (waiting.group.name, waiting.number, waiting.name) == ("0", 3, "nccl:all_reduce")
+    assert waiting.group.ranks == (0, 1, 2)
     assert read_flight(dump(entry(1, "completed"))).waiting is None
+
+
+def test_flight_of_a_coalesced_collective_that_has_ended_waits_in_the_next() -> None:
+    """The recorder follows the state of its end alone."""
+    parts = [entry(1, "scheduled", name="nccl:_broadcast_oop") for _ in range(2)]
+    end = entry(1, "completed", name="nccl:ALLGATHER_coalesced")
+    waiting = read_flight(dump(*parts, end, entry(2, "started"))).waiting
+    assert waiting is not None
+    assert waiting.number == 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"entries": [{}]}', '{"entries": [{"is_p2p": false}]}'])

@@ -1,0 +1,280 @@
+"""Whom all others wait for in the end, by what torch's flight recorder kept of the ranks of a job that hangs."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bigbatch.comm.rendezvous.recording import Group, Operation, Recording, late_for
+from bigbatch.launch.faults.recorded_job import RecordedJob
+
+ABSENT, DIFFERS, CYCLE, LATE, UNSTARTED, HELD, STUCK, UNEVEN = KINDS = (
+    "left no dump",
+    "differs",
+    "wait for each other",
+    "has not begun",
+    "has not started",
+    "has not completed",
+    "all have begun",
+    "has begun less",
+)
+"""What is wrong with the ranks of a finding; what explains others comes first."""
+
+OWN_INPUTS, OWN_OUTPUTS = ("scatter",), ("gather",)
+"""Collectives in which the root's inputs, or outputs, are not those of the others; in all_to_all any may differ."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Describes what keeps others waiting: the ranks, what is wrong with them, and in which operation that shows."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    group: Group | None = None
+    operation: Operation | None = None
+    """As a rank recorded it that is not to blame."""
+    waiting: tuple[int, ...] = ()
+    """Ranks that wait in it, or have done it."""
+    theirs: Mapping[int, Operation] = field(default_factory=dict)
+    """What each of the ranks does instead, or waits in."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which operation it is: a collective of all ranks of a group, or the messages of one rank."""
+
+    group: Group
+    number: int
+    of_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """Why an operation does not end: what is wrong, and with which ranks."""
+
+    kind: str
+    ranks: frozenset[int]
+    place: _Place
+
+
+def find_culprits(recordings: Mapping[int, Recording]) -> tuple[RecordedJob, list[Finding]]:
+    """Compare what ranks recorded; return the job and what is wrong, the likeliest cause first; nothing if all agree.
+
+    A rank that waits is no culprit where the one that it waits for waits, too: the chain is followed to its end.
+    """
+    job = RecordedJob(recordings)
+    search = _Search(job)
+    found = [*search.absent(), *search.differing(), *search.ends()]
+    if not found:
+        found = search.uneven()
+    unlike = {(each.kind, each.group, each.ranks): each for each in reversed(found)}  # one may be found both ways
+    return job, sorted(unlike.values(), key=lambda each: KINDS.index(each.kind))
+
+
+class _Search:
+    """Follows who waits for whom, from the first operation that each rank has not ended."""
+
+    def __init__(self, job: RecordedJob) -> None:
+        self._job = job
+        self._known: dict[_Place, _Cause] = {}
+        self._causes = {rank: self._cause(rank, operation) for rank, operation in job.waiting.items()}
+        self._waits = {rank: self._waits_for(rank) for rank in job.waiting}
+
+    def absent(self) -> list[Finding]:
+        """Return the ranks that left no dump, with what others wait for them in."""
+        gone = frozenset(self._job.ranks) - self._job.recordings.keys()
+        if not gone:
+            return []
+        places = Counter(cause.place for cause in self._causes.values() if cause.kind == LATE and cause.ranks & gone)
+        if not places:
+            return [Finding(ABSENT, tuple(sorted(gone)))]
+        return [self._finding(ABSENT, gone, max(places, key=lambda each: places[each]))]
+
+    def differing(self) -> list[Finding]:
+        """Return, of each group, the first collective that ranks call otherwise than others, ended or not."""
+        found = []
+        for group, numbers in self._job.collectives.items():
+            for number in sorted(numbers):
+                if odd := _odd(numbers[number]):
+                    found.append(self._finding(DIFFERS, odd, _Place(group, number)))
+                    break
+        return found
+
+    def ends(self) -> list[Finding]:
+        """Return the ranks at the ends of all chains: waited for, and waiting for nobody else."""
+        nodes = self._waits.keys() | frozenset().union(*self._waits.values())
+        ends = {rank for rank in nodes if not self._waits.get(rank)}
+        grouped: dict[tuple[str, _Place], set[int]] = defaultdict(set)
+        for rank in sorted(ends & self._job.recordings.keys()):
+            cause = self._causes.get(rank) or self._earliest(rank)
+            grouped[cause.kind, cause.place] |= cause.ranks if cause.kind == DIFFERS else {rank}
+        if circle := self._circle(nodes, ends):
+            causes = {self._causes[rank] for rank in circle}
+            kind = CYCLE if any(each.kind != STUCK for each in causes) else STUCK
+            grouped[kind, self._causes[min(circle)].place].update(circle)
+        return [self._finding(kind, ranks, place) for (kind, place), ranks in grouped.items()]
+
+    def uneven(self) -> list[Finding]:
+        """Return, where nobody waits, the ranks that have begun fewer collectives of a group than others."""
+        found = []
+        for group, begun in self._job.begun.items():
+            begun = {rank: 0 for rank in group.ranks if self._is_whole(rank)} | begun
+            most, least = max(begun.values()), min(begun.values())
+            if least < most:
+                behind = frozenset(rank for rank, last in begun.items() if last == least)
+                next_ones = (each for each in sorted(self._job.collectives[group]) if each > least)
+                found.append(self._finding(UNEVEN, behind, _Place(group, next(next_ones))))
+        return found
+
+    def _is_whole(self, rank: int) -> bool:
+        return rank in self._job.recordings and self._job.recordings[rank].is_whole
+
+    def _waits_for(self, rank: int) -> frozenset[int]:
+        """Return whom a rank waits for in the first operation that it has not ended; nobody where it is to blame."""
+        cause = self._causes[rank]
+        return cause.ranks - {rank} if cause.kind == LATE or rank not in cause.ranks else frozenset()
+
+    def _cause(self, rank: int, operation: Operation) -> _Cause:
+        group = self._job.group_of(rank, operation)
+        if operation.is_message:
+            return self._cause_of_messages(rank, group, operation)
+        place = _Place(group, operation.number)
+        if place not in self._known:
+            self._known[place] = self._cause_of_collective(place)
+        return self._known[place]
+
+    def _cause_of_collective(self, place: _Place) -> _Cause:
+        group, number = place.group, place.number
+        begun = {rank: -1 for rank in group.ranks if rank in self._job.recordings} | self._job.begun[group]
+        late, unknown = late_for(number, group.ranks, begun)
+        if late or unknown:
+            return _Cause(LATE, frozenset([*late, *unknown]), place)
+        calls = self._job.collectives[group][number]
+        pending = frozenset(rank for rank, each in calls.items() if not each.is_over)
+        if odd := _odd(calls):
+            return _Cause(DIFFERS, odd, place)
+        unstarted = frozenset(rank for rank in pending if calls[rank].state == "scheduled")
+        if unstarted and unstarted != pending:
+            return _Cause(UNSTARTED, unstarted, place)
+        if pending != frozenset(group.ranks):
+            return _Cause(HELD, pending, place)
+        if odd := _odd(calls, is_exact=True):
+            return _Cause(DIFFERS, odd, place)
+        return _Cause(STUCK, pending, place)
+
+    def _cause_of_messages(self, rank: int, group: Group, operation: Operation) -> _Cause:
+        place = _Place(group, operation.number, rank)
+        peers, unlike, unposted = set(), set(), set()
+        for message, peer in self._job.peers_of(rank, operation):
+            partner, is_over = self._partner(rank, group, message, peer)
+            if partner is None:
+                unposted.add(peer)
+            elif _amount(message) != _amount(partner):
+                unlike |= {rank, peer}
+            elif not is_over:
+                peers.add(peer)
+        if unposted:
+            return _Cause(LATE, frozenset(unposted), place)
+        if unlike:
+            return _Cause(DIFFERS, frozenset(unlike), place)
+        return _Cause(STUCK, frozenset(peers), place) if peers else _Cause(HELD, frozenset([rank]), place)
+
+    def _partner(self, rank: int, group: Group, message: Operation, peer: int) -> tuple[Operation | None, bool]:
+        """Return the message that the peer has posted for this one, and whether it is over; both keep one order."""
+        mine = self._job.messages[rank, group, message.kind, peer]
+        theirs = self._job.messages[peer, group, "recv" if message.kind == "send" else "send", rank]
+        if not (self._is_whole(rank) and self._is_whole(peer)):
+            mine, theirs = ([each for each in some if not each[1]] for some in (mine, theirs))
+        place = next(k for k, (each, _) in enumerate(mine) if each is message)
+        return theirs[place] if place < len(theirs) else (None, False)
+
+    def _earliest(self, rank: int) -> _Cause:
+        """Return why others wait for a rank that waits in nothing: the operation that comes first in the program.
+
+        One comes before another if a rank of both waits in it first.
+        """
+        causes = [(each, cause.place) for each, cause in self._causes.items() if rank in cause.ranks]
+        num_waiting = Counter(place for _, place in causes)
+        num_of_others = Counter(
+            place
+            for each, place in causes
+            for other in num_waiting
+            if other != place and other.of_rank is None and each in other.group.ranks
+        )
+        first = max(num_waiting, key=lambda place: (num_of_others[place], num_waiting[place]))
+        return next(cause for cause in self._causes.values() if cause.place == first)
+
+    def _circle(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
+        """Return ranks that wait for each other, and from which no chain leads to an end; none where all do."""
+        open_ends, todo = set(ends), list(ends)
+        waited_by: dict[int, list[int]] = defaultdict(list)
+        for rank, others in self._waits.items():
+            for other in others:
+                waited_by[other].append(rank)
+        while todo:
+            for rank in waited_by[todo.pop()]:
+                if rank not in open_ends:
+                    open_ends.add(rank)
+                    todo.append(rank)
+        left = set(nodes) - open_ends
+        path = [min(left)] if left else []
+        while path and (following := min(self._waits[path[-1]])) not in path:
+            path.append(following)
+        return path[path.index(following) :] if path else []
+
+    def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Finding:
+        """Describe what is wrong; of ranks that are late for a collective, with those that have begun least."""
+        if place.of_rank is None:
+            calls = self._job.collectives[place.group][place.number]
+        else:
+            calls = {place.of_rank: self._job.waiting[place.of_rank]}
+        if kind == LATE and place.of_rank is None:
+            begun = {rank: self._job.begun[place.group].get(rank, -1) for rank in ranks}
+            ranks = [rank for rank in begun if begun[rank] == min(begun.values())]
+        ranks = tuple(sorted(ranks))
+        others = [rank for rank in calls if rank not in ranks]
+        doing = calls if kind == DIFFERS else self._job.waiting
+        theirs = {rank: doing[rank] for rank in ranks if rank in doing}
+        example = calls[_most_common(calls, others or calls)]
+        return Finding(kind, ranks, place.group, example, tuple(sorted(others)), theirs)
+
+
+def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:
+    """Return one of the ranks whose calls are like most others'."""
+    like = Counter(_signature(calls[rank], is_exact=False) for rank in ranks)
+    return max(ranks, key=lambda rank: (like[_signature(calls[rank], is_exact=False)], -rank))
+
+
+def _odd(calls: Mapping[int, Operation], *, is_exact: bool = False) -> frozenset[int]:
+    """Return the ranks that call another collective than most, or with other sizes or types.
+
+    All of those that differ where no call has a majority. is_exact: [2, 8] is not [4, 4], either.
+    """
+    raw = {(each.name, each.sizes, each.types, len(each.parts)) for each in calls.values()}
+    if len(raw) == 1 and not any(each.parts for each in calls.values()):
+        return frozenset()
+    signatures = {rank: _signature(each, is_exact=is_exact) for rank, each in calls.items()}
+    (first, count), *rest = Counter(signatures.values()).most_common(2)
+    if not rest:
+        return frozenset()
+    if rest[0][1] == count:
+        return frozenset(signatures)
+    return frozenset(rank for rank, each in signatures.items() if each != first)
+
+
+def _signature(operation: Operation, *, is_exact: bool) -> tuple[object, ...]:
+    """Return what must be equal on all ranks of a collective."""
+    parts = tuple(_signature(each, is_exact=is_exact) for each in operation.parts)
+    kind = operation.kind
+    may_differ = kind.startswith("all_to_all") or kind.endswith(("_v", "_v_single"))
+    told: list[object] = []
+    for sizes, types, own in zip(operation.sizes, operation.types, (OWN_INPUTS, OWN_OUTPUTS), strict=True):
+        if not may_differ and kind not in own:
+            told += [sizes if is_exact else sum(map(math.prod, sizes)), frozenset(types)]
+    return kind, *told, parts
+
+
+def _amount(message: Operation) -> tuple[int, frozenset[str]]:
+    """Return how many numbers of which type a message has; both sides name its one tensor, some releases once."""
+    inputs, outputs = message.sizes
+    return sum(map(math.prod, inputs or outputs)), frozenset((*message.types[0], *message.types[1]))

@@ -1,0 +1,155 @@
+"""`bigbatch faults explain`: who made a job hang, read from what torch's flight recorder left of its ranks."""
+
+import argparse
+import json
+import re
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bigbatch.comm.rendezvous.plain_pickle import RunsCode
+from bigbatch.comm.rendezvous.recording import Recording, read_recording
+from bigbatch.errors import FaultError
+from bigbatch.exit_codes import FAILED
+from bigbatch.launch.faults.culprits import STUCK, find_culprits
+from bigbatch.launch.faults.verdict import headline, last_words, record, table
+
+MOST_BYTES = 1 << 26
+"""Of one dump: some fifty times what a recorder of 2,000 operations writes, with the lines that called them."""
+MOST_SPOKEN = 4
+"""Culprits whose last words are printed."""
+
+_SUFFIXES = (".json", ".pickle", ".pkl")
+_RANK = re.compile(r"rank[-_.]?(\d+)(?:-[a-z0-9_]{8})?$|(\d+)$")
+"""How names end: as torch's do, in the rank; our own in a folder for temporary files have letters behind it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Name the culprits; return 0 where nothing is wrong, else FAILED. Raises: FaultError."""
+    arguments = _parser().parse_args(argv)
+    job, findings = find_culprits(read_dumps(find_dumps(arguments.dumps)))
+    if arguments.json:
+        print(json.dumps(record(job, findings)))
+        return FAILED if findings else 0
+    if not findings:
+        print(f"nothing is wrong: all {len(job.ranks)} ranks have ended all that they began, and begun the same")
+    for finding in findings:
+        print(headline(finding))
+        for rank in finding.ranks[: MOST_SPOKEN if finding.kind != STUCK else 1]:
+            if rank in job.recordings:
+                print(f"  {last_words(job, rank)}")
+    print(f"\n{table(job, findings[0].group if findings else None)}")
+    return FAILED if findings else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch faults explain",
+        description="Read what torch's flight recorder wrote on each rank of a job that hung, and name the ranks that "
+        "the others\nwait for, and the collective. A chain is followed to its end: a rank that is late because it "
+        "waits for another in\nanother process group is not the culprit.",
+        epilog="""\
+a job writes such dumps as NCCL's time limit passes, one file per rank, if it was started with
+  TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/shared/job/trace_rank_
+(older releases of torch: TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_NCCL_DEBUG_INFO_TEMP_FILE); a run of bigbatch
+writes its own before it ends such a job, and says where. The rank is the number that a file's name ends in. Pickles
+and JSON are read, and no code in them is run.
+
+what it may say, the likeliest cause first:
+  left no dump         the rank is dead, or its file lies elsewhere
+  calls ... as number  it calls another collective than most ranks, or with other sizes or types
+  wait for each other  ranks wait in different groups, in a circle
+  has not begun        its own code has not come to the collective: see where it was last
+  has queued           it has queued the collective, and its GPU is busy or faulty
+  is still in          others have completed the collective
+  no rank is behind    all are in the collective: the network or a GPU is at fault
+
+exit code: 0 nothing is wrong, 1 a cause was found, 2 the dumps cannot be read
+
+example: bigbatch faults explain /shared/job""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("dumps", type=Path, nargs="+", metavar="DUMPS", help="folders that hold dumps, or the files")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for machines")
+    return parser
+
+
+def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
+    """Return the files of each rank, by their names. Raises: FaultError where there is none, or one tells no rank."""
+    found: dict[int, list[Path]] = {}
+    for path in paths:
+        try:
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+        except OSError as error:
+            raise FaultError(f"{path}: {error.strerror}") from error
+        for file in files:
+            rank = rank_of(file)
+            if rank is not None and file not in found.get(rank, ()):
+                found.setdefault(rank, []).append(file)
+            elif rank is None and file == path:
+                raise FaultError(f"{file}: its name does not end in a rank, as in trace_rank_3")
+    if not found:
+        raise FaultError(f"{', '.join(map(str, paths))}: no dumps here, whose names end in a rank, as in trace_rank_3")
+    return found
+
+
+def rank_of(path: Path) -> int | None:
+    """Return the rank that a file's name ends in; None for a name that ends otherwise."""
+    name = path.name
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    match = _RANK.search(name)
+    return int(match[1] or match[2]) if match and len(match[0]) < 30 else None
+
+
+def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
+    """Read each rank's dump; what is none is named on stderr. Raises: FaultError, also for one that would run code."""
+    recordings: dict[int, Recording] = {}
+    reasons = []
+    for rank, paths in sorted(files.items()):
+        read = []
+        for path in paths:
+            try:
+                read.append((path, read_dump(path)))
+            except FaultError as error:
+                if isinstance(error.__cause__, RunsCode):
+                    raise
+                reasons.append(str(error))
+        if len(read) > 1 and not _are_of_one_job([path for path, _ in read]):
+            names = " and ".join(str(path) for path, _ in read[:2])
+            raise FaultError(f"rank {rank} has several dumps, {names}: name those of one job")
+        # torch's own says where calls were made, ours beside it does not
+        for _, recording in sorted(read, key=lambda pair: pair[0].suffix == ".json")[:1]:
+            recordings[rank] = recording
+    if not recordings:
+        raise FaultError(reasons[0])
+    if not any(each.operations for each in recordings.values()):
+        names = ", ".join(sorted({str(path.parent) for paths in files.values() for path in paths}))
+        raise FaultError(f"{names}: the dumps hold no operations; start the job with TORCH_FR_BUFFER_SIZE=2000")
+    for reason in reasons:
+        print(f"bigbatch: not read: {reason}", file=sys.stderr)
+    return recordings
+
+
+def _are_of_one_job(paths: Sequence[Path]) -> bool:
+    """Tell whether they are what torch wrote, and what we wrote beside it."""
+    return len(paths) == 2 and len({path.with_name(path.name.removesuffix(".json")) for path in paths}) == 1
+
+
+def read_dump(path: Path) -> Recording:
+    """Read one file. Raises: FaultError naming it."""
+    try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("it is no file")  # recorders are asked for dumps by pipes, which would never end
+        if facts.st_size > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+        return read_recording(path.read_bytes())
+    except OSError as error:
+        raise FaultError(f"{path}: {error.strerror}") from error
+    except KeyError as error:
+        raise FaultError(f"{path}: no dump of torch's flight recorder: it lacks {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FaultError(f"{path}: no dump of torch's flight recorder: {error}") from error

@@ -1,0 +1,72 @@
+"""What torch's flight recorder kept of all ranks of a job, by group and number."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from bigbatch.comm.rendezvous.recording import MESSAGE, Group, Operation, Recording
+
+
+class RecordedJob:
+    """What all ranks recorded, compared."""
+
+    def __init__(self, recordings: Mapping[int, Recording]) -> None:
+        self.recordings = recordings
+        told = {rank for each in recordings.values() for group in each.groups.values() for rank in group.ranks}
+        self.ranks = sorted(told | recordings.keys())
+        """All that are known of, with and without a dump."""
+        self.waiting = {rank: each.waiting for rank, each in recordings.items() if each.waiting is not None}
+        """Rank -> the first operation that it has not ended."""
+        self._groups: dict[tuple[int, str], Group] = self._complete_groups()
+        self.begun: dict[Group, dict[int, int]] = {}
+        self.collectives: dict[Group, dict[int, dict[int, Operation]]] = {}
+        """Group -> number -> rank -> what it called."""
+        self.messages: dict[tuple[int, Group, str, int], list[tuple[Operation, bool]]] = defaultdict(list)
+        """Rank, group, send or recv, peer -> its messages, and whether they are over."""
+        for rank, recording in recordings.items():
+            self._index(rank, recording)
+
+    def group_of(self, rank: int, operation: Operation) -> Group:
+        """Return the group of a rank's operation, with its ranks."""
+        return self._groups[rank, operation.group.name]
+
+    def peers_of(self, rank: int, operation: Operation) -> list[tuple[Operation, int]]:
+        """Return the messages of an operation, each with its peer."""
+        group = self.group_of(rank, operation)
+        found = []
+        for part in operation.parts or (operation,):
+            if match := MESSAGE.search(part.name):
+                me, peer = int(match[2]), int(match[3])
+                # numbers are those of the group
+                if me < len(group.ranks) and peer < len(group.ranks) and group.ranks[me] == rank:
+                    peer = group.ranks[peer]
+                found.append((part, peer))
+        return found
+
+    def _complete_groups(self) -> dict[tuple[int, str], Group]:
+        """Return rank and name -> group; of one whose ranks torch does not tell, those that used it."""
+        users = defaultdict(set)
+        for rank, recording in self.recordings.items():
+            for group in {each.group.name: each.group for each in recording.operations}.values():
+                users[group.name, group.description].add(rank)
+        known: dict[tuple[str, tuple[int, ...]], Group] = {}  # of one name there may be several
+        completed = {}
+        for rank, recording in self.recordings.items():
+            groups = {each.group.name: each.group for each in recording.operations}
+            for name, group in {**recording.groups, **groups}.items():
+                if not group.ranks:
+                    is_all = group.description == "default_pg"
+                    ranks = self.ranks if is_all else sorted(users[name, group.description])
+                    group = replace(group, ranks=tuple(ranks))
+                completed[rank, name] = known.setdefault((name, group.ranks), group)
+        return completed
+
+    def _index(self, rank: int, recording: Recording) -> None:
+        for each in recording.operations:
+            group = self.group_of(rank, each)
+            if each.is_message:
+                for part, peer in self.peers_of(rank, each):
+                    self.messages[rank, group, part.kind, peer].append((part, each.is_over))
+            else:
+                self.begun.setdefault(group, {})[rank] = each.number
+                self.collectives.setdefault(group, {}).setdefault(each.number, {})[rank] = each

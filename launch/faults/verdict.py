@@ -1,0 +1,254 @@
+"""What was found out about a job that hangs, in words: a headline for each finding, and what each rank did last."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bigbatch.comm.rendezvous.recording import Group, Operation
+from bigbatch.errors import printable
+from bigbatch.launch.faults.culprits import (
+    ABSENT,
+    CYCLE,
+    DIFFERS,
+    HELD,
+    LATE,
+    STUCK,
+    UNEVEN,
+    UNSTARTED,
+    Finding,
+)
+from bigbatch.launch.faults.recorded_job import RecordedJob
+
+MOST_NAMED = 8
+"""Ranks that are named one by one."""
+MOST_FRAMES = 3
+MOST_PARTS = 3
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "/torch/")
+"""In the names of files that are not the job's own code."""
+HEAD = ("rank", "group", "last begun", "last ended", "now", "where")
+
+
+def headline(finding: Finding) -> str:
+    """Return one sentence: which ranks, what is wrong with them, and in which operation of which group."""
+    names, many = name_ranks(finding.ranks), len(finding.ranks) > 1
+    if finding.group is None or finding.operation is None:
+        return f"{names} left no dump: dead, or the dump is elsewhere"
+    what = f"{describe(finding.operation)} of {_group(finding.group)}"
+    num_others = len(finding.waiting)
+    others = f"{num_others} other{'s' if num_others > 1 else ''}"
+    if finding.kind == ABSENT:
+        return f"{names} left no dump: dead, or the dump is elsewhere; {others} wait{_s(num_others)} in {what}"
+    if finding.kind == LATE and finding.operation.is_message:
+        return f"{names} {_have(many)} not posted the counterpart of {what}"
+    if finding.kind == LATE:
+        return f"{names} {_have(many)} not begun {what}, in which {others} wait{_s(num_others)}"
+    if finding.kind == UNEVEN:
+        return f"{names} {_have(many)} begun less than others, who wait for nobody: not {what}"
+    if finding.kind == UNSTARTED:
+        return (
+            f"{names} {_have(many)} queued {what}, and the GPU has not started it, as it has on {others}: "
+            "it is busy with something else, or faulty"
+        )
+    if finding.kind == HELD and finding.operation.is_message:
+        return f"{names} {'are' if many else 'is'} still in {what}, which its peer has completed"
+    if finding.kind == HELD:
+        return f"{names} {'are' if many else 'is'} still in {what}, which {others} {_have(num_others > 1)} completed"
+    if finding.kind == STUCK and not many:
+        return f"{names} waits in {what}, and no other rank is known to be of it"
+    if finding.kind == STUCK:
+        everyone = "both ranks" if len(finding.ranks) == 2 else f"all {len(finding.ranks)} ranks"
+        verb = "started" if all(each.state == "started" for each in finding.theirs.values()) else "begun"
+        return (
+            f"no rank is behind: {everyone} have {verb} {what}, and none completes it: look at the network and the GPUs"
+        )
+    waits = _each(finding.theirs, "in")
+    if finding.kind == CYCLE:
+        return f"{names} wait for each other: {waits}"
+    assert finding.kind == DIFFERS
+    return _differing(finding, names, what)
+
+
+def _differing(finding: Finding, names: str, what: str) -> str:
+    assert finding.operation is not None
+    assert finding.group is not None
+    if finding.operation.is_message:
+        return f"{names} disagree on the size or type of {what}"
+    number = f"number {finding.operation.number} of {_group(finding.group)}"
+    if not finding.waiting:
+        return f"{names} differ, and no majority says who is wrong: {_each(finding.theirs, 'calls')}"
+    calls = {describe(each, is_numbered=False) for each in finding.theirs.values()}
+    what = " or ".join(sorted(calls)[:MOST_PARTS])
+    most = describe(finding.operation, is_numbered=False)
+    verb = "call" if len(finding.ranks) > 1 else "calls"
+    return f"{names} {verb} {what} as {number}, where {len(finding.waiting)} of the others call {most}"
+
+
+def last_words(job: RecordedJob, rank: int) -> str:
+    """Return what a rank did last, or waits in, and where its own code called it."""
+    if rank not in job.recordings:
+        return f"rank {rank}: no dump"
+    operation = _last(job, rank)
+    if operation is None:
+        return f"rank {rank}: it has begun nothing that its recorder kept"
+    does = "it waits in" if rank in job.waiting else "the last that it began, and ended, is"
+    where = called_at(operation)
+    group = _group(job.group_of(rank, operation))
+    return f"rank {rank}: {does} {describe(operation)} of {group}{f', called at {where}' if where else ''}"
+
+
+def describe(operation: Operation, *, is_numbered: bool = True) -> str:
+    """Return an operation's number, name, sizes and types."""
+    parts = [f"{each.name} {_shapes(each)}".rstrip() for each in operation.parts]
+    if parts and operation.kind == "coalesced":
+        hidden = f" and {len(parts) - MOST_PARTS} more" if len(parts) > MOST_PARTS else ""
+        what = f"{operation.name} of {', '.join(parts[:MOST_PARTS])}{hidden}"
+    else:
+        what = f"{operation.name} {_shapes(operation)}".rstrip()
+    what = printable(what)
+    kind = "message" if operation.is_message else "collective"
+    return f"{kind} {operation.number} ({what})" if is_numbered else what
+
+
+def called_at(operation: Operation, *, most: int = MOST_FRAMES) -> str:
+    """Return the innermost lines of the job's own code, the innermost first; of any code where there is none."""
+    frames = [*operation.frames] or [frame for part in operation.parts[:1] for frame in part.frames]
+    python = [each for each in frames if not str(each.get("filename", "??")).startswith("??")]
+    own = [each for each in python if not any(mark in str(each["filename"]) for mark in LIBRARIES)]
+    chosen = (own or python)[:most]
+    return printable(" < ".join(f"{each['filename']}:{each.get('line')} {each.get('name')}" for each in chosen))
+
+
+def table(job: RecordedJob, group: Group | None) -> str:
+    """Return a line for each rank, or for all that have done the same, in a group or in that which they wait in."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank in job.ranks:
+        rows.setdefault(_row(job, rank, group), []).append(rank)
+    lines = [HEAD, *((spans(ranks), *row) for row, ranks in rows.items())]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _row(job: RecordedJob, rank: int, group: Group | None) -> tuple[str, ...]:
+    if rank not in job.recordings:
+        return ("-", "-", "-", "no dump", "-")
+    operation = _last(job, rank)
+    if operation is None:
+        return ("-", "-", "-", "nothing begun", "-")
+    if group is None or rank not in group.ranks:
+        group = job.group_of(rank, operation)
+    begun, ended = last_numbers(job, rank, group)
+    now = "waits for nothing"
+    if rank in job.waiting:
+        waits_in = job.group_of(rank, operation)
+        of = "" if waits_in is group else f" of group {printable(waits_in.name)}"
+        kind = "message " if operation.is_message else ""
+        now = f"{kind}{operation.number}{of} {printable(operation.name)}: {printable(operation.state)}"
+    name = printable(group.name)
+    numbers = ("-" if each is None else str(each) for each in (begun, ended))
+    return (name, *numbers, now, called_at(operation, most=1) or "-")
+
+
+def last_numbers(job: RecordedJob, rank: int, group: Group) -> tuple[int | None, int | None]:
+    """Return the numbers of the last collectives of a group that a rank has begun, and ended; None for none."""
+    mine = [each for each in job.recordings[rank].collectives if job.group_of(rank, each) is group]
+    ended = [each.number for each in mine if each.is_over]
+    return (mine[-1].number if mine else None), (ended[-1] if ended else None)
+
+
+def _last(job: RecordedJob, rank: int) -> Operation | None:
+    operations = job.recordings[rank].operations
+    return job.waiting.get(rank) or (operations[-1] if operations else None)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for a sentence, each with the word, so that a search for one finds it; of many, the spans."""
+    if len(ranks) > MOST_NAMED:
+        return f"{len(ranks)} ranks ({spans(ranks)})"
+    names = [f"rank {rank}" for rank in ranks]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Return sorted ranks in short, such as 0-3, 7."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def record(job: RecordedJob, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return all that is said, for machines."""
+    return {
+        "culprits": list(findings[0].ranks) if findings else [],
+        "findings": [_finding_record(each) for each in findings],
+        "ranks": {str(rank): _rank_record(job, rank) for rank in job.ranks},
+    }
+
+
+def _finding_record(finding: Finding) -> dict[str, Any]:
+    group, operation = finding.group, finding.operation
+    return {
+        "kind": finding.kind,
+        "ranks": list(finding.ranks),
+        "said": headline(finding),
+        "group": group and {"name": group.name, "description": group.description, "ranks": list(group.ranks)},
+        "operation": operation and _operation_record(operation),
+        "others": list(finding.waiting),
+    }
+
+
+def _rank_record(job: RecordedJob, rank: int) -> dict[str, Any]:
+    if rank not in job.recordings:
+        return {"has_dump": False}
+    operation = _last(job, rank)
+    last = operation and {"group": operation.group.name, **_operation_record(operation)}
+    groups = {job.group_of(rank, each) for each in job.recordings[rank].collectives}
+    numbers = {group.name: last_numbers(job, rank, group) for group in sorted(groups, key=lambda each: each.name)}
+    return {
+        "has_dump": True,
+        "waits": rank in job.waiting,
+        "last": last,
+        "groups": {name: {"last_begun": begun, "last_ended": ended} for name, (begun, ended) in numbers.items()},
+    }
+
+
+def _operation_record(operation: Operation) -> dict[str, Any]:
+    return {
+        "number": operation.number,
+        "name": operation.name,
+        "is_message": operation.is_message,
+        "state": operation.state,
+        "is_over": operation.is_over,
+        "input_sizes": operation.sizes[0],
+        "output_sizes": operation.sizes[1],
+        "types": sorted({*operation.types[0], *operation.types[1]}),
+        "called_at": called_at(operation),
+    }
+
+
+def _each(operations: Mapping[int, Operation], verb: str) -> str:
+    some = list(operations.items())
+    words = [f"rank {rank} {verb} {describe(each)} of group {printable(each.group.name)}" for rank, each in some]
+    return "; ".join(words[:MOST_NAMED])
+
+
+def _group(group: Group) -> str:
+    about = f"{group.description}, " if group.description not in ("", "undefined") else ""
+    return printable(f"process group {group.name} ({about}{len(group.ranks)} rank{'s'[: len(group.ranks) > 1]})")
+
+
+def _shapes(operation: Operation) -> str:
+    """Return sizes and types, the outputs' only where they are others."""
+    inputs, outputs = (" ".join(str(list(each)) for each in sizes[:MOST_PARTS]) for sizes in operation.sizes)
+    sizes = " -> ".join(dict.fromkeys(text for text in (inputs, outputs) if text))
+    return f"{sizes} {'/'.join(sorted({*operation.types[0], *operation.types[1]}))}".strip()
+
+
+def _have(many: bool) -> str:
+    return "have" if many else "has"
+
+
+def _s(count: int) -> str:
+    return "" if count > 1 else "s"
