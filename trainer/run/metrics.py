@@ -92,8 +92,10 @@ def draw_run(
     if any(r["top5"] < 1 for r in evals):  # of five classes or fewer it is always 1
         lines.append((accuracy_axes, evals, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
     for axes, rows, key, scale, style, color, label in lines:
-        values = [scale * r[key] for r in rows]
-        axes.plot([r["epoch"] for r in rows], values, style, color=color, markersize=5, label=label, clip_on=False)
+        epochs, values = [r["epoch"] for r in rows], [scale * r[key] for r in rows]
+        if rows:
+            seen = style if len(rows) > 1 else "o"  # a line through one point is not
+            axes.plot(epochs, values, seen, color=color, markersize=5, label=label, clip_on=False)
     loss_axes.set(ylabel=loss, title="Loss")
     accuracy_axes.set(ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 100))
     rate_axes.set(ylabel="learning rate", title="Learning rate", ylim=(0, None))
@@ -104,7 +106,8 @@ def draw_run(
         axes.grid(alpha=0.25, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (loss_axes, accuracy_axes):
-        # below the panel, where no curve is
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
+        if axes.get_lines():
+            # below the panel, where no curve is, and no wider
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
     figure.suptitle(title, fontsize=13)
     return figure

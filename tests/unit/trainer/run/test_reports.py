@@ -396,11 +396,24 @@ def test_report_plot_has_no_top5_of_few_classes_and_no_smoothing_where_there_is_
     assert loss.get_lines()[0].get_label() == "training"
 
 
-def test_report_plot_has_no_legend_over_a_curve() -> None:
-    figure = draw_run(RUN, title="a run", label_smoothing=0.1)
+def test_report_plot_shows_a_single_report_and_names_nothing_that_is_not_there() -> None:
+    """As of a run that was stopped early."""
+    loss, accuracy, rate = draw_run(RUN[:1], title="a run", label_smoothing=0.0).axes
+    for axes in (loss, rate):
+        (line,) = axes.get_lines()
+        assert line.get_marker() == "o", "a line through one point is not seen"
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["training"]
+    assert (accuracy.get_lines()[:], accuracy.get_legend()) == ([], None)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("records", [RUN, RUN[:1], [{**RUN[0], "epoch": 1.04, "loss": 1.853, "lr": 0.1387}]])
+def test_report_plot_has_no_legend_over_a_curve(records: list[dict[str, Any]]) -> None:
+    figure = draw_run(records, title="a run", label_smoothing=0.1)
     figure.draw_without_rendering()
-    boxes = [axes.get_legend().get_window_extent() for axes in figure.axes[:2]]
-    assert not boxes[0].overlaps(boxes[1])
+    assert {round(axes.bbox.width) for axes in figure.axes} == {round(figure.axes[0].bbox.width)}
+    boxes = [legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())]
+    assert not any(box.overlaps(boxes[0]) for box in boxes[1:])
     for box in boxes:
         assert figure.bbox.fully_contains(*box.min)
         assert figure.bbox.fully_contains(*box.max)
@@ -421,6 +434,8 @@ def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
         assert line in printed
     assert "\x1b" not in printed
+    lines.evaluated({**EVAL_RECORD, "top5": 1.0})  # as always of five classes or fewer
+    assert "top-1 25.00%  loss 1.000" in capsys.readouterr().out
 
 
 def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str]) -> None:
