@@ -39,12 +39,7 @@ def recipe_text(like: str, facts: Facts) -> str:
         "data": {
             "root": (facts.root, ""),
             "num_classes": (facts.num_classes, ""),
-            "image_size": (_image_size(base, facts.short_side_pixels), _of_sides(facts.short_side_pixels)),
-            "mean": (
-                [round(value, 4) for value in facts.mean],
-                f"of {facts.num_averaged:,} training pictures, seed {facts.seed}",
-            ),
-            "std": ([round(value, 4) for value in facts.std], "the same"),
+            "image_size": _image_size(base, facts.short_side_pixels),
         },
         "batch": {
             "global_batch_size": (sizes[0], f"{facts.num_train // sizes[0]:,} steps in an epoch"),
@@ -52,6 +47,14 @@ def recipe_text(like: str, facts: Facts) -> str:
             "bn_span": (sizes[2], ""),
         },
     }
+    if base.model.weights is None:  # else those that the weights were trained with
+        stated["data"] |= {
+            "mean": (
+                [round(value, 4) for value in facts.mean],
+                f"of {facts.num_averaged:,} training pictures, seed {facts.seed}",
+            ),
+            "std": ([round(value, 4) for value in facts.std], "the same"),
+        }
     if sizes[0] != batch:
         base_lr = base.schedule.base_lr
         stated["schedule"] = {"base_lr": (base_lr * sizes[0] / batch, f"{base_lr:g} x {sizes[0]} / {batch}")}
@@ -68,15 +71,12 @@ def recipe_text(like: str, facts: Facts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _image_size(base: Config, short_side: Spread) -> int:
-    """Return the base's size, or a smaller one of whole 32s that half of the pictures need not be enlarged for."""
+def _image_size(base: Config, short_side: Spread) -> tuple[int, str]:
+    """Return the base's size, or a smaller one of whole 32s that half of the pictures need not be enlarged for; why."""
+    why = f"the median of the shorter sides is {short_side.median:,.0f} pixels"
     if base.data.crop == "padded" or base.data.train_sizes or short_side.median >= base.data.image_size:
-        return base.data.image_size
-    return max(32, int(short_side.median) // 32 * 32)
-
-
-def _of_sides(side: Spread) -> str:
-    return f"the median of the shorter sides is {side.median:,.0f} pixels"
+        return base.data.image_size, f"the base's; {why}"
+    return max(32, int(short_side.median) // 32 * 32), why
 
 
 def _batch(base: Config, *, num_train: int) -> tuple[int, int, int]:

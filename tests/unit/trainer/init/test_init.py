@@ -457,6 +457,13 @@ def test_recipe_enlarges_no_more_than_it_must(side: int, size: int, tmp_path: Pa
     assert load_config(["--config", "mine.yaml"]).data.image_size == size
 
 
+def test_recipe_from_weights_normalises_as_they_expect_and_says_whose_size_it_has() -> None:
+    text = recipe_text("finetune", facts(short_side_pixels=Spread(8, 300, 1000)))
+    assert "\n  mean" not in text
+    assert "\n  std" not in text
+    assert "\n  image_size: 224 # the base's; the median of the shorter sides is 300 pixels" in text
+
+
 def facts(**changes: object) -> Facts:
     known: dict[str, object] = {
         "root": "my pictures: all",
