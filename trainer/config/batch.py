@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
 
+LEAST_SPAN = 8
+"""Pictures of a ghost batch below which none is proposed: their statistics say too little."""
+
 
 def check_batch(batch: BatchConfig) -> Iterator[str]:
     """Check what can be said before the number of ranks is known."""
@@ -65,7 +68,7 @@ def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
 
 
 def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
-    """Name the change that fits: a smaller microbatch (same update) where there is one, else another global batch."""
+    """Name what fits: a smaller microbatch, for the same update, where there is one, else what changes the update."""
     whole = _fitting_microbatch(batch, num_ranks=num_ranks, least_shares=1, most_shares=1)
     shared = _fitting_microbatch(
         batch, num_ranks=num_ranks, least_shares=max(2, ranks_per_ghost(batch)), most_shares=batch.bn_span
@@ -76,8 +79,12 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
         return f"set batch.microbatch_size to {shared}" if shared else other_batch
     if whole:
         return f"set batch.microbatch_size to {whole}"
-    or_shared = f", or, without mixup and cutmix, batch.microbatch_size to {shared}" if shared else ""
-    return other_batch + or_shared
+    if shared:
+        return f"{other_batch}, or, without mixup and cutmix, batch.microbatch_size to {shared}"
+    together = largest_divisor(batch.global_batch_size, batch.bn_span) if num_ranks == 1 else 0
+    if together < LEAST_SPAN or batch.virtual_ranks is not None:
+        return other_batch
+    return f"{other_batch}, or batch.microbatch_size and batch.bn_span to {together}"
 
 
 def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:

@@ -46,9 +46,15 @@ def parse_options(
             require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
     # words between unknown options may be their values
     if others and not others[0].startswith("--"):
-        raise ConfigError(f"unrecognized arguments: {' '.join(others)}")
+        raise ConfigError(_stray(others, is_named="config" in parsed))
     words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS)}
     return words.pop("config", []), words
+
+
+def _stray(words: Sequence[str], *, is_named: bool) -> str:
+    """Say how what such words may mean is typed; is_named: the experiment is."""
+    how = "every key is one, as --run.epochs 3" if is_named else f"an experiment is named by --config {words[0]}"
+    return f"{' '.join(words)} is no option: {how}"
 
 
 def join_values(argv: Sequence[str]) -> list[str]:
