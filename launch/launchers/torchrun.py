@@ -76,7 +76,9 @@ def dry_run(make_argv: MakeArgv, job: JobSpec, environ: Mapping[str, str]) -> st
 
 def start(make_argv: MakeArgv, job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     """Run all ranks of this host in the foreground and return their exit code."""
-    variables = {**environ, **dict(job.variables)}
+    # as torchrun does itself, but without its five lines about it
+    threads = {"OMP_NUM_THREADS": "1"} if job.ranks_per_node > 1 else {}
+    variables = {**threads, **environ, **dict(job.variables)}
     return run_in_foreground(make_argv(job), environ=variables, asks_to_stop=ASKS_TO_STOP).code
 
 
