@@ -140,7 +140,9 @@ class TorchDistributedBackend:
     def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
         """Make the groups of all families at once, as NCCL splits the whole world each time; return this rank's own."""
         split = dist.split_group(self.world.handle, [list(ranks) for ranks in families], timeout=self._timeout)
-        self._made.append(split)
+        # a rank without a part gets None of older torches, and to destroy None is to destroy the default group
+        if split is not None:
+            self._made.append(split)
         return split
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:

@@ -38,6 +38,8 @@ class PlayedNccl:
         self.asked: list[tuple[str, Any]] = []
         self.bound: torch.device | None = None
         """The GPU of the default group: with one, NCCL is connected from the start, and its groups can be split."""
+        self.no_group: Any = dist.GroupMember.NON_GROUP_MEMBER
+        """What a rank gets of a split in which it has no part."""
         self._carrier = carrier
         self._init, self._new_group, self._barrier = dist.init_process_group, dist.new_group, dist.barrier
         self._batch = dist.batch_isend_irecv
@@ -74,7 +76,7 @@ class PlayedNccl:
         self._note(("split", families))
         made = [self._new_group(ranks, backend=self._carrier, timeout=timeout) for ranks in families]
         mine = [group for group, ranks in zip(made, families, strict=True) if dist.get_rank() in ranks]
-        return mine[0] if mine else dist.GroupMember.NON_GROUP_MEMBER
+        return mine[0] if mine else self.no_group
 
     def _meet(self, *, group: Any, device_ids: list[int] | None = None) -> None:
         self._note(("barrier", device_ids))

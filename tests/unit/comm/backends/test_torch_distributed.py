@@ -155,6 +155,18 @@ def test_rank_whose_group_is_there_takes_part_in_the_split_for_others(library: P
     assert library.of("split") == [[[0], [1, 2, 3]], [[1], [2, 3]]]
 
 
+def test_split_in_which_a_rank_has_no_part_leaves_it_nothing_to_destroy(library: PlayedNccl) -> None:
+    """Such a rank gets None of older torches, and to destroy None is to destroy the default group and all others."""
+    library.no_group = None
+    start_script()
+    library.bound = GPU
+    ours = backend_of("nccl")
+    for families in ([[0], [1, 2, 3]], [[0], [1], [2, 3]]):
+        ours.new_group(families)
+    ours.close()
+    assert dist.is_initialized()
+
+
 def test_groups_in_a_script_that_is_bound_to_no_gpu_are_not_split(library: PlayedNccl) -> None:
     """torch refuses to: it cannot know that NCCL is connected yet."""
     start_script()
