@@ -15,14 +15,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
+from bigbatch.comm.rendezvous.roll_call import LATE, LOST, ROLL_CALL_SECONDS, RollCall, host_of
 from bigbatch.comm.rendezvous.session import meet_in_session
 from bigbatch.errors import CommError, PeerLostError
 
 T = TypeVar("T")
-
-ROLL_CALL_SECONDS = 5.0
-LINGER_SECONDS = 2.0
-"""How much longer the rank that holds the rendezvous lives after a failure, so that the others can still read it."""
 
 HEED_SECONDS = 1.0
 """Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
@@ -34,8 +31,6 @@ PIECE_BYTES = 4 << 20
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 """Between two questions to the store for a key that is not there yet."""
 
-_FAILED = "bigbatch/failed"
-_ENDED = "bigbatch/ended"
 _LEFT = "bigbatch/left"
 
 _connections = 0
@@ -86,8 +81,8 @@ class Control:
         )
         self.store = BoundedStore(store, seconds=timeout_seconds)
         self._texts = 0
+        self.roll_call = RollCall(self)
         self._has_failed = False
-        self._has_answered = False
         self._num_begun = 0
         with self.explained("meeting of all ranks"):
             self.store.set(f"bigbatch/host/{self.rank}", env.host)
@@ -189,20 +184,6 @@ class Control:
         except (RuntimeError, TimeoutError) as error:
             raise self.explain(what, time.monotonic() - start, error) from error
 
-    def answer_roll_call(self, *, is_waiting: bool, tell: Callable[[], None] = lambda: None) -> None:
-        """Say, after another rank's failure, that this one lives; is_waiting: in an operation, for others itself.
-
-        After the loss of a rank all answer. After a time limit only those who wait: who does something else is the
-        one that is missed. tell is called before, whether or not it answers.
-        """
-        store = self.store.within(ROLL_CALL_SECONDS)
-        if self._has_answered or not store.check([_FAILED]):
-            return
-        tell()
-        if is_waiting or store.get(_FAILED) == b"lost":
-            self._has_answered = True
-            store.set(f"bigbatch/alive/{self.rank}", "1")
-
     def begin(self) -> None:
         """Count an operation that all ranks begin."""
         self._num_begun += 1
@@ -225,7 +206,7 @@ class Control:
         if self._has_failed:
             return  # this rank reports one itself, and is about to say which
         try:
-            has_failed = self.store.within(HEED_SECONDS).check([_FAILED])
+            has_failed = self.roll_call.has_begun(within_seconds=HEED_SECONDS)
             reason = "another rank reports a failure" if has_failed else self._missed_by()
         except RuntimeError:
             return  # the operation itself is about to fail, and knows more; its own limit holds
@@ -252,14 +233,21 @@ class Control:
             raise self.explain(label, time.monotonic() - start, late) from None
 
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
-        """Say what failed, after how long, and which ranks do not answer any more. Takes a few seconds."""
+        """Say what failed, after how long, and which ranks do not answer any more. Takes a few seconds.
+
+        This rank then asks the store for no more; its holder stays until the others have got as far.
+        """
+        failure = self.describe(label, seconds, error)
+        self.roll_call.part()
+        return failure
+
+    def describe(self, label: str, seconds: float, error: Exception) -> CommError:
+        """Say the same for one who still asks the store for more, and parts from the roll call afterwards."""
         self._has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         # a holder that has not answered for so long is not asked again
         is_silent = isinstance(error, NoAnswerError)
-        who = self._lost_holder() if is_silent else self._roll_call("late" if is_late else "lost")
-        if self.holder == f"rank {self.rank}":
-            time.sleep(LINGER_SECONDS)
+        who = self.roll_call.lose_holder() if is_silent else self.roll_call.call(LATE if is_late else LOST)
         return PeerLostError(
             f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
         )
@@ -267,19 +255,10 @@ class Control:
     def report_own_failure(self) -> None:
         """Let the others' waits end, and their roll call miss this rank; a failure reported before stays.
 
-        The rank that holds the rendezvous stays until all others have come to this, too, or have had the time to.
+        The rank that holds the rendezvous stays until the others know, or have had the time to.
         """
-        has_reported, self._has_failed = self._has_failed, True
-        # a holder that is lost costs no second roll call
-        seconds = HEED_SECONDS if has_reported else ROLL_CALL_SECONDS + LINGER_SECONDS
-        deadline, store = time.monotonic() + seconds, self.store.within(seconds + GRACE_SECONDS)
-        if not store.check([_FAILED]):
-            self._has_answered = True
-            store.set(_FAILED, "lost")
-        num_ended = store.add(_ENDED, 1)
-        while self.holder == f"rank {self.rank}" and num_ended < self.world_size and time.monotonic() < deadline:
-            time.sleep(LONGEST_PAUSE_SECONDS)
-            num_ended = store.add(_ENDED, 0)
+        self._has_failed = True
+        self.roll_call.report_own_failure()
 
     def has_met(self, rank: int) -> bool:
         """Tell whether a rank has come to the rendezvous, whatever it does now."""
@@ -287,29 +266,7 @@ class Control:
 
     def host_of(self, rank: int) -> str:
         """Say where a rank runs."""
-        key = f"bigbatch/host/{rank}"
-        return str(self.store.get(key).decode()) if self.store.check([key]) else "a host that has not met"
-
-    def _roll_call(self, cause: str) -> str:
-        """Find the ranks that do not report, after a failure, that they live. Takes at most ROLL_CALL_SECONDS."""
-        store = self.store.within(ROLL_CALL_SECONDS + GRACE_SECONDS)
-        try:
-            store.set(f"bigbatch/alive/{self.rank}", "1")
-            # the first cause stays: later failures only follow from it
-            if not store.check([_FAILED]):
-                store.set(_FAILED, cause)
-            deadline = time.monotonic() + ROLL_CALL_SECONDS
-            missing = list(range(self.world_size))
-            while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not store.check([f"bigbatch/alive/{r}"])]
-                time.sleep(0.1)
-            places = [f"{rank} on {self.host_of(rank)}" for rank in missing]
-        except RuntimeError:
-            return self._lost_holder()
-        return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"
-
-    def _lost_holder(self) -> str:
-        return f"no answer from {self.holder}, which holds the rendezvous"
+        return host_of(rank, self.store)
 
 
 def first_line(error: BaseException) -> str:

@@ -14,20 +14,22 @@ from threading import Event, Thread
 from typing import TypeVar
 
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within
-from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS, Control
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
+from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, REQUESTS_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import CommError
 
 T = TypeVar("T")
 
 LOOK_SECONDS = 1.0
 """Longest pause between two looks at an operation."""
-ANSWER_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 1.0
+ANSWER_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
 """Longest wait for the control's explanation: its own limits, and some time for its requests."""
 FLIGHT_SECONDS = 2.0
 """Longest wait for torch's flight recorder and the file that it goes to."""
-VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + ANSWER_SECONDS
-"""How long after the time limit the verdict may take: a library's own limit must come after it."""
+VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * ANSWER_SECONDS
+"""How long after the time limit the verdict, and what the others still ask of this rank, may take: a library's own
+limit must come after it."""
 
 BESIDE_A_QUEUE = -1_000_000
 """Number of the first operation that no queue counts: each has a number of its own, below all of a queue's."""
@@ -85,7 +87,8 @@ class StallInspector:
         self._said: set[int] = set()
         self._verdicts: dict[int, str] = {}
         """What was said of the late ranks of an operation, for when the store can be asked no more."""
-        self._ends_job, self._has_told = ends_job, False
+        self._ends_job = ends_job
+        self._has_told = self._has_dumped = False
         self._closed = Event()
         rounds = [self._ask, self.count] if ends_job else [self._ask]
         self._threads = [
@@ -136,8 +139,10 @@ class StallInspector:
         pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
             # torch's dump asks the driver with the interpreter's lock held: where it hangs, no thread of Python goes on
-            faulthandler.dump_traceback_later(2 * VERDICT_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(VERDICT_SECONDS, exit=True)
             self._say(self._last_words(pending))
+            # not before: the others, too, may compare flights now
+            self._control.roll_call.part()
             faulthandler.cancel_dump_traceback_later()
             os._exit(1)  # the main thread waits for the device, where nothing can reach it
 
@@ -156,7 +161,7 @@ class StallInspector:
         with suppress(RuntimeError):  # where the store is gone, the control says so
             self._tell(flight)
         late = TimeoutError("some rank has not come to it")
-        error: CommError = self._control.explain(pending.label, seconds, late)
+        error: CommError = self._control.describe(pending.label, seconds, late)
         compared = ""
         if flight is not None:
             with suppress(RuntimeError):
@@ -188,15 +193,18 @@ class StallInspector:
         return dict(json.loads(line) for line in text.splitlines())
 
     def _answer_with_flight(self) -> None:
-        if self._ends_job and not self._has_told:
-            with suppress(ValueError, LookupError, TypeError, AttributeError):
-                self._tell(read_flight(dump_flight()))
+        """Tell what this rank has begun, where that takes no longer than it may: the answer does not wait for it."""
+        if self._ends_job and not self._has_dumped:
+            self._has_dumped = True
+            self._tell(_within(FLIGHT_SECONDS, lambda: read_flight(dump_flight())))
 
     def look(self) -> None:
         """Take one look at this rank's operation and at the flags."""
         pending = self._oldest()
         waited = pending.seconds if pending else 0.0
-        self._control.answer_roll_call(is_waiting=pending is not None, tell=self._answer_with_flight)
+        self._control.roll_call.answer(
+            is_waiting=pending is not None, tell=self._answer_with_flight, asks_for_more=self._ends_job
+        )
         self._store = self._control.store.within(self._warn_seconds)
         flagged = _flagged(self._store)
         if pending and waited > self._warn_seconds and flagged != pending.number:

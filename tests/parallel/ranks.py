@@ -23,7 +23,7 @@ from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_
 from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous import roll_call
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import CommError, PeerLostError
 
@@ -143,7 +143,7 @@ def listening_addresses() -> set[str]:
 def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_seconds: str) -> int:
     """Sum until one rank is killed or stopped between two sums; the others must notice, and say who."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    control.ROLL_CALL_SECONDS = 3.0
+    roll_call.ROLL_CALL_SECONDS = 3.0
     communicator = connect(backend=backend, algorithm=algorithm, group_size=2, timeout_seconds=float(timeout_seconds))
     start = 0.0
     try:
@@ -163,13 +163,13 @@ def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_sec
 def lose_rank_in_a_norm(*arguments: str) -> int:
     """Rank 1 dies between two norm layers that share ghost batches."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    control.ROLL_CALL_SECONDS = 3.0
+    roll_call.ROLL_CALL_SECONDS = 3.0
     return lose_in_a_norm(*arguments)
 
 
 def stall_under_mpi() -> int:
     """Rank 1 never comes; rank 0 gives up, and its plain end of Python ends the job although MPI still hangs."""
-    control.ROLL_CALL_SECONDS = 2.0
+    roll_call.ROLL_CALL_SECONDS = 2.0
     communicator = connect(backend="mpi", timeout_seconds=2)
     tensor_N = communicator.allocate(10, torch.float32)
     if communicator.rank == 1:
@@ -198,7 +198,7 @@ def check_behind(backend: str) -> int:
 def lose_rank_in_a_gather(*arguments: str) -> int:
     """Rank 1 dies in a gather of weights."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    control.ROLL_CALL_SECONDS = 3.0
+    roll_call.ROLL_CALL_SECONDS = 3.0
     return lose_in_a_gather(*arguments)
 
 

@@ -28,7 +28,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import control, stall
+from bigbatch.comm.rendezvous import control, roll_call, stall
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control, listen
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
@@ -44,8 +44,8 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     monkeypatch.setattr(control, "_met", {})
 
 

@@ -18,7 +18,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import addresses, control
+from bigbatch.comm.rendezvous import addresses, control, roll_call
 from bigbatch.comm.rendezvous.control import Control, listen
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.errors import CommError, PeerLostError
@@ -33,8 +33,8 @@ LOST = r".* 0\.\d s.*rank 1 on node1 .*control"
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     monkeypatch.setattr(control, "_met", {})
 
 
@@ -88,8 +88,8 @@ def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
     met = half_a_job(60)
     backend = TcpBackend(TWO, met)
-    met.store.set("bigbatch/alive/1", "1")
-    met.store.set("bigbatch/failed", "1")
+    met.store.append("bigbatch/alive", "1 ")
+    met.store.append("bigbatch/failed", "lost ")
     work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
     with pytest.raises(PeerLostError, match=naming("rank 0: buffer 0", "all ranks still", "control")):
         work.wait()

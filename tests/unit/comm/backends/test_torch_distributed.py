@@ -24,7 +24,7 @@ from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous import control, stall
+from bigbatch.comm.rendezvous import roll_call, stall
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
@@ -220,8 +220,8 @@ def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(li
 
 def test_error_of_the_library_gets_the_jobs_words(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL raises where an operation is enqueued: in the midst of backward."""
-    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.1)
-    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     backend = backend_of("nccl")
 
     def fail() -> None:
@@ -248,5 +248,5 @@ def test_last_barrier_is_watched(library: PlayedNccl, monkeypatch: pytest.Monkey
 
 def test_limit_of_nccl_comes_after_the_verdict(library: PlayedNccl) -> None:
     """Its watchdog would end the process before a word is said."""
-    took = stall.LOOK_SECONDS + control.ROLL_CALL_SECONDS + control.LINGER_SECONDS
+    took = stall.LOOK_SECONDS + roll_call.ROLL_CALL_SECONDS + roll_call.LINGER_SECONDS
     assert backend_of("nccl")._timeout.total_seconds() > 5 + took

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import control
+from bigbatch.comm.rendezvous import control, roll_call
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control, first_line, listen, rendezvous
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
@@ -34,8 +34,8 @@ def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    monkeypatch.setattr(control, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(control, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     monkeypatch.setattr(control, "_met", {})
 
 
@@ -63,8 +63,8 @@ def test_gather_text_of_a_world_of_one() -> None:
 def test_heed_others_ends_a_wait_by_another_ranks_failure() -> None:
     job = half_a_job()
     job.heed_others("buffer 0", 1.0)  # nothing was reported: go on
-    job.store.set("bigbatch/alive/1", "1")
-    job.store.set("bigbatch/failed", "1")
+    job.store.append("bigbatch/alive", "1 ")
+    job.store.append("bigbatch/failed", "lost ")
     with pytest.raises(PeerLostError, match=naming("buffer 0", "1.0 s", "all ranks still", "control")) as caught:
         job.heed_others("buffer 0", 1.0)
     assert "rank 1" not in str(caught.value)
@@ -86,9 +86,9 @@ def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
 def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
     job = half_a_job()
     job.report_own_failure()
-    assert job.store.get("bigbatch/failed") == b"lost"
-    job.answer_roll_call(is_waiting=True)
-    assert not job.store.check(["bigbatch/alive/0"])
+    assert job.store.get("bigbatch/failed").split() == [b"lost"]
+    job.roll_call.answer(is_waiting=True)
+    assert not job.store.check(["bigbatch/alive"])
     job.heed_others("buffer 0", 1.0)  # its own
 
 
@@ -123,6 +123,9 @@ class StoppedStore(HashStore):
 
     def check(self, keys: list[str]) -> bool:
         return self.goes_on.wait(timeout=60)
+
+    def append(self, key: str, value: str) -> None:
+        self.goes_on.wait(timeout=60)
 
 
 @pytest.fixture

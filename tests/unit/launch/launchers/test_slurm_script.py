@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_stubs import JOB, Stubs
 
-from bigbatch.comm.rendezvous.control import LINGER_SECONDS, ROLL_CALL_SECONDS
+from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import JobSpec, interface_variables

@@ -18,7 +18,7 @@ from error_texts import naming
 from torch.distributed import HashStore
 
 from bigbatch.comm.backends.mpi import meet_by_mpi
-from bigbatch.comm.rendezvous import control as rendezvous
+from bigbatch.comm.rendezvous import roll_call
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -350,8 +350,8 @@ def test_checkpoint_may_take_longer_than_a_sum() -> None:
 
 
 def test_checkpoint_that_does_not_end_names_itself_and_the_limit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(rendezvous, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     _, waiting = ranks_that_write(lambda ended: ended.wait(timeout=20), limit=0.7)
     lost = naming("PeerLostError", "rank 1", "checkpoint of step 3", "no answer from rank 0 on node0")
     assert re.search(lost, waiting), waiting

@@ -1,0 +1,202 @@
+"""Who still lives after a failure, found in a few requests of each rank, however many there are.
+
+A rank that fails writes so behind one key. Each that lives writes its number, once, behind another; the first that
+failed reads these and publishes the verdict. The others keep that, and say so: then the store may go.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Lock
+from typing import Protocol
+
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+
+ROLL_CALL_SECONDS = 5.0
+"""How long the ranks have to answer."""
+LINGER_SECONDS = 2.0
+"""How much longer than an answer's time its readers wait for the verdict, and its holder for ranks that are missed:
+these may run, and are to keep the verdict, too."""
+REQUESTS_SECONDS = 1.0
+"""How much longer than such a time the requests in it may take."""
+COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 0.8
+"""Between two questions of the one rank that counts; of the others, after the first few."""
+
+LATE, LOST = "late", "lost"
+"""What a roll call follows: a time limit; a rank's end, or its own failure."""
+
+_FAILED = "bigbatch/failed"
+_ALIVE = "bigbatch/alive"
+_VERDICT = "bigbatch/verdict"
+_HEARD = "bigbatch/heard"
+
+
+class Member(Protocol):
+    """Says which rank calls or answers, and where. holder: who holds the store, such as "rank 0"."""
+
+    rank: int
+    world_size: int
+    holder: str
+    store: BoundedStore
+
+
+class RollCall:
+    """Answers the others' roll call after a failure, or calls it. Any thread of a rank may.
+
+    verdict: who is missed, or that nobody is; "" while this rank does not know. It is the same on all ranks.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.verdict = ""
+        self._cause = ""
+        self._has_answered = self._has_told_heard = self._has_parted = False
+        self._calling, self._parting = Lock(), Lock()
+
+    def has_begun(self, *, within_seconds: float) -> bool:
+        """Tell whether some rank has failed. Raises: RuntimeError where the store does not say so in time."""
+        return bool(self.verdict) or self._member.store.within(within_seconds).check([_FAILED])
+
+    def answer(self, *, is_waiting: bool, tell: Callable[[], None] = lambda: None, asks_for_more: bool = False) -> None:
+        """Say, after another rank's failure, that this one lives; is_waiting: in an operation, for others itself.
+
+        To be called again and again: the verdict is kept for later, too, when the store may be gone. After the loss of
+        a rank all answer. After a time limit only those who wait: who does something else is the one that is missed.
+        tell is called before, whether or not it answers. asks_for_more: the holder is to stay until part().
+        """
+        if self.verdict:
+            return
+        store = self._member.store.within(ROLL_CALL_SECONDS)
+        if not self._cause:
+            if not store.check([_FAILED]):
+                return
+            self._cause = _failures(store)[0][0]
+        tell()
+        if is_waiting or self._cause == LOST:
+            self._say_alive(store)
+        if self._has_heard(store) and not asks_for_more:
+            self._say_heard(store)
+
+    def call(self, cause: str) -> str:
+        """Return the verdict, after a failure that this rank has met: LATE or LOST. Takes some seconds, once."""
+        with self._calling:
+            if not self.verdict:
+                try:
+                    self.verdict = self._call(cause)
+                except RuntimeError:
+                    self.lose_holder()
+        return self.verdict
+
+    def lose_holder(self) -> str:
+        """Return the verdict where the store answers no more; who has none by now misses its holder."""
+        if not self.verdict:
+            self._has_parted = True  # nobody is asked again
+            self.verdict = f"no answer from {self._member.holder}, which holds the rendezvous"
+        return self.verdict
+
+    def report_own_failure(self) -> None:
+        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays. part()."""
+        with self._calling:
+            if not self.verdict:
+                self._has_answered = True
+                store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS)
+                store.append(_FAILED, f"{LOST} ")
+                self.verdict = "this rank has failed by itself"
+        self.part()
+
+    def part(self) -> None:
+        """Say that this rank asks the store for nothing more; its holder stays until the others have said so.
+
+        Or have had the time to.
+        """
+        with self._parting:
+            # without a verdict the store has not answered
+            if self._has_parted or not self.verdict:
+                return
+            self._has_parted = True
+            store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
+            with suppress(RuntimeError):
+                if self._member.holder == f"rank {self._member.rank}":
+                    self._await_others(store)
+                else:
+                    self._say_heard(store)
+
+    def _call(self, cause: str) -> str:
+        store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
+        store.append(_FAILED, f"{cause}:{self._member.rank} ")
+        self._say_alive(store)
+        caller = next(int(rank) for _, rank in _failures(store) if rank)
+        return self._count(store) if caller == self._member.rank else self._listen(store, caller)
+
+    def _count(self, store: BoundedStore) -> str:
+        """Read who answers, and publish who does not."""
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        while (missing := self._missing(store)) and time.monotonic() < deadline:
+            time.sleep(COUNT_PAUSE_SECONDS)
+        verdict = _name(missing, store)
+        store.set(_VERDICT, verdict)
+        return verdict
+
+    def _listen(self, store: BoundedStore, caller: int) -> str:
+        """Wait for the verdict of the rank that counts; where none comes, it may have ended, or be slow."""
+        deadline, pause = time.monotonic() + ROLL_CALL_SECONDS + LINGER_SECONDS, COUNT_PAUSE_SECONDS
+        while not self._has_heard(store):
+            if time.monotonic() > deadline:
+                where = f"rank {caller} on {host_of(caller, store)}"
+                return f"{_name(self._missing(store), store)}, and no verdict from {where}, which counted the answers"
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        return self.verdict
+
+    def _has_heard(self, store: BoundedStore) -> bool:
+        """Keep the verdict, once it is there."""
+        if not self.verdict and store.check([_VERDICT]):
+            self.verdict = store.get(_VERDICT).decode()
+        return bool(self.verdict)
+
+    def _missing(self, store: BoundedStore) -> set[int]:
+        return set(range(self._member.world_size)) - _ranks(_ALIVE, store)
+
+    def _say_alive(self, store: BoundedStore) -> None:
+        if not self._has_answered:
+            store.append(_ALIVE, f"{self._member.rank} ")
+            # not before: what is not written must be written again
+            self._has_answered = True
+
+    def _say_heard(self, store: BoundedStore) -> None:
+        if not self._has_told_heard:
+            store.append(_HEARD, f"{self._member.rank} ")
+            # append() returns before the store has it, and this process may end
+            self._has_told_heard = store.check([_HEARD])
+
+    def _await_others(self, store: BoundedStore) -> None:
+        """Wait until all others have heard the verdict, those that are missed for a shorter time."""
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < ROLL_CALL_SECONDS + LINGER_SECONDS:
+            unaware = set(range(self._member.world_size)) - _ranks(_HEARD, store) - {self._member.rank}
+            if waited >= LINGER_SECONDS and store.check([_VERDICT]):
+                unaware &= _ranks(_ALIVE, store)
+            if not unaware:
+                return
+            time.sleep(COUNT_PAUSE_SECONDS)
+
+
+def host_of(rank: int, store: BoundedStore) -> str:
+    """Say where a rank runs."""
+    key = f"bigbatch/host/{rank}"
+    return store.get(key).decode() if store.check([key]) else "a host that has not met"
+
+
+def _failures(store: BoundedStore) -> list[tuple[str, str]]:
+    """Return causes and ranks, in turn; no rank for one that failed by itself, which does not call the roll."""
+    words = [word.partition(":") for word in store.get(_FAILED).decode().split()]
+    return [(cause, rank) for cause, _, rank in words]
+
+
+def _ranks(key: str, store: BoundedStore) -> set[int]:
+    return set(map(int, store.get(key).split())) if store.check([key]) else set()
+
+
+def _name(missing: Iterable[int], store: BoundedStore) -> str:
+    places = [f"{rank} on {host_of(rank, store)}" for rank in sorted(missing)]
+    return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"

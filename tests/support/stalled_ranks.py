@@ -1,0 +1,52 @@
+"""Ranks of one process that share a store, and an inspector each: a test says when one looks."""
+
+import time
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.stall import Pending, StallInspector
+
+
+class Rank:
+    """One rank's control and inspector; its thread is stopped, so that the test decides when it looks."""
+
+    def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
+        self.said: list[str] = []
+        self.pending: Pending | None = None
+        self.control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
+        job = self.control
+        job.rank, job.world_size, job.host = rank, world_size, f"node{rank}"
+        job.store = BoundedStore(store, seconds=8)
+        store.set(f"bigbatch/host/{rank}", job.host)
+        self.inspector = StallInspector(
+            job, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append
+        )
+        self.inspector.close()
+
+    def waits(self, number: int, *, seconds: float, group: tuple[int, ...] | None = None) -> None:
+        """This rank has waited so long in an operation."""
+        self.pending = Pending(
+            number, f"all-reduce of buffer {number} (fc.weight and 3 more)", time.monotonic() - seconds, group
+        )
+
+
+def ranks(count: int) -> list[Rank]:
+    store = HashStore()
+    return [Rank(rank, store, world_size=count) for rank in range(count)]
+
+
+def look(*several: Rank) -> None:
+    for rank in several:
+        rank.inspector.look()
+
+
+def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So long that the others have had the time to write down that they wait."""
+    real = time.monotonic
+    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)

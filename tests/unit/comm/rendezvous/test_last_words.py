@@ -1,0 +1,313 @@
+"""What the stall inspector says at the end of a job that nothing else ends: verdict and flights, store or no store."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from threading import Event
+
+import pytest
+import torch
+from error_texts import naming
+from played_gpus import PlayedGpus
+from stalled_ranks import Rank, let_time_pass, look, ranks
+from torch._C._distributed_c10d import HashStore
+
+from bigbatch.comm.backends.in_flight import StreamQueue
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous import roll_call, stall
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.stall import Pending, StallInspector
+from bigbatch.errors import PeerLostError
+
+
+@pytest.fixture(autouse=True)
+def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flight recorder of this process may hold what other tests did."""
+    monkeypatch.setattr(stall, "dump_flight", str)
+
+
+def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes of the process, which does not end here."""
+    codes: list[int] = []
+    monkeypatch.setattr(stall.os, "_exit", codes.append)
+    for answer in ("ROLL_CALL_SECONDS", "LINGER_SECONDS"):
+        monkeypatch.setattr(roll_call, answer, 0.2)
+    rank.inspector.count()
+    return codes
+
+
+def test_inspector_ends_the_job_where_nothing_else_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    rank = Rank(0, store, world_size=2, ends_job=True)
+    store.set("bigbatch/host/1", "node1")
+    lost = PeerLostError("rank 0: buffer 1 failed after 9.0 s; no answer from rank 1 on node1")
+    monkeypatch.setattr(rank.control, "describe", lambda label, seconds, error: lost)
+    rank.waits(1, seconds=7)
+    look(rank)
+    assert end_of(rank, monkeypatch) == []
+    rank.waits(1, seconds=9)
+    look(rank)
+    assert end_of(rank, monkeypatch) == [1]
+    assert rank.said[-1] == str(lost)
+
+
+def test_verdict_does_not_name_a_rank_that_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came to the sum a second later than the first, so its own limit is still ahead."""
+    first, second, late = ranks(3)
+    first.waits(3, seconds=9)
+    second.waits(3, seconds=7.5)
+    late.waits(2, seconds=0.1)
+    first.control.store.append("bigbatch/failed", "late ")  # the first has called the roll
+    late.pending = None  # busy elsewhere
+    look(second, late)
+    end_of(first, monkeypatch)
+    assert naming_lost(first.said[-1]) == ["2 on node2"]
+
+
+def naming_lost(text: str) -> list[str]:
+    """The ranks that a verdict names."""
+    found = re.search(r"no answer from rank (.*) \(control", text)
+    assert found, text
+    return found[1].split(", ")
+
+
+class GoneStore:
+    """A store whose holder has died, or hangs."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.hangs, self.released = hangs, Event()
+
+    def check(self, *_: object) -> bool:
+        if self.hangs:
+            self.released.wait(timeout=20)
+        raise RuntimeError("connection closed")
+
+    set = get = append = check
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, late = ranks(2)
+    first.waits(3, seconds=5)
+    late.waits(2, seconds=0.1)
+    look(first, late)
+    with monkeypatch.context() as later:
+        let_time_pass(later)
+        look(first, late)
+    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.5)
+    gone = GoneStore(hangs=hangs)
+    first.control.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
+    first.control.holder = "rank 7"
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [1]
+    gone.released.set()
+    assert re.search(naming("rank 0", "buffer 3", "rank 7", "rendezvous", "rank 1 on node1 has not"), first.said[-1])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In time, with rank and operation: nothing else would end it, as an NCCL kernel waits for ever."""
+    ended, said = Queue[int](), list[str]()
+    monkeypatch.setattr(stall.os, "_exit", ended.put)
+    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
+    job = Control(ALONE, timeout_seconds=0.2, find_master=meet_by_mpi)
+    gone = GoneStore(hangs=hangs)
+    job.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
+    pending = Pending(1, "buffer 1", time.monotonic())
+    inspector = StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
+    assert ended.get(timeout=5) == 1
+    gone.released.set()
+    inspector.close()
+    assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
+
+
+HANGS_IN_C = """
+import ctypes, time
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+
+stall.VERDICT_SECONDS = 0.2
+stall.dump_flight = lambda: ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock held
+job = Control(ALONE, timeout_seconds=0.1, find_master=meet_by_mpi)
+pending = stall.Pending(1, "buffer 1", time.monotonic())
+stall.StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.slow
+def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout" in done.stderr, "by the watch that needs no lock, which shows where each thread is"
+
+
+def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
+    said: list[str] = []
+    job = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
+    job.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
+    inspector = StallInspector(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
+    time.sleep(0.1)
+    assert all(thread.is_alive() for thread in inspector._threads)  # an operation may still come
+    inspector.close()
+    assert not any(thread.is_alive() for thread in inspector._threads)
+    assert said == []
+
+
+def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    PlayedGpus(1, monkeypatch=monkeypatch)
+    queue = StreamQueue(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda tensor, *_, **__: tensor)  # the GPU comes to nothing
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        queue.submit(lambda: None, label="captured, not run")
+    assert queue.oldest() is None
+    queue.submit(lambda: None, label="the sums of a replayed step")
+    (rank, _) = ranks(2)
+    rank.inspector._oldest = queue.oldest
+    rank.control.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
+    real = time.monotonic
+    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 9)
+    assert end_of(rank, monkeypatch) == [1]
+    assert "the sums of a replayed step" in rank.said[-1]
+
+
+def recorded(*numbers: int) -> str:
+    """A dump of torch's flight recorder, in which the last collective has not ended."""
+    entries = [
+        {
+            "collective_seq_id": number,
+            "is_p2p": False,
+            "process_group": ["0", "default_pg"],
+            "profiling_name": "nccl:all_reduce",
+            "retired": False,
+            "state": "started" if number == numbers[-1] else "completed",
+        }
+        for number in numbers
+    ]
+    return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": entries})
+
+
+def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 runs and is busy elsewhere, one collective behind; rank 2 is gone."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
+    store = HashStore()
+    first, behind, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
+    first.waits(3, seconds=9)
+    store.append("bigbatch/failed", "late ")  # the first has called the roll
+    monkeypatch.setattr(stall, "dump_flight", lambda: recorded(40, 41))
+    look(behind)
+    mine = recorded(40, 41, 42)
+    monkeypatch.setattr(stall, "dump_flight", lambda: mine)
+    assert end_of(first, monkeypatch) == [1]
+    parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 does not tell", tmp_path / "trace_0.json"
+    assert re.search(naming("no answer from rank 1 on node1", *parts), first.said[-1]), first.said[-1]
+    assert (tmp_path / "trace_0.json").read_text() == mine
+
+
+class LeavingStore(HashStore):
+    """A store that ends with the process of the rank that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_gone = Event()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_gone.is_set():
+            raise RuntimeError("connection closed")
+        return super().check(keys)
+
+
+@pytest.mark.slow
+def test_holder_stays_until_the_others_have_compared_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
+    monkeypatch.setattr(stall, "dump_flight", lambda: recorded(40, 41))
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.1)
+    for limit in ("ANSWER_SECONDS", "FLIGHT_SECONDS", "VERDICT_SECONDS"):
+        monkeypatch.setattr(stall, limit, 60.0)  # longer than any wait of a slow machine
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 60.0)
+    monkeypatch.setattr(stall.os, "_exit", lambda code: None)
+    store = LeavingStore()
+    holder, other = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    told = other.inspector._told
+
+    def told_late() -> dict[int, dict[str, int]]:
+        store.is_gone.wait(timeout=1)  # the verdict has come, and the holder may have gone
+        return told()
+
+    monkeypatch.setattr(other.inspector, "_told", told_late)
+    for rank in (holder, other):
+        rank.waits(3, seconds=9)
+
+    def end_of_holder() -> None:
+        holder.inspector.count()
+        store.is_gone.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(end_of_holder), pool.submit(other.inspector.count)]
+    assert [each.result() for each in ended] == [None, None]
+    for rank in (holder, other):
+        assert re.search(naming("all ranks still answer", "waits in collective 41"), rank.said[-1]), rank.said[-1]
+
+
+def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be named with the one that is lost, although it waits in the same sum."""
+    hangs = Event()
+    monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=60) else "late")
+    store = HashStore()
+    first, second, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
+    for rank in (first, second):
+        rank.waits(3, seconds=9)
+    store.append("bigbatch/failed", "late ")  # the first has called the roll
+    with ThreadPoolExecutor(1) as pool:
+        looks = pool.submit(second.inspector.look)
+        futures.wait([looks], timeout=20)
+        assert end_of(first, monkeypatch) == [1]
+        hangs.set()
+        looks.result()
+    assert naming_lost(first.said[-1]) == ["2 on node2"]
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "{}"])
+def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/no-such-folder/trace_")
+    monkeypatch.setattr(stall, "dump_flight", lambda: text)
+    store = HashStore()
+    first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [1]
+    assert naming_lost(first.said[-1]) == ["1 on node1"]
+
+
+def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = Event()
+    monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=20) else "late")
+    first, _ = ranks(2)
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [1]
+    hangs.set()
+    assert naming_lost(first.said[-1]) == ["1 on node1"]
+
+
+def test_verdict_has_time_for_all_that_it_takes() -> None:
+    parts = stall.LOOK_SECONDS, stall.FLIGHT_SECONDS, roll_call.ROLL_CALL_SECONDS, roll_call.LINGER_SECONDS
+    assert sum(parts) < stall.VERDICT_SECONDS

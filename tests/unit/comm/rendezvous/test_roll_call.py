@@ -1,0 +1,270 @@
+"""The roll call after a failure: many ranks over one store, in a time of their own that no busy machine stretches."""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from threading import Event, Lock
+
+import pytest
+from torch.distributed import HashStore
+
+from bigbatch.comm.rendezvous import roll_call
+from bigbatch.comm.rendezvous.roll_call import LATE, LOST, RollCall
+
+
+class Clock:
+    """A time that goes on when all threads sleep, to where the first of them wakes."""
+
+    def __init__(self) -> None:
+        self.now, self._num_awake = 0.0, 0
+        self._sleepers: list[tuple[float, int, Event]] = []
+        self._lock = Lock()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        woken = Event()
+        with self._lock:
+            heapq.heappush(self._sleepers, (self.now + seconds, id(woken), woken))
+            self._rest()
+        assert woken.wait(timeout=250), "a thread does not go on"
+
+    def _rest(self) -> None:
+        self._num_awake -= 1
+        if not self._num_awake and self._sleepers:
+            self.now = self._sleepers[0][0]
+            while self._sleepers and self._sleepers[0][0] <= self.now:
+                self._num_awake += 1
+                heapq.heappop(self._sleepers)[2].set()
+
+    def run(self, jobs: list[Callable[[], None]]) -> None:
+        """Run jobs side by side, each of which is one thread."""
+        self._num_awake = len(jobs)
+
+        def one(job: Callable[[], None]) -> None:
+            try:
+                job()
+            finally:
+                with self._lock:
+                    self._rest()
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            list(pool.map(one, jobs))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", made.monotonic)
+        patch.setattr(time, "sleep", made.sleep)
+        yield made
+
+
+class CountingStore(HashStore):
+    """Counts requests; has no time limits; is_gone: its holder has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests, self.is_gone = 0, False
+        self._lock = Lock()
+
+    def within(self, seconds: float) -> "CountingStore":
+        return self
+
+    def _count(self) -> None:
+        with self._lock:
+            self.num_requests += 1
+        if self.is_gone:
+            raise RuntimeError("connection closed")
+
+    def set(self, key: str, value: str) -> None:
+        self._count()
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        assert super().check([key]), "a store waits for a key that is not there"
+        return bytes(super().get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        self._count()
+        return super().check(keys)
+
+    def append(self, key: str, value: str) -> None:
+        self._count()
+        super().append(key, value)
+
+
+@dataclass
+class Party:
+    """A rank as its roll call knows it."""
+
+    rank: int
+    world_size: int
+    store: CountingStore
+    holder: str = "rank 0"
+
+
+def job_of(world_size: int) -> tuple[CountingStore, list[RollCall]]:
+    store = CountingStore()
+    for rank in range(world_size):
+        store.set(f"bigbatch/host/{rank}", f"node{rank}")
+    store.num_requests = 0
+    return store, [RollCall(Party(rank, world_size, store)) for rank in range(world_size)]  # type: ignore[arg-type]
+
+
+def fails_in_the_sum(rank: RollCall, clock: Clock, *, after: float, cause: str = LOST) -> None:
+    """As a rank does whose main thread waits in the sum."""
+    clock.sleep(after)
+    rank.call(cause)
+    rank.part()
+
+
+def looks_on(rank: RollCall, clock: Clock, *, after: float, is_waiting: bool = False) -> None:
+    """As a rank's inspector does, once a second; its main thread comes to the next sum in half a minute."""
+    clock.sleep(after)
+    while not rank.verdict and clock.now < 20:
+        rank.answer(is_waiting=is_waiting)
+        clock.sleep(1.0)
+    clock.sleep(30.0 - clock.now)
+    fails_in_the_sum(rank, clock, after=0.0)
+
+
+def holds_the_store(rank: RollCall, clock: Clock, store: CountingStore, *, cause: str = LATE) -> None:
+    """It is the first to fail, and takes the store with it."""
+    fails_in_the_sum(rank, clock, after=0.0, cause=cause)
+    store.is_gone = True
+
+
+@pytest.mark.slow
+def test_thousand_ranks_have_one_right_verdict_for_a_few_requests_of_each(clock: Clock) -> None:
+    n, lost = 1024, 700
+    store, ranks = job_of(n)
+    jobs = [partial(holds_the_store, ranks[0], clock, store)]
+    for number, rank in enumerate(ranks[1:], start=1):
+        if number % 2:
+            jobs.append(partial(fails_in_the_sum, rank, clock, after=number % 10 / 10))
+        elif number != lost:
+            jobs.append(partial(looks_on, rank, clock, after=number % 10 / 10, is_waiting=True))
+    clock.run(jobs)
+    assert {rank.verdict for rank in ranks if rank is not ranks[lost]} == {"no answer from rank 700 on node700"}
+    # the counting one, which holds the store as well: while the others answer, and while they hear
+    of_one = 5 * (roll_call.ROLL_CALL_SECONDS + 2 * roll_call.LINGER_SECONDS) / roll_call.COUNT_PAUSE_SECONDS
+    assert store.num_requests <= 24 * n + of_one
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.9, 4.5])
+def test_rank_that_waits_in_the_same_sum_is_not_named_with_the_lost_one(seconds: float, clock: Clock) -> None:
+    """By its main thread, or by an inspector that looks late."""
+    for as_it_does in (fails_in_the_sum, partial(looks_on, is_waiting=True)):
+        store, ranks = job_of(3)
+        clock.now = 0.0
+        clock.run(
+            [partial(holds_the_store, ranks[0], clock, store), partial(as_it_does, ranks[1], clock, after=seconds)]
+        )
+        assert [rank.verdict for rank in ranks] == ["no answer from rank 2 on node2"] * 2 + [""]
+
+
+def test_rank_that_computes_for_long_answers_a_loss_and_knows_the_verdict_when_the_holder_is_gone(clock: Clock) -> None:
+    store, ranks = job_of(3)
+    clock.run(
+        [partial(holds_the_store, ranks[0], clock, store, cause=LOST), partial(looks_on, ranks[1], clock, after=0.5)]
+    )
+    assert ranks[1].verdict == ranks[0].verdict == "no answer from rank 2 on node2"
+
+
+def test_rank_that_others_wait_for_is_named_after_a_time_limit_and_is_told_so(clock: Clock) -> None:
+    store, ranks = job_of(2)
+    clock.run([partial(holds_the_store, ranks[0], clock, store), partial(looks_on, ranks[1], clock, after=0.5)])
+    assert ranks[1].verdict == ranks[0].verdict == "no answer from rank 1 on node1"
+
+
+def test_verdict_comes_where_the_rank_that_calls_the_roll_is_lost_too(clock: Clock) -> None:
+    """Rank 3 fails first, and ends before it has counted; rank 5 was lost before."""
+    store, ranks = job_of(6)
+    store.append("bigbatch/failed", "lost:3 ")
+    store.append("bigbatch/alive", "3 ")
+    waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.5) for number in (0, 1, 2, 4)]
+    clock.run(waiting)
+    said = "no answer from rank 5 on node5, and no verdict from rank 3 on node3, which counted the answers"
+    assert {ranks[number].verdict for number in (0, 1, 2, 4)} == {said}
+
+
+def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock: Clock) -> None:
+    """Its queue's thread meets the end of the others' connections."""
+    _, ranks = job_of(3)
+
+    def fails_by_itself() -> None:
+        ranks[1].report_own_failure()
+        clock.sleep(0.5)
+        ranks[1].call(LOST)
+
+    waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (0, 2)]
+    clock.run([fails_by_itself, *waiting])
+    assert {ranks[number].verdict for number in (0, 2)} == {"no answer from rank 1 on node1"}
+
+
+def test_holder_that_fails_by_itself_stays_until_the_others_have_the_verdict(clock: Clock) -> None:
+    store, ranks = job_of(4)
+
+    def fails_by_itself() -> None:
+        ranks[0].report_own_failure()
+        store.is_gone = True
+
+    waiting = [partial(fails_in_the_sum, rank, clock, after=0.9) for rank in ranks[1:]]
+    clock.run([fails_by_itself, *waiting])
+    assert {rank.verdict for rank in ranks[1:]} == {"no answer from rank 0 on node0"}
+
+
+def test_holder_leaves_at_once_where_all_have_heard_and_after_a_while_where_nobody_comes(clock: Clock) -> None:
+    _, ranks = job_of(2)
+    ended: list[float] = []
+
+    def holder() -> None:
+        ranks[0].report_own_failure()
+        ended.append(clock.now)
+
+    clock.run([holder, ranks[1].report_own_failure])
+    assert ended == [pytest.approx(0.0, abs=2 * roll_call.COUNT_PAUSE_SECONDS)]
+    clock.now, (_, ranks) = 0.0, job_of(2)
+    clock.run([holder])
+    limit = roll_call.ROLL_CALL_SECONDS + roll_call.LINGER_SECONDS
+    assert ended[1] == pytest.approx(limit, abs=2 * roll_call.COUNT_PAUSE_SECONDS)
+
+
+def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
+    store, ranks = job_of(2)
+    store.is_gone = True
+    assert ranks[1].call(LOST) == "no answer from rank 0, which holds the rendezvous"
+    asked = store.num_requests
+    ranks[1].part()
+    ranks[1].report_own_failure()
+    assert store.num_requests == asked, "nobody asks a store that does not answer again"
+
+
+def test_holder_is_not_let_go_by_a_rank_that_keeps_the_verdict_and_asks_for_more() -> None:
+    store, (_, other) = job_of(2)
+    store.append("bigbatch/failed", "lost:0 ")
+    store.set("bigbatch/verdict", "all ranks still answer")
+    other.answer(is_waiting=True, asks_for_more=True)
+    assert other.verdict == "all ranks still answer"
+    assert not store.check(["bigbatch/heard"])
+    other.part()
+    assert store.get("bigbatch/heard") == b"1 "
+
+
+def test_answer_that_the_store_did_not_take_is_given_again() -> None:
+    store, ranks = job_of(2)
+    store.append("bigbatch/failed", "lost:0 ")
+    taken, store.append = store.append, lambda *_: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        ranks[1].answer(is_waiting=True)
+    store.append = taken  # type: ignore[method-assign]
+    for _ in range(3):
+        ranks[1].answer(is_waiting=True)
+    assert store.get("bigbatch/alive") == b"1 "
