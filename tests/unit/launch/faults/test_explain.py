@@ -426,7 +426,7 @@ def test_our_own_dumps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 WITHOUT_RANK_1 = """
-import os, sys, time
+import json, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -440,7 +440,8 @@ for _ in range(3):
     dist.all_reduce(torch.ones(4))
 if rank == 0:
     dist.all_reduce(torch.ones(7), async_op=True)
-    time.sleep(1)
+while sum(entry["retired"] for entry in json.loads(c10d._dump_fr_trace_json())["entries"]) < 4:
+    time.sleep(0.05)  # what is over is recorded some time after
 (folder / f"trace_rank_{rank}").write_bytes(c10d._dump_fr_trace())
 (folder / "json").mkdir(exist_ok=True)
 (folder / "json" / f"trace_rank_{rank}.json").write_bytes(c10d._dump_fr_trace_json())
