@@ -5,6 +5,7 @@ GPU two ranks could not have one each. With it only tests marked gpu run, and fa
 """
 
 import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ if not EXPECT_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks when it is first asked for one
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; every process of a test inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

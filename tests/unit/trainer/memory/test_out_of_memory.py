@@ -1,5 +1,6 @@
 """The largest microbatch that fits, what a run says that does not, and that nothing is lost by it."""
 
+import ctypes
 import re
 import resource
 import sys
@@ -27,6 +28,8 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.execution import Cut
 
 CPU = torch.device("cpu")
+M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
 OF_CPU = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "67108864 bytes. Error code 12 (Cannot allocate memory)"
@@ -249,8 +252,13 @@ def test_out_of_memory_line_where_time_is_over(monkeypatch: pytest.MonkeyPatch) 
 
 
 def limited(megabytes: str, *command: str) -> int:
-    """`bigbatch` in a process that may take so much more address space than it has now."""
+    """`bigbatch` in a process that may take so much more address space than it has now.
+
+    One arena for all threads: as many as there happen to be at once would reserve 64 MB each.
+    """
     from bigbatch.cli import main
+
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
     found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
