@@ -101,6 +101,11 @@ class RunOutput:
         if self._log:
             self._log.write(kind, record)
 
+    def hint(self, text: str, *, step: int) -> None:
+        """Say what the user should know, and log it as of so many steps."""
+        self.say(text)
+        self.log("hint", {"step": step, "hint": text})
+
     def report(self, record: dict[str, Any]) -> None:
         """Take a report of the training loop."""
         with self._speaking():
@@ -131,8 +136,7 @@ class RunOutput:
             loss = "cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss
             plot_run(records, rundir.plot, title=title, label_smoothing=optimizer.label_smoothing, loss=loss)
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
-            self.say(text)
-            self.log("hint", {"step": self._plan.first_step + totals.steps, "hint": text})
+            self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
             # none where a run of another folder's checkpoint was stopped before its first step
             saved = "".join(f"saved {newest.path}; " for newest in list_checkpoints(rundir.checkpoints)[-1:])

@@ -3,20 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bigbatch.trainer.config.sections import RunConfig
 from bigbatch.trainer.config.stopping import METRICS
 
 
-def reason_to_end(
-    evaluations: Sequence[Mapping[str, Any]],
-    *,
-    target_top1: float | None,
-    metric: str | None,
-    after_evaluations: int | None,
-) -> str | None:
+def reason_to_end(evaluations: Sequence[Mapping[str, Any]], run: RunConfig) -> str | None:
     """Tell why a run with these evaluations, oldest first, is at its end; None where it is to go on.
 
     A metric must be better than the best so far; a mere repetition of it counts as none.
     """
+    target_top1, metric, after_evaluations = run.target_top1, run.stop_metric, run.stop_after_evaluations
     reached = [e for e in evaluations if target_top1 is not None and e["top1"] >= target_top1]
     if reached:
         return f"run.target_top1={target_top1:g}: top-1 was {reached[0]['top1']:.4f} at step {reached[0]['step']}"

@@ -1,7 +1,8 @@
 """What the training loop is handed: the numbers of a run, its objects, and what happens around its steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.energy import EnergyMeter, NoEnergyMeter
+from bigbatch.trainer.optim.foreign import eval_mode
 from bigbatch.trainer.step.accumulation import WideAccumulation
 from bigbatch.trainer.step.ema import NoAverage, WeightAverage
 from bigbatch.trainer.step.execution import EagerExecution, Execution
@@ -50,6 +52,10 @@ class Plan:
         every = self.compare_every_steps
         return every > 0 and done // every > since // every
 
+    def ending_at_once(self) -> "Plan":
+        """Return the plan of a run that its evaluations have ended before: no step is left."""
+        return replace(self, num_steps=self.first_step)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -78,6 +84,10 @@ class Parts:
         """Write the learning rate of a step into all groups, times the factor that a group may have of its own."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step) * group.get("lr_factor", 1.0)
+
+    def showing(self) -> AbstractContextManager[list[Tensor]]:
+        """Show the weights that the optimizer means; the rest is as in eval_mode."""
+        return eval_mode(self.optimizer, on_change=self.precision.write_half_)
 
     def close(self) -> None:
         """Let go of what would keep their memory, or the communicator from closing: hooks and captured graphs."""

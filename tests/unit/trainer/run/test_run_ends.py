@@ -20,7 +20,7 @@ from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import evaluate
-from bigbatch.trainer.run import owner
+from bigbatch.trainer.run import owner, saving
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.step import stop_request
@@ -344,7 +344,7 @@ def test_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monk
         (tmp_path / ".owner-2").write_text("")
         return path
 
-    monkeypatch.setattr(train, "save_checkpoint", save_and_lose)
+    monkeypatch.setattr(saving, "save_checkpoint", save_and_lose)
     with pytest.raises(RunFolderError, match=naming(tmp_path, "taken over by another job")):
         start(tmp_path, {"run.checkpoint_every_steps": 1})
     assert [checkpoint.step for checkpoint in list_checkpoints(RunDir(tmp_path).checkpoints)] == [1]

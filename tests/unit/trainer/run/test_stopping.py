@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from error_texts import naming
 
+from bigbatch.trainer.config.sections import RunConfig
 from bigbatch.trainer.config.stopping import METRICS
 from bigbatch.trainer.run.stopping import reason_to_end
 from tests.unit.trainer.config.test_schema import make_config, refusal
@@ -17,7 +18,7 @@ def evaluations(*values: float, metric: str = "top1") -> list[dict[str, Any]]:
 
 
 def reason(records: list[dict[str, Any]], **changes: Any) -> str | None:
-    return reason_to_end(records, **{"target_top1": None, "metric": None, "after_evaluations": None, **changes})
+    return reason_to_end(records, RunConfig(**changes))
 
 
 def test_stopping_without_a_rule_nothing_ends() -> None:
@@ -36,7 +37,9 @@ def test_stopping_target_that_was_reached_ends_the_run(values: list[float]) -> N
 def end(values: list[float], *, metric: str, after: int) -> int | None:
     """Number of evaluations after which a run ends."""
     records = evaluations(*values, metric=metric)
-    counts = (n for n in range(len(values) + 1) if reason(records[:n], metric=metric, after_evaluations=after))
+    counts = (
+        n for n in range(len(values) + 1) if reason(records[:n], stop_metric=metric, stop_after_evaluations=after)
+    )
     return next(counts, None)
 
 
@@ -59,7 +62,7 @@ def test_stopping_patience_is_counted_from_the_first_best(
 
 
 def test_stopping_reason_names_rule_and_best() -> None:
-    text = reason(evaluations(0.5, 0.25, 0.75, metric="loss"), metric="loss", after_evaluations=1)
+    text = reason(evaluations(0.5, 0.25, 0.75, metric="loss"), stop_metric="loss", stop_after_evaluations=1)
     assert re.search(naming("run.stop_metric=loss: ", " 1 evaluation", " 0.2500 ", "step 20"), text)
 
 

@@ -1,0 +1,75 @@
+"""When a run evaluates: over the whole split, skipping what it may, and whether it ends with what was found."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.score import make_score
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.stopping import METRICS
+from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES, evaluate
+from bigbatch.trainer.run.stopping import reason_to_end
+from bigbatch.trainer.step.plan import Parts
+
+
+class Evaluator:
+    """Evaluates a run's parts on a split, and remembers what was found.
+
+    evaluations: those of the run before, by step. skipped: called with the steps done and the bad pictures met.
+    on_evaluation: called with each record, while the evaluated weights are in place.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        split: build_input.Split,
+        *,
+        evaluations: dict[int, dict[str, Any]],
+        skipped: Callable[[int, dict[int, str]], None],
+        on_evaluation: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._config, self._parts, self._split, self._skipped = config, parts, split, skipped
+        self._on_evaluation = on_evaluation
+        self._score = make_score(config, parts.communicator.device)
+        self._found = dict(evaluations)
+
+    @property
+    def found(self) -> list[dict[str, Any]]:
+        """Return what the run's evaluations found, oldest first."""
+        return list(self._found.values())
+
+    def evaluate(self, done: int, *, epoch: float) -> dict[str, Any]:
+        """Evaluate what the run has after so many steps, with its average in place of weights. Collective.
+
+        Raises: Stopped, where a stop is due between two exchanges; DataError.
+        """
+        parts = self._parts
+        with parts.showing(), parts.average.in_place_of_weights(done):
+            record = evaluate(
+                parts.model,
+                build_input.eval_batches(self._config, parts.communicator, self._split),
+                normalize=parts.normalize,
+                communicator=parts.communicator,
+                num_samples=self._split.num_samples,
+                forward=parts.precision.forward,
+                flip=self._config.data.eval_flip,
+                score=self._score,
+                skipped=lambda images: self._skipped(done, images),
+                between_batches=parts.stop.leave_if_due,
+            )
+            self._found[done] = {"step": done, **{metric: record[metric] for metric in METRICS}}
+            record = {"step": done, "epoch": epoch, **record}
+            self._on_evaluation(record)
+        return record
+
+    def seconds_to_exchange(self, record: dict[str, Any]) -> float:
+        """Return how long an evaluation took from one exchange to the next, which a stop waits for."""
+        all_at_once = self._config.batch.microbatch_size * self._parts.communicator.world_size
+        num_batches = math.ceil(self._split.num_samples / all_at_once)
+        return float(record["seconds"]) * min(1.0, BATCHES_BETWEEN_EXCHANGES / num_batches)
+
+    def reason_to_end(self) -> str | None:
+        """Tell why the run ends with what was found; None where it is to go on."""
+        return reason_to_end(self.found, self._config.run)

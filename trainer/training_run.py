@@ -1,0 +1,278 @@
+"""One run through its life: files on the first rank, collectives on all."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.input_rates import measure_input
+from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.evaluator import Evaluator
+from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
+from bigbatch.trainer.input.bad_images import require_few
+from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
+from bigbatch.trainer.run.checkpoint import write_on_first
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.run.notice import NoticeWatch
+from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.owner import Owner
+from bigbatch.trainer.run.resume import find_start, restore_
+from bigbatch.trainer.run.saving import CheckpointSaver
+from bigbatch.trainer.run.stopping import reason_to_end
+from bigbatch.trainer.run.summary import describe_job, introduction
+from bigbatch.trainer.run.timeline import TimelineRecorder
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Hooks, Parts, Plan
+from bigbatch.trainer.step.stop_request import Stopped
+from bigbatch.trainer.step.totals import Totals
+
+
+@dataclass(frozen=True)
+class Job:
+    """Holds what a rank has of its job before it builds a run."""
+
+    communicator: Communicator
+    env: ProcessEnv
+    tuned: Tuned | None
+    bound: str | None
+    """Where this process is kept, as a line for the log."""
+
+
+class TrainingRun:
+    """Leads one run through its life: files on the first rank, collectives on all."""
+
+    def __init__(
+        self, config: Config, *, job: Job, owner: Owner | None, watchers: TrainingHooks, is_quiet: bool
+    ) -> None:
+        communicator = job.communicator
+        self.config = config
+        self.communicator = communicator
+        self.watchers = watchers
+        self.rundir = RunDir(Path(config.run.directory))
+        self.is_first = communicator.rank == 0
+        local, staged = stage_data(config, communicator)
+        self.train_split, self.eval_split = build_input.make_splits(local, communicator)
+        self.placement = [line for line in (job.bound, staged) if line]
+        samples = build_input.samples_digest(self.train_split)
+        # the state is not kept: it is as large as the model and its momentum
+        self.start, state = find_start(config, self.rundir, samples=samples, control=communicator.control)
+        start = self.start
+        communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
+        plan = build.make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
+        is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
+        self.plan: Plan = plan.ending_at_once() if is_finished else plan
+        self.guess_watch = build.make_guess_watch(config, self.plan)
+        self.parts: Parts = build.make_parts(
+            config, communicator, plan=self.plan, tuned=job.tuned, gradient_order=start.gradient_order
+        )
+        if start.path:
+            restore_(self.parts, state, path=start.path, stated=stated_settings(config.optimizer))
+        else:
+            # restored weights bring theirs
+            fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
+        self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples)
+        self.saver.compare(done=self.plan.first_step)
+        self.output = RunOutput(
+            config,
+            communicator,
+            plan=self.plan,
+            terminal_columns=job.env.terminal_columns,
+            ask_to_stop=self.parts.stop.ask,
+            is_quiet=is_quiet,
+        )
+        self.evaluator = Evaluator(
+            config,
+            self.parts,
+            self.eval_split,
+            evaluations=start.evaluations,
+            skipped=partial(self._skip, split="val"),
+            on_evaluation=self._evaluated,
+        )
+        self.timeline = TimelineRecorder(
+            communicator,
+            self.rundir,
+            steps=config.comm.timeline_steps,
+            settle=self.parts.precision.settle,
+            say=self.output.say,
+        )
+        self.notice_watch = (
+            None if job.env.notice_seconds is None else NoticeWatch(notice_seconds=job.env.notice_seconds)
+        )
+        self.skipped = dict(start.skipped)
+        """Grows with each bad picture that the run meets."""
+        self.input: MeasuredInput | None = None
+
+    def run(self, *, came_back: str = "") -> dict[str, Any] | None:
+        """Train to the end or to a stop signal; the summary, or None where stopped. came_back: why it begins here."""
+        summaries: list[dict[str, Any] | None] = []
+        num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
+        try:
+            if self.is_first:
+                self.output.open_folder(self.parts, self.start)
+                job = describe_job(self.communicator, plan=self.plan, num_train=num_train, num_val=num_val)
+                self.output.log("start", {"step": self.plan.first_step, "job": job})
+            if came_back:
+                self.output.hint(came_back, step=self.plan.first_step)
+            self._introduce()
+            with self.parts.stop.watch(self.communicator.control, acknowledge=self._acknowledge):
+                try:
+                    totals, seconds = self._train()
+                except Stopped:  # in an evaluation before the first step or beside all steps: nothing is new
+                    totals, seconds = Totals(stopped_by=self.parts.stop.asked_by), 0.0
+            write_on_first(
+                lambda: summaries.append(
+                    self.output.finish(
+                        totals,
+                        ended_by=self.evaluator.reason_to_end() or "run.epochs",
+                        measured=self.input,
+                        skipped=self.skipped,
+                        seconds=seconds,
+                    )
+                ),
+                self.communicator.control,
+                what="plot and summary",
+                timeout_seconds=self.config.run.checkpoint_timeout_seconds,
+            )
+        finally:
+            self._close()
+        if totals.stopped_by is not None:
+            return None
+        told = self.communicator.control.tell_all(
+            json.dumps(summaries[0] if summaries else None),
+            what="summary of the run",
+            timeout_seconds=self.config.run.checkpoint_timeout_seconds,
+        )
+        return dict(json.loads(told))
+
+    def describe(self) -> dict[str, Any]:
+        """Say what run() says before its first step, and what it would then do. Writes nothing. Collective."""
+        try:
+            self._introduce()
+            steps = range(self.plan.first_step + 1, self.plan.num_steps + 1)
+            self.output.say(
+                f"dry run: {len(steps)} steps, {self.plan.steps_per_epoch} in an epoch, with "
+                f"{sum(map(self.plan.is_evaluation, steps))} evaluations, would go to {self.rundir.path}; nothing is "
+                "trained, staged or written"
+            )
+        finally:
+            self._close()
+        return {}
+
+    def _introduce(self) -> None:
+        for line in introduction(
+            self.config,
+            self.parts,
+            plan=self.plan,
+            num_train=self.train_split.num_samples,
+            num_val=self.eval_split.num_samples,
+            placement=self.placement,
+        ):
+            self.output.say(line)
+
+    def _close(self) -> None:
+        self.parts.close()
+        self.output.leave_terminal()
+        self.train_split.loader.close()
+        self.eval_split.loader.close()
+        self.output.close()
+
+    def _train(self) -> tuple[Totals, float]:
+        """Do what is left of the run; its totals, and the seconds that its steps and evaluations took. Collective.
+
+        Raises: Stopped, in an evaluation that is not the training loop's.
+        """
+        caught_up = self._catch_up()
+        if self.evaluator.reason_to_end():
+            self.plan = self.plan.ending_at_once()
+        self._measure_input()
+        started = time.perf_counter()
+        batches = build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
+        hooks = Hooks(
+            self._report,
+            self._evaluate,
+            self._save,
+            reason_to_end=self.evaluator.reason_to_end,
+            skipped=partial(self._skip, split="train"),
+            before_step=self.timeline.before_step,
+            after_step=self.watchers.on_step,
+        )
+        totals = train(self.plan, self.parts, hooks, batches)
+        # a step after all others: what is still being recorded is written
+        self.timeline.before_step(sys.maxsize)
+        if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
+            totals.last_evaluation = caught_up or self._evaluate(self.plan.num_steps)
+        return totals, time.perf_counter() - started
+
+    def _acknowledge(self, asked_by: str) -> None:
+        self.output.say(
+            f"{asked_by}: will save a checkpoint after this step, and stop (in an evaluation: at its next exchange, "
+            f"{BATCHES_BETWEEN_EXCHANGES} batches at most)"
+        )
+
+    def _catch_up(self) -> dict[str, Any]:
+        """Evaluate the step that the run goes on after, where the input failed when that was due. Collective."""
+        done = self.plan.first_step
+        if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
+            return {}
+        record = self._evaluate(done)
+        self.parts.set_lr_(step=done - 1)  # the checkpoint's own, as is all else in it
+        self._save(done, record["top1"])
+        return record
+
+    def _measure_input(self) -> None:
+        self.input = measure_input(
+            self.config, self.communicator, self.train_split, plan=self.plan, prepare=self.parts.prepare
+        )
+        if self.input:
+            self.output.say(describe_input(self.input.ranks))
+            self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))
+
+    def _report(self, record: dict[str, Any]) -> None:
+        self.output.report(record)
+        if record["step"] - self.plan.first_step > self.plan.log_every_steps:  # the first steps compile and warm up
+            self._watch_notice("step", self.plan.global_batch_size / record["images_per_second"], done=record["step"])
+        if self.guess_watch:
+            self.guess_watch.see(record)
+        self.watchers.on_report(record)
+
+    def _watch_notice(self, kind: str, seconds: float, *, done: int) -> None:
+        """Say, once, where a stop takes longer than the job will grant it."""
+        if self.notice_watch and (text := self.notice_watch.see(kind, seconds)):
+            self.output.hint(text, step=done)
+
+    def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
+        """Note bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
+        named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
+        new = {name: reason for name, reason in named.items() if name not in self.skipped}
+        self.skipped |= new
+        for reason in new.values():
+            self.output.say(f"skipped: {reason}")
+        if new:
+            self.output.log("skipped", {"step": done, "pictures": new})
+        require_few(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
+
+    def _evaluate(self, done: int) -> dict[str, Any]:
+        record = self.evaluator.evaluate(done, epoch=done / self.plan.steps_per_epoch)
+        self._watch_notice("evaluation", self.evaluator.seconds_to_exchange(record), done=done)
+        return record
+
+    def _evaluated(self, record: dict[str, Any]) -> None:
+        self.output.evaluated(record)
+        self.watchers.on_evaluation(record, self.parts.model)
+
+    def _save(self, done: int, top1: float | None) -> None:
+        path, seconds = self.saver.save(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
+        self._watch_notice("checkpoint", seconds, done=done)
+        self.watchers.on_checkpoint(path)
