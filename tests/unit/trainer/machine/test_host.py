@@ -1,6 +1,9 @@
 """What a rank's process takes of its host."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,3 +33,19 @@ def test_ranks_share_the_cores_that_they_have_in_common(
     communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
     host.set_up_process(communicator, cudnn_benchmark=True)
     assert chosen == [threads]
+
+
+@pytest.mark.long
+def test_host_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
+    """Nor where it saves and resumes: in a process of its own, as others' imports are here already."""
+    settings = {"data.loader": "synthetic", "data.num_synthetic_samples": 32, "data.image_size": 8, "model.width": 2}
+    settings |= {f"batch.{key}": 16 for key in ("global_batch_size", "microbatch_size", "bn_span")}
+    settings |= {"schedule.warmup_epochs": 0, "run.directory": tmp_path / "run"}
+    words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
+    script = (
+        "import sys; from bigbatch.cli import main\n"
+        f"codes = [main({words!r} + [f'--run.epochs={{epochs}}']) for epochs in (1, 2)]\n"
+        "print(codes, [name for name in sys.modules if name.startswith(('torch._dynamo', 'torch._inductor'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["[0, 0] []"], done.stdout + done.stderr
