@@ -13,6 +13,8 @@ from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CommError
 
 SMALLEST_SCRATCH_BYTES = 1 << 20
+PAGE_BYTES = 4096
+"""Where the tensors of one allocation begin: each is faulted in where its ranks are."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,8 @@ class Region:
     index: int
     own: Tensor
     all: tuple[Tensor, ...]
-
-    @property
-    def first(self) -> int:
-        """Return the address of this rank's first byte."""
-        return self.own.data_ptr()
+    first: int
+    """The address of this rank's first byte."""
 
 
 class NodeMemory:
@@ -45,23 +44,30 @@ class NodeMemory:
         self._num_shared = 0
         self._scratch_N = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, num_elements: int, dtype: torch.dtype, *, what: str = "fusion buffers") -> Tensor:
-        """Make a flat tensor of zeros that views() knows. Collective.
+    def allocate(self, *sizes: tuple[int, torch.dtype], what: str = "fusion buffers") -> list[Tensor]:
+        """Make flat tensors of zeros that views() knows, of (number of elements, dtype) each. Collective.
 
+        All of them at once cost what one does: the ranks meet twice.
         Raises: CommError where a rank of the same node cannot open the memory.
         """
-        num_bytes = max(1, num_elements * dtype.itemsize)
-        self._num_shared += 1
-        region = (
-            self._share(num_bytes, what=f"memory shared inside nodes for {what}")
+        starts = [0]
+        for num_elements, dtype in sizes:
+            starts.append(starts[-1] + -(-max(1, num_elements * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES)
+        wholes = (
+            self._share(starts[-1], what=f"memory shared inside nodes for {what}")
             if self._needs_sharing
-            else self._keep(num_bytes)
+            else (torch.zeros(starts[-1], dtype=torch.uint8),)
         )
-        self._regions.append(region)
-        return region.own[: num_elements * dtype.itemsize].view(dtype)
+        tensors = []
+        for start, (num_elements, dtype) in zip(starts, sizes, strict=False):
+            parts = tuple(whole[start : start + max(1, num_elements * dtype.itemsize)] for whole in wholes)
+            self._num_shared += 1
+            self._regions.append(Region(self._num_shared, parts[self._place], parts, parts[self._place].data_ptr()))
+            tensors.append(parts[self._place][: num_elements * dtype.itemsize].view(dtype))
+        return tensors
 
     def release(self, tensor_N: Tensor) -> None:
-        """Forget what allocate() gave; the memory is free once no tensor uses it. On all ranks alike."""
+        """Forget what allocate() gave; memory is free once no tensor uses what came at once. On all ranks alike."""
         self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
 
     def scratch(
@@ -78,7 +84,7 @@ class NodeMemory:
                 self.release(self._scratch_N)
             # a power of two, so that growing tensors cost a few collective allocations, not one each
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
-            self._scratch_N = self.allocate(size, torch.uint8, what=what)
+            (self._scratch_N,) = self.allocate((size, torch.uint8), what=what)
         return self._scratch_N[:num_bytes].view(dtype)
 
     def holds(self, tensor_N: Tensor) -> bool:
@@ -112,11 +118,7 @@ class NodeMemory:
                 return region
         return None
 
-    def _keep(self, num_bytes: int) -> Region:
-        own = torch.zeros(num_bytes, dtype=torch.uint8)
-        return Region(self._num_shared, own, (own,))
-
-    def _share(self, num_bytes: int, *, what: str) -> Region:
+    def _share(self, num_bytes: int, *, what: str) -> tuple[Tensor, ...]:
         number = os.memfd_create("bigbatch")
         try:
             os.ftruncate(number, num_bytes)
@@ -132,7 +134,7 @@ class NodeMemory:
         finally:
             # the mapping keeps the memory alive
             os.close(number)
-        return Region(self._num_shared, own, shared)
+        return shared
 
     def _open(self, everyone: Sequence[str], place: int, num_bytes: int) -> Tensor:
         peer = self._node[place]

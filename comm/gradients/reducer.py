@@ -110,7 +110,7 @@ class GradientReducer:
         """Give each gradient its place in the buffers of a plan, and its value with it."""
         former = self.buffers
         self.plan = plan
-        self.buffers = [self._allocate(buffer) for buffer in plan.buffers]
+        self.buffers = self._communicator.allocate_all([self._size_of(buffer) for buffer in plan.buffers])
         self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
         self._views = {
             name: view
@@ -125,9 +125,9 @@ class GradientReducer:
         for buffer_N in former:
             self._communicator.release(buffer_N)
 
-    def _allocate(self, buffer: BufferPlan) -> Tensor:
+    def _size_of(self, buffer: BufferPlan) -> tuple[int, torch.dtype]:
         num_elements = -(-buffer.num_elements // self._multiple) * self._multiple
-        return self._communicator.allocate(num_elements, self._parameters[buffer.tensors[0].name].dtype)
+        return num_elements, self._parameters[buffer.tensors[0].name].dtype
 
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
@@ -268,7 +268,7 @@ def gradient_views(
     offset = 0
     for tensor in buffer.tensors:
         p = parameters[tensor.name]
-        yield tensor.name, buffer_N.as_strided(p.size(), dense_strides(p), offset)
+        yield tensor.name, buffer_N[offset:].as_strided(p.size(), dense_strides(p))
         offset += tensor.num_elements
 
 

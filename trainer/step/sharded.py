@@ -85,7 +85,7 @@ class ShardedWeights:
         self._pieces = cut(self._plan, rank=communicator.rank, world_size=communicator.world_size)
         self._scatter_gather = ScatterGather(communicator)
         own_part = self._scatter_gather.own_part
-        self._buffers = [self._communicator.allocate(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers]
+        self._buffers = communicator.allocate_all([(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers])
         # before anything takes a part: the parts are views of what is filled here
         self._move_in(masters)
         self._parts = [own_part(buffer_N) for buffer_N in self._buffers]
@@ -126,7 +126,7 @@ class ShardedWeights:
         """Show a tensor whole, in whole buffers, with its parameter's strides."""
         parameter = self._parameters[name]
         piece = self._pieces[name]
-        return buffers[piece.buffer].as_strided(parameter.size(), dense_strides(parameter), piece.first)
+        return buffers[piece.buffer][piece.first :].as_strided(parameter.size(), dense_strides(parameter))
 
     def _master(self, name: str) -> Tensor:
         piece = self._pieces[name]

@@ -58,7 +58,7 @@ def allocate(ranks: Sequence[NodeMemory], num_elements: int, dtype: torch.dtype)
     """The same on every rank, each on a thread."""
     found: dict[int, torch.Tensor] = {}
     threads = [
-        Thread(target=lambda i=i, m=m: found.__setitem__(i, m.allocate(num_elements, dtype)))
+        Thread(target=lambda i=i, m=m: found.__setitem__(i, m.allocate((num_elements, dtype))[0]))
         for i, m in enumerate(ranks)
     ]
     for thread in threads:
@@ -136,9 +136,11 @@ class Echo:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
+        self.num_met = 0
 
     def gather_text(self, text: str, *, what: str) -> list[str]:
         """As Control's."""
+        self.num_met += 1
         return [text] * self._num_ranks
 
 
@@ -147,7 +149,7 @@ def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
     """A process may have 1,024 by default; each rank of a node has every buffer of every other one in use."""
     memory = NodeMemory(make_topology(["a"] * 64, rank=0), Echo(64))  # type: ignore[arg-type]
     before = open_files()
-    buffers = [memory.allocate(1000, torch.float32) for _ in range(20)]
+    buffers = [buffer_N for _ in range(20) for buffer_N in memory.allocate((1000, torch.float32))]
     assert open_files() == before
     for number, buffer_N in enumerate(buffers):
         buffer_N.fill_(number)
@@ -155,9 +157,35 @@ def test_memory_of_many_ranks_and_buffers_keeps_no_open_files() -> None:
         assert [view_N[0].item() for view_N in memory.views(buffer_N) or ()] == [number] * 64
 
 
+@needs_memfd
+def test_memory_of_several_tensors_is_shared_at_once() -> None:
+    """The ranks meet twice, map one piece each, and what one writes into a tensor is in that tensor of all."""
+    echo = Echo(3)
+    memory = NodeMemory(make_topology(["a"] * 3, rank=1), echo)  # type: ignore[arg-type]
+    before = mapped_pieces()
+    sizes = [(1000, torch.float32), (1, torch.float32), (3, torch.float64), (5000, torch.float16)]
+    tensors = memory.allocate(*sizes)
+    assert echo.num_met == 2
+    assert mapped_pieces() - before == 3
+    assert [(tensor_N.numel(), tensor_N.dtype) for tensor_N in tensors] == sizes
+    for number, tensor_N in enumerate(tensors):
+        assert not tensor_N.any()
+        tensor_N.fill_(number + 1)
+    for number, tensor_N in enumerate(tensors):
+        views = memory.views(tensor_N)
+        assert views
+        assert [view_N.unique().tolist() for view_N in views] == [[number + 1]] * 3
+    assert len({memory.name_of(tensor_N) for tensor_N in tensors}) == 4
+    for tensor_N in tensors:
+        memory.release(tensor_N)
+    assert not any(memory.holds(tensor_N) for tensor_N in tensors)
+    del tensors, tensor_N, views
+    assert mapped_pieces() == before
+
+
 def test_memory_of_ranks_alone_on_their_hosts_is_not_shared() -> None:
     ranks = memories(["a", "b"])
-    own_N = ranks[0].allocate(3, torch.float32)  # without waiting for rank 1
+    (own_N,) = ranks[0].allocate((3, torch.float32))  # without waiting for rank 1
     assert ranks[0].views(own_N) == (own_N,)
     elsewhere_N = torch.zeros(3)
     assert ranks[0].views(elsewhere_N) == (elsewhere_N,)
@@ -221,7 +249,7 @@ def test_memory_that_cannot_be_opened_is_named(described: str, reason: str, monk
     with open(os.devnull, "r+b") as null:
         monkeypatch.setattr(os, "open", lambda path, flags, real=os.open: _stand_in(path, flags, real, null.fileno()))
         with pytest.raises(CommError, match=named):
-            memory.allocate(10, torch.float32)
+            memory.allocate((10, torch.float32))
     assert open_files() == before
 
 

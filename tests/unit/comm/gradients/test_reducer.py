@@ -330,7 +330,7 @@ def test_reducer_learns_the_order_of_readiness_in_the_first_step() -> None:
         loss_of(model, images_BC).backward()
         reducer.wait()
         assert_same(model, expected)  # also of the step after which the buffers moved
-        assert [p.grad.untyped_storage().data_ptr() for p in (model.third.weight, model.first.weight)] == [
+        assert [p.grad.data_ptr() for p in (model.third.weight, model.first.weight)] == [
             reducer.buffers[0].data_ptr(),
             reducer.buffers[2].data_ptr(),
         ]
