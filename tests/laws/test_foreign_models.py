@@ -1,9 +1,9 @@
 """Laws 1, 2 and 4 for models of other packages, one with batch norm and one without, and for one of timm's."""
 
+import importlib
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
@@ -84,6 +84,7 @@ def test_foreign_model_of_timm_trains_on_two_ranks_and_goes_back_to_timm(data: P
     folder, out = tmp_path / "run", tmp_path / "timm.safetensors"
     run(forked(train_command(data, folder, settings(TIMM, run__epochs=1, schedule__warmup_epochs=0)), ranks=2))
     run(alone(["export", str(folder), "--format", "safetensors", "--out", str(out)]))
+    timm = importlib.import_module("timm")  # takes seconds, which only this test needs
     theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=str(out)).state_dict()
     ours = load_checkpoint(list_checkpoints(folder / "checkpoints")[-1].path)["model"]
     assert ours.keys() == theirs.keys()
