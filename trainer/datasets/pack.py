@@ -74,9 +74,13 @@ class PackSummary:
         return (
             f"{self.num_images} pictures in {self.num_shards} shards"
             f"{f' ({earlier} pictures by an earlier call)' if earlier else ''}, "
-            f"{self.bytes_in / 1e9:.4g} GB in, {self.bytes_out / 1e9:.4g} GB out, "
+            f"{_size(self.bytes_in)} in, {_size(self.bytes_out)} out, "
             f"{self.seconds:.1f} s, {self.num_packed / self.seconds:.0f} pictures/s"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.4g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.4g} MB"
 
 
 def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:

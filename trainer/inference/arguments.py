@@ -51,6 +51,8 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
             parser.error("--checkpoint is one of a run folder: name that, or give --weights instead")
         return arguments, load_config(["--config", arguments.config, *overrides], prog=parser.prog), arguments.weights
     if arguments.config is not None or arguments.weights is not None:
+        if arguments.config is not None:  # first: the value of an option that is not there looks like a run folder
+            load_config(["--config", arguments.config, *overrides], prog=parser.prog)
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     rundir = RunDir(arguments.run)
     config = load_run_config(rundir, overrides, prog=parser.prog)

@@ -67,7 +67,7 @@ def test_slurm_script_gives_ranks_the_values_of_variables_whatever_they_hold(stu
 
 
 @pytest.mark.long
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(words=st.lists(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]))))
 def test_slurm_script_lets_no_word_reach_the_shell(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     stubs = Stubs(tmp_path_factory.mktemp("stubs"))
@@ -95,7 +95,7 @@ def test_slurm_script_mounts_the_work_folder_and_what_is_asked_by_pyxis(stubs: S
     assert f"--container-workdir={stubs.folder}" in stubs.argv()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(field=st.sampled_from(sorted(PATTERNS)), data=st.data())
 def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])

@@ -37,15 +37,15 @@ def test_global_batch_size_names_a_microbatch():
     assert re.search(naming("batch.global_batch_size=96 ", "batch.microbatch_size=64: "), message)
     assert message.endswith("batch.microbatch_size to 32")
     # 100 is no multiple of bn_span: no microbatch helps alone
-    for size, together in ((100, 25), (16, 16)):
+    for size, nearest, together in ((100, 128, 25), (90, 64, 30), (16, 64, 16)):
         message = refusal({"batch.global_batch_size": size})
-        assert message.endswith(f"to 64, or batch.microbatch_size and batch.bn_span to {together}")
+        assert message.endswith(f"to {nearest}, or batch.microbatch_size and batch.bn_span to {together}")
         make_config({"batch.global_batch_size": size, "batch.microbatch_size": together, "batch.bn_span": together})
     # batch norm of fewer than 8 pictures is no remedy
-    assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 64")
+    assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 128")
     # nor of the ghost batch that two ranks share
     assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
-        "set batch.global_batch_size to 256, or batch.bn_span to 64"
+        "set batch.global_batch_size to 384, or batch.bn_span to 64"
     )
 
 

@@ -642,7 +642,7 @@ def test_pack_the_command(source, tmp_path, capsys):
     argv = ["data", "pack", str(source), target, "--max-side", "40", "--workers", "1"]
     assert main(argv) == 0
     printed = capsys.readouterr().out.replace("\n", "")
-    expected = r"packed: 15 pictures in 2 shards, [\d.e-]+ GB in, [\d.e-]+ GB out, [\d.]+ s, \d+ pictures/s"
+    expected = r"packed: 15 pictures in 2 shards, [\d.]+ MB in, [\d.]+ MB out, [\d.]+ s, \d+ pictures/s"
     assert re.search(expected, printed)
     assert main(["data", "pack", "--verify", target, "--workers", "2"]) == 0
     assert "all 15 pictures are as they were packed" in capsys.readouterr().out.replace("\n", "")

@@ -187,6 +187,15 @@ def test_evaluate_options_may_stand_before_the_run_folder(tmp_path: Path, capsys
     assert re.search(naming(f"{tmp_path}/checkpoints ", "train"), capsys.readouterr().err)
 
 
+def test_evaluate_an_option_that_is_not_there_is_named_before_its_value() -> None:
+    """Which looks like a run folder."""
+    with pytest.raises(ConfigError, match=naming("unknown key lr", "schedule.base_lr")):
+        read_trained(
+            trained_parser("bigbatch evaluate", description=""),
+            ["--config", "quickstart", "--weights", "a.pt", "--lr", "3"],
+        )
+
+
 def test_evaluate_takes_a_run_folder_from_before_keys_existed(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart"])
     older = yaml.safe_load(dump_config(config))

@@ -32,7 +32,7 @@ def train_indices(*, rank=0, world_size=1, microbatch_size=2, start_step=0, end_
 
 
 @given(seed=st.integers(0, 2**63), epoch=st.integers(0, 1000), num_samples=st.integers(1, 300))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_order_is_a_permutation(seed, epoch, num_samples):
     order_N = epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
     assert order_N.dtype == np.int64
@@ -130,7 +130,7 @@ def test_train_requests_refuse_sizes_that_do_not_divide():
 
 
 @given(num_samples=st.integers(1, 200), microbatch_size=st.integers(1, 17), world_size=st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_order_evaluation_counts_each_image_once(num_samples, microbatch_size, world_size):
     ranks = [
         list(eval_requests(num_samples=num_samples, microbatch_size=microbatch_size, rank=rank, world_size=world_size))
