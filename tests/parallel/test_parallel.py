@@ -121,13 +121,12 @@ long = pytest.mark.long
     [
         ("a,a", 0, "tcp gloo"),
         pytest.param("a,b,c", 0, "tcp gloo", marks=long),
-        pytest.param("a,a,b,b", 0, "tcp", marks=long),
         pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=long),
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
-        pytest.param("a,a,a,b,b,c", 0, "tcp", marks=long),
         pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
         pytest.param("a,a,a,b,b,c,c,d", 0, "tcp", marks=long),
-        *(pytest.param(hosts, 0, PLAYED_NCCL, marks=long) for hosts in HOSTS),
+        # by threads in worlds of 1 to 8, below; here that processes find the same
+        *(pytest.param(hosts, 0, PLAYED_NCCL, marks=long) for hosts in ("a,a,b,b", "a,a,a,b,b,b,c")),
     ],
 )
 def test_backend_contract(hosts: str, group_size: int, backends: str) -> None:
@@ -163,7 +162,6 @@ def test_backend_contract_under_mpirun(hosts: str, backends: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "backends"),
     [
-        pytest.param(2, "tcp", marks=long),
         pytest.param(3, "tcp", marks=long),
         pytest.param(2, "gloo", marks=long),
     ],
