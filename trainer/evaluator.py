@@ -5,19 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.stopping import METRICS
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES, evaluate
 from bigbatch.trainer.run.stopping import reason_to_end
 from bigbatch.trainer.step.plan import Parts
+from bigbatch.trainer.step.score import Score
 
 
 class Evaluator:
     """Evaluates a run's parts on a split, and remembers what was found.
 
-    evaluations: those of the run before, by step. skipped: called with the steps done and the bad pictures met.
-    on_evaluation: called with each record, while the evaluated weights are in place.
+    score: of a batch's logits. evaluations: those of the run before, by step.
     """
 
     def __init__(
@@ -26,13 +25,10 @@ class Evaluator:
         parts: Parts,
         split: build_input.Split,
         *,
+        score: Score,
         evaluations: dict[int, dict[str, Any]],
-        skipped: Callable[[int, dict[int, str]], None],
-        on_evaluation: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._config, self._parts, self._split, self._skipped = config, parts, split, skipped
-        self._on_evaluation = on_evaluation
-        self._score = make_score(config, parts.communicator.device)
+        self._config, self._parts, self._split, self._score = config, parts, split, score
         self._found = dict(evaluations)
 
     @property
@@ -40,9 +36,18 @@ class Evaluator:
         """Return what the run's evaluations found, oldest first."""
         return list(self._found.values())
 
-    def evaluate(self, done: int, *, epoch: float) -> dict[str, Any]:
+    def evaluate(
+        self,
+        done: int,
+        *,
+        epoch: float,
+        skipped: Callable[[dict[int, str]], None],
+        on_evaluation: Callable[[dict[str, Any]], None],
+    ) -> dict[str, Any]:
         """Evaluate what the run has after so many steps, with its average in place of weights. Collective.
 
+        skipped: called with the bad pictures met. on_evaluation: called with the record, while the evaluated weights
+        are in place. Neither is kept: what holds the evaluator may be what they belong to.
         Raises: Stopped, where a stop is due between two exchanges; DataError.
         """
         parts = self._parts
@@ -56,12 +61,12 @@ class Evaluator:
                 forward=parts.precision.forward,
                 flip=self._config.data.eval_flip,
                 score=self._score,
-                skipped=lambda images: self._skipped(done, images),
+                skipped=skipped,
                 between_batches=parts.stop.leave_if_due,
             )
             self._found[done] = {"step": done, **{metric: record[metric] for metric in METRICS}}
             record = {"step": done, "epoch": epoch, **record}
-            self._on_evaluation(record)
+            on_evaluation(record)
         return record
 
     def seconds_to_exchange(self, record: dict[str, Any]) -> float:

@@ -13,7 +13,9 @@ from bigbatch.errors import OutOfMemory, ReplicasDiffer
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.machine.host import leave_compiler_out
 from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.folder import RunDir
@@ -32,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     is_dry_run = "--dry-run" in argv
     if is_dry_run:  # what would be copied, or measured and kept, is left alone
         config = replace(config, data=replace(config.data, stage=None), comm=replace(config.comm, calibrate="never"))
+    leave_compiler_out()  # the process is the command's: bigbatch.train leaves a script's own as it is
     env = read_process_env()
     job = join(config, env)
     summary = lead(config, job, is_dry_run=is_dry_run, is_quiet="--quiet" in argv)
@@ -119,4 +122,6 @@ def _run_agreed(make_run: Callable[[Config], TrainingRun], config: Config) -> di
         came_back = f"{difference}; going back to step {back_at}"
         if newest:
             config = replace(config, run=replace(config.run, resume=str(newest.path)))
+        device = run.communicator.device
         del run
+        free_memory(device)

@@ -15,6 +15,7 @@ from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.build.input_rates import measure_input
 from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
@@ -73,6 +74,7 @@ class TrainingRun:
         plan = build.make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
         self.plan: Plan = plan.ending_at_once() if is_finished else plan
+        score = make_score(config, communicator.device)  # before the model: what is wrong with it is told at once
         self.guess_watch = build.make_guess_watch(config, self.plan)
         self.parts: Parts = build.make_parts(
             config, communicator, plan=self.plan, tuned=job.tuned, gradient_order=start.gradient_order
@@ -92,14 +94,7 @@ class TrainingRun:
             ask_to_stop=self.parts.stop.ask,
             is_quiet=is_quiet,
         )
-        self.evaluator = Evaluator(
-            config,
-            self.parts,
-            self.eval_split,
-            evaluations=start.evaluations,
-            skipped=partial(self._skip, split="val"),
-            on_evaluation=self._evaluated,
-        )
+        self.evaluator = Evaluator(config, self.parts, self.eval_split, score=score, evaluations=start.evaluations)
         self.timeline = TimelineRecorder(
             communicator,
             self.rundir,
@@ -264,7 +259,12 @@ class TrainingRun:
         require_few(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
 
     def _evaluate(self, done: int) -> dict[str, Any]:
-        record = self.evaluator.evaluate(done, epoch=done / self.plan.steps_per_epoch)
+        record = self.evaluator.evaluate(
+            done,
+            epoch=done / self.plan.steps_per_epoch,
+            skipped=partial(self._skip, done, split="val"),
+            on_evaluation=self._evaluated,
+        )
         self._watch_notice("evaluation", self.evaluator.seconds_to_exchange(record), done=done)
         return record
 

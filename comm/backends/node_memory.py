@@ -14,7 +14,7 @@ from bigbatch.errors import CommError
 
 SMALLEST_SCRATCH_BYTES = 1 << 20
 PAGE_BYTES = 4096
-"""Where the tensors of one allocation begin: each is faulted in where its ranks are."""
+"""Tensors of one allocation begin at multiples of it: each is faulted in where its ranks are."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class NodeMemory:
         All of them at once cost what one does: the ranks meet twice.
         Raises: CommError where a rank of the same node cannot open the memory.
         """
+        if not sizes:
+            return []
         starts = [0]
         for num_elements, dtype in sizes:
             starts.append(starts[-1] + -(-max(1, num_elements * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES)

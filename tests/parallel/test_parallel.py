@@ -125,7 +125,7 @@ long = pytest.mark.long
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
         pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
         pytest.param("a,a,a,b,b,c,c,d", 0, "tcp", marks=long),
-        # by threads in worlds of 1 to 8, below; here that processes find the same
+        # shorter tensors by threads in worlds of 1 to 8, below; here that processes find the same, and traces
         *(pytest.param(hosts, 0, PLAYED_NCCL, marks=long) for hosts in ("a,a,b,b", "a,a,a,b,b,b,c")),
     ],
 )

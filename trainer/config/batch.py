@@ -74,8 +74,8 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
         batch, num_ranks=num_ranks, least_shares=max(2, ranks_per_ghost(batch)), most_shares=batch.bn_span
     )
     per_step = batch.microbatch_size * num_ranks
-    nearest = max(1, (2 * batch.global_batch_size + per_step) // (2 * per_step)) * per_step
-    other_batch = f"set batch.global_batch_size to {nearest}"
+    below = batch.global_batch_size // per_step * per_step
+    other_batch = f"set batch.global_batch_size to {f'{below} or ' if below else ''}{below + per_step}"
     if ranks_per_ghost(batch) > 1:
         return f"set batch.microbatch_size to {shared}" if shared else other_batch
     if whole:

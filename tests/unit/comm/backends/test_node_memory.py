@@ -176,9 +176,10 @@ def test_memory_of_several_tensors_is_shared_at_once() -> None:
         assert views
         assert [view_N.unique().tolist() for view_N in views] == [[number + 1]] * 3
     assert len({memory.name_of(tensor_N) for tensor_N in tensors}) == 4
-    for tensor_N in tensors:
+    for number, tensor_N in enumerate(tensors):
         memory.release(tensor_N)
-    assert not any(memory.holds(tensor_N) for tensor_N in tensors)
+        assert [memory.holds(each_N) for each_N in tensors] == [later > number for later in range(4)]
+    assert memory.allocate() == []
     del tensors, tensor_N, views
     assert mapped_pieces() == before
 

@@ -37,15 +37,15 @@ def test_global_batch_size_names_a_microbatch():
     assert re.search(naming("batch.global_batch_size=96 ", "batch.microbatch_size=64: "), message)
     assert message.endswith("batch.microbatch_size to 32")
     # 100 is no multiple of bn_span: no microbatch helps alone
-    for size, nearest, together in ((100, 128, 25), (90, 64, 30), (16, 64, 16)):
+    for size, others, together in ((100, "64 or 128", 25), (16, "64", 16)):
         message = refusal({"batch.global_batch_size": size})
-        assert message.endswith(f"to {nearest}, or batch.microbatch_size and batch.bn_span to {together}")
+        assert message.endswith(f"to {others}, or batch.microbatch_size and batch.bn_span to {together}")
         make_config({"batch.global_batch_size": size, "batch.microbatch_size": together, "batch.bn_span": together})
     # batch norm of fewer than 8 pictures is no remedy
-    assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 128")
+    assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 64 or 128")
     # nor of the ghost batch that two ranks share
     assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
-        "set batch.global_batch_size to 384, or batch.bn_span to 64"
+        "set batch.global_batch_size to 256 or 384, or batch.bn_span to 64"
     )
 
 
@@ -62,7 +62,7 @@ def test_accumulation_steps(world_size, expected):
         (8, "set batch.microbatch_size to 32"),  # 256 / 8
         # 16 samples a rank hold no ghost batch of 32: 16 x 64, or two ranks to a ghost batch
         (16, "set batch.global_batch_size to 1024, or, without mixup and cutmix, batch.microbatch_size to 16"),
-        (3, "set batch.global_batch_size to 192"),  # 3 x 64
+        (3, "set batch.global_batch_size to 192 or 384"),  # 3 x 64
     ],
 )
 def test_accumulation_steps_of_ranks_that_do_not_fit_get_a_remedy(world_size, remedy):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from error_texts import naming
 
-from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
+from bigbatch.errors import CheckpointError, ConfigError, RunFolderError, TrainingDiverged
 from bigbatch.trainer import train
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.config.file import load_config
@@ -348,3 +348,12 @@ def test_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monk
     with pytest.raises(RunFolderError, match=naming(tmp_path, "taken over by another job")):
         start(tmp_path, {"run.checkpoint_every_steps": 1})
     assert [checkpoint.step for checkpoint in list_checkpoints(RunDir(tmp_path).checkpoints)] == [1]
+
+
+def test_run_with_a_metric_that_is_none_says_so_before_it_builds_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has a progress bar taken the terminal by then."""
+    monkeypatch.setattr(build, "make_parts", lambda *_, **__: pytest.fail("a model was built"))
+    with pytest.raises(ConfigError, match=naming("run.metrics", "bad", "os.getcwd")):
+        start(tmp_path / "run", {"run.metrics": "{bad: os.getcwd}"})
