@@ -62,8 +62,8 @@ def leave_compiler_out() -> None:
     torch shields four methods of all optimizers from being compiled, and imports the compiler for that when they are
     first called; a process that only trains compiles no optimizer. torch's own optimizers import it in their steps,
     too. The name is private to torch: without it all is as before.
-    A run of two steps of ResNet-9 on one core, start and plot included: 6.3 s instead of 11.7 (n = 1, 2 cores, torch
-    2.14.1).
+    A run of two steps of ResNet-9 on one core, start and plot included: 6.4 s instead of 8.4 (median of 3 pairs, 2
+    cores, torch 2.14.1).
     """
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
