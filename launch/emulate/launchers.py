@@ -12,21 +12,13 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
 from bigbatch.launch.jobs.options import Option
 from bigbatch.launch.jobs.spec import python_words
+from bigbatch.launch.jobs.together import NodeProcess
 from bigbatch.launch.launchers import mpirun, torchrun
 
 ORDERS = ("block", "cyclic")
 
 AGENT = "bigbatch.launch.emulate.agent"
 """The module that stands in for ssh."""
-
-
-@dataclass(frozen=True)
-class NodeProcess:
-    """This is one process that we start in a node, with variables on top of the environment."""
-
-    node: int
-    argv: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,8 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, 
             "GROUP_RANK": place.node,
         }
         variables = tuple((name, str(value)) for name, value in (shared | own).items())
-        starts.append(NodeProcess(place.node, (sys.executable, *job.words), variables))
+        name = f"rank {rank} on {host(place.node)}"
+        starts.append(NodeProcess(place.node, (sys.executable, *job.words), variables, name))
     return tuple(starts)
 
 

@@ -14,9 +14,9 @@ from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
-from bigbatch.launch.emulate.launchers import NodeProcess
 from bigbatch.launch.emulate.state import EmulatedCluster
-from bigbatch.launch.emulate.supervise import run_together
+from bigbatch.launch.jobs.foreground import Ended
+from bigbatch.launch.jobs.together import NodeProcess, run_together
 
 WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
 """Kills every process of its process namespace, but the first one and itself, once nobody can write to its input."""
@@ -30,8 +30,8 @@ def run_job(
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
     counters: Path | None,
-) -> int:
-    """Start the processes in their nodes and wait; return the job's exit code.
+) -> Ended:
+    """Start the processes in their nodes and wait; return how the job ended.
 
     Bytes of each link go to standard error, and to the file counters. What outlives the job is killed, and the job
     itself where this process is killed. Raises: EmulationError when another job runs, the cluster is removed under
@@ -45,16 +45,16 @@ def run_job(
         sweep()  # what an earlier job left would share the links
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
-            code = run_together(starts, environ=environ, enter=enter, asks_to_stop=asks_to_stop)
+            ended = run_together(starts, environ=environ, enter=enter, asks_to_stop=asks_to_stop)
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)
     print(format_table(counted), file=sys.stderr, flush=True)
     if counters:
         try:
-            counters.write_text(format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=code))
+            counters.write_text(format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=ended.code))
         except OSError as error:  # the job is done, and its exit code says more
             print(f"bigbatch: --counters {counters}: {error.strerror}", file=sys.stderr, flush=True)
-    return code
+    return ended
 
 
 def _clear(counters: Path) -> None:

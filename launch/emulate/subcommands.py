@@ -209,7 +209,7 @@ def _run_on(
         environ={"OMP_NUM_THREADS": "1"} | environ,
         asks_to_stop=launcher.asks_to_stop,
         counters=arguments.counters,
-    )
+    ).code
 
 
 @contextmanager

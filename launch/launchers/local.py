@@ -1,11 +1,15 @@
-"""Ranks on this host alone, without MPI: by torchrun, with one word less to type."""
+"""Ranks on this host alone, without MPI or torchrun: processes of our own, which meet on the loopback interface."""
 
-from functools import partial
+import argparse
+import signal
+import socket
+import sys
+from collections.abc import Mapping
 
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
-from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher
-from bigbatch.launch.launchers.torchrun import dry_run, rank_argv, start
+from bigbatch.launch.jobs.together import NodeProcess, run_together
+from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
@@ -16,12 +20,51 @@ REFUSED = {
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
     **dict.fromkeys(("num_nodes", "node_rank", "master"), "it starts ranks on this host only: use torchrun, or mpirun"),
 }
+LOOPBACK = "127.0.0.1"
 
 
-def local_argv(job: JobSpec) -> list[str]:
-    """Return the words that start all ranks; pure. Raises: LaunchOptionError for what one host cannot do."""
+def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
+    """Return the process of each rank, with the variables that torchrun would give it; pure.
+
+    Rank 0 serves the rendezvous, at the port of the loopback interface alone.
+    Raises: JobRefused for what one host cannot do.
+    """
     refuse(job, launcher="local", refused=REFUSED)
-    return rank_argv(job)
+    size = str(job.num_ranks)
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
+    shared |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    return tuple(
+        NodeProcess(
+            node=0,
+            argv=(sys.executable, *job.python_words),
+            variables=(*{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items(), *job.variables),
+            name=f"rank {rank}",
+        )
+        for rank in range(job.num_ranks)
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
+    starts = local_starts(job, port=free_port())
+    lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
+    return " &\n".join(lines) + ("\n" if len(lines) == 1 else " &\nwait\n")
+
+
+def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    starts = local_starts(job, port=free_port())
+    return run_together(starts, environ=shared_cores(job) | dict(environ), asks_to_stop=signal.SIGTERM).code
+
+
+def shared_cores(job: JobSpec) -> dict[str, str]:
+    """Return what keeps a host's ranks to one thread each, where the environment states no number."""
+    return {"OMP_NUM_THREADS": "1"} if job.ranks_per_node > 1 else {}
 
 
 LAUNCHER = Launcher(
@@ -31,8 +74,8 @@ LAUNCHER = Launcher(
     passes="all",
     example="-- train --config imagenet/resnet50_32k",
     refused=REFUSED,
-    dry_run=partial(dry_run, local_argv),
-    start=partial(start, local_argv),
+    dry_run=_dry_run,
+    start=_start,
     queue=IN_A_TERMINAL,
     sees="all",
     count_ranks=lambda: count_gpus() or 1,

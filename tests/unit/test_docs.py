@@ -393,9 +393,9 @@ def test_bigbatch_commands(
     elif words[0] == "launch":
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
-        launched = shlex.split(capsys.readouterr().out.splitlines()[-1])
-        if "-n" in launched:
-            num_ranks = int(launched[launched.index("-n") + 1])
+        shown = [line for line in capsys.readouterr().out.splitlines() if line != "wait"]
+        launched = shlex.split(shown[-1].removesuffix(" &"))
+        num_ranks = int(launched[launched.index("-n") + 1]) if "-n" in launched else len(shown)
         words = words[split + 1 :]
         assert launched[-len(words) :] == words
     if words[0].endswith(".py"):

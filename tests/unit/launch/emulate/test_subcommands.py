@@ -1,8 +1,7 @@
-"""The emulated cluster's state, command line and supervisor, without a cluster: with plain processes."""
+"""The emulated cluster's state and command line, without a cluster."""
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,10 +12,10 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import EmulationError, LaunchOptionError
-from bigbatch.launch.emulate import cluster, subcommands, supervise
-from bigbatch.launch.emulate.launchers import NodeProcess
+from bigbatch.launch.emulate import cluster, subcommands
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, is_alive, load, save, start_ticks, state_root
+from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.start import main
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
@@ -123,7 +122,9 @@ def test_emulate_run_does_not_pass_on_the_master_of_another_job(
     given: dict[str, str] = {}
     found = EmulatedCluster(UNEVEN, os.getpid(), start_ticks(os.getpid()) or 0, boot_id())
     monkeypatch.setattr(cluster, "find", lambda name, root: found)
-    monkeypatch.setattr(subcommands, "run_job", lambda starts, environ, **_: given.update(environ) or 0)
+    monkeypatch.setattr(
+        subcommands, "run_job", lambda starts, environ, **_: given.update(environ) or Ended(0, was_asked=False)
+    )
     assert emulate("run", "--", "comm", "bench") == 0
     assert given["NCCL_DEBUG"] == "INFO"
     assert "MASTER_ADDR" not in given
@@ -250,108 +251,3 @@ def test_emulate_refuses_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(EmulationError, match=naming("Linux", "darwin")):
         emulate("up", "--nodes", "2")
-
-
-# --- supervisor ---
-
-linux = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
-
-
-def together(*scripts: str) -> int:
-    starts = [NodeProcess(0, (sys.executable, "-c", script)) for script in scripts]
-    return supervise.run_together(starts, environ=os.environ, enter=lambda node: None, asks_to_stop=signal.SIGTERM)
-
-
-@linux
-def test_run_together_ends_with_zero_where_all_is_good() -> None:
-    assert together("pass", "import time; time.sleep(0.1)") == 0
-
-
-@linux
-def test_run_together_ends_all_after_the_first_that_fails_with_its_code() -> None:
-    start = time.monotonic()
-    assert together("import time; time.sleep(60)", "import time; time.sleep(0.1); raise SystemExit(3)") == 3
-    assert time.monotonic() - start < 5
-    assert together("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)") == 128 + 9
-
-
-@pytest.mark.slow
-@linux
-def test_run_together_kills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.5)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    start = time.monotonic()
-    assert together(stubborn, "import time; time.sleep(1); raise SystemExit(3)") == 3
-    assert 1 < time.monotonic() - start < 10
-
-
-@linux
-def test_run_together_puts_variables_on_top_of_the_environment() -> None:
-    check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
-    start = NodeProcess(0, (sys.executable, "-c", check), (("RANK", "4"),))
-    assert supervise.run_together([start], environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM) == 0
-
-
-@linux
-def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:
-    starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(0, ("no-such-mpirun",))]
-    with pytest.raises(LaunchOptionError, match=naming("no-such-mpirun", "bigbatch[mpi]", "--launcher torchrun")):
-        supervise.run_together(starts, environ=os.environ, enter=os.getsid, asks_to_stop=signal.SIGTERM)
-
-
-@linux
-def test_run_together_ends_what_was_started_where_one_cannot_enter() -> None:
-    def enter(node: int) -> None:
-        if node == 1:
-            raise FileNotFoundError
-
-    starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(1, ("sleep", "60"))]
-    with pytest.raises(subprocess.SubprocessError):
-        supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
-
-
-@linux
-def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
-    """Whoever is being started in this moment could not have been asked."""
-
-    def enter(node: int) -> None:
-        if node == 1:
-            os.kill(os.getppid(), signal.SIGINT)
-
-    stubborn = "trap '' TERM; touch {}; exec sleep 60"
-    starts = [NodeProcess(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
-    start = time.monotonic()
-    code = supervise.run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
-    assert code == 128 + signal.SIGINT
-    assert time.monotonic() - start < 10
-    assert not (tmp_path / "2").exists(), "no more are started"
-
-
-PARENT = """
-import os, signal, sys
-from bigbatch.launch.emulate.launchers import NodeProcess
-from bigbatch.launch.emulate.supervise import run_together
-starts = [NodeProcess(0, (sys.executable, "-c", sys.argv[1]))]
-sys.exit(run_together(starts, environ=os.environ, enter=lambda node: None, asks_to_stop=signal.SIGUSR1))
-"""
-CHILD = """
-import signal, time
-for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, frame: print(signal.Signals(number).name, flush=True))
-print("ready", flush=True)
-while True:
-    time.sleep(0.05)
-"""
-
-
-@linux
-def test_run_together_asks_then_insists_then_kills_by_ctrl_c() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    for said in ("ready", "SIGUSR1", "SIGTERM"):
-        assert process.stdout.readline() == said + "\n"
-        os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=20) == 128 + signal.SIGKILL
-    assert process.stdout.read() == ""

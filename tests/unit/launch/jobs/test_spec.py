@@ -232,7 +232,7 @@ def test_local_starts_a_rank_per_gpu(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert count_gpus() == count
     main(["local", "--dry-run", "--", *TRAIN])
-    assert f"--standalone --nproc-per-node={count or 1} " in capsys.readouterr().out
+    assert capsys.readouterr().out.count(" RANK=") == (count or 1)
 
 
 def test_local_counts_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +241,13 @@ def test_local_counts_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytes
 
 
 def test_local_ranks_get_the_variables(capfd: pytest.CaptureFixture[str]) -> None:
-    """torchrun starts `bigbatch --version`-like commands too; their environment is what counts."""
     main(["local", "--env", "BIGBATCH_HOST=played", "--interface", "lo", "--dry-run", "--", *TRAIN])
     words = capfd.readouterr().out.split()
     interface = ["BIGBATCH_INTERFACE=lo", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
-    assert words[:5] == ["env", *interface, "BIGBATCH_HOST=played"]
+    assert [word for word in words if word.startswith(("BIGBATCH", "GLOO", "NCCL"))] == [
+        *interface,
+        "BIGBATCH_HOST=played",
+    ]
 
 
 @pytest.mark.parametrize("launcher", ["local", "mpirun", "torchrun", "slurm", pytest.param("k8s --image bb", id="k8s")])
@@ -261,7 +263,7 @@ def test_local_starts_one_rank_on_the_cpu_whatever_gpus_there_are(
     monkeypatch.setattr("bigbatch.launch.launchers.local.count_gpus", lambda: 4)
     for words, count in (([], 4), (["--device", "cpu"], 1)):
         main(["local", *words, "--dry-run", "--", *TRAIN])
-        assert f"--nproc-per-node={count} " in capfd.readouterr().out
+        assert capfd.readouterr().out.count(" RANK=") == count
 
 
 def test_kubernetes_asks_for_no_gpu_where_ranks_keep_to_the_cpu() -> None:

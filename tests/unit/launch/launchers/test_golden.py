@@ -1,6 +1,7 @@
 """What the launchers write, line by line against files; to write them anew, run this file."""
 
 import io
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -59,11 +60,13 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def dry_run(words: tuple[str, ...]) -> str:
-    """What `bigbatch launch` prints, with a stand-in for this Python's path."""
+    """What `bigbatch launch` prints, with stand-ins for this Python's path, and for the port on this host."""
     output = io.StringIO()
     with redirect_stdout(output):
         assert main([words[0], "--dry-run", *words[1:]]) == 0
-    return output.getvalue().replace(sys.executable, "PYTHON")
+    # one that was free
+    text = re.sub(r"(MASTER_PORT|127\.0\.0\.1 --master-port)=\d+", r"\1=PORT", output.getvalue())
+    return text.replace(sys.executable, "PYTHON")
 
 
 def mpirun_lines(command: tuple[str, ...] = TRAIN[1:], *, is_python: bool = False) -> str:

@@ -1,0 +1,115 @@
+"""Run the processes of a job together: one that fails ends all, Ctrl-C asks them to stop, nothing outlives them."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.jobs.foreground import Ended, Stopper, handling_stops, shell_code
+
+GRACE_SECONDS = 5.0
+"""How long the others may take to end by SIGTERM after one has failed."""
+
+
+@dataclass(frozen=True)
+class NodeProcess:
+    """This is one process of a job, with variables on top of the environment."""
+
+    node: int
+    """Of an emulated cluster; 0 is this machine itself elsewhere."""
+    argv: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+    name: str = ""
+    """What it is called where it fails before all others, such as rank 2 on n1; empty: it says that itself."""
+
+
+def run_together(
+    starts: Sequence[NodeProcess],
+    *,
+    environ: Mapping[str, str],
+    enter: Callable[[int], None] | None = None,
+    asks_to_stop: signal.Signals,
+) -> Ended:
+    """Start all and wait; the code is 0 where all ended well, else that of the first that failed, which is named.
+
+    enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only
+    this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. Before all are there, the
+    first one ends those that are: none can have done anything that is worth saving.
+    Raises: LaunchOptionError when a program is not installed; SubprocessError when a process cannot enter its node.
+    """
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    ends: SimpleQueue[int] = SimpleQueue()
+    stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
+    with handling_stops(stopper):
+        try:
+            for number, start in enumerate(starts):
+                running[number] = _start(start, environ=environ, enter=enter)
+                Thread(target=_tell_end, args=(running[number], number, ends), daemon=True).start()
+                # a signal may have come between start and entry, and missed this one
+                if stopper.asked:
+                    return Ended(INTERRUPTED, was_asked=True)
+            code = _wait(running, ends, names=[start.name for start in starts])
+            return Ended(code, was_asked=stopper.asked > 0)
+        finally:
+            _send(running, signal.SIGKILL)
+            for process in running.values():
+                process.wait()
+
+
+def _start(
+    start: NodeProcess, *, environ: Mapping[str, str], enter: Callable[[int], None] | None
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            start.argv,
+            env=dict(environ) | dict(start.variables),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=None if enter is None else partial(enter, start.node),
+        )
+    except FileNotFoundError as error:
+        raise LaunchOptionError(
+            f"{start.argv[0]} is not installed: pip install 'bigbatch[mpi]', or use --launcher torchrun"
+        ) from error
+
+
+def _tell_end(process: subprocess.Popen[bytes], number: int, ends: SimpleQueue[int]) -> None:
+    process.wait()
+    ends.put(number)
+
+
+def _wait(running: dict[int, subprocess.Popen[bytes]], ends: SimpleQueue[int], *, names: Sequence[str]) -> int:
+    """Wait until all have ended; they leave running one by one, those that were told to end, too."""
+    failed: int | None = None
+    while running:
+        try:
+            number = ends.get(timeout=None if failed is None else GRACE_SECONDS)
+        except Empty:  # one has failed, and these did not heed the SIGTERM after it
+            _send(running, signal.SIGKILL)
+            continue
+        code = running.pop(number).returncode
+        # the first failure is the cause; those after it follow from our SIGTERM
+        if code != 0 and failed is None:
+            failed = shell_code(code)
+            if names[number] and running and failed != INTERRUPTED:
+                print(f"bigbatch: {names[number]} {_how(code)}; ending the others", file=sys.stderr, flush=True)
+            _send(running, signal.SIGTERM)
+    return failed or 0
+
+
+def _how(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    known = {number.value: number.name for number in signal.Signals}  # a real-time signal has no name
+    return f"was ended by {known.get(-returncode, f'signal {-returncode}')}"
+
+
+def _send(running: Mapping[int, subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in tuple(running.values()):
+        process.send_signal(number)

@@ -1,0 +1,106 @@
+"""The supervisor of a job's processes, with plain ones."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import LaunchOptionError
+from bigbatch.launch.jobs import together
+from bigbatch.launch.jobs.together import NodeProcess, run_together
+
+
+def ended_with(*scripts: str) -> int:
+    starts = [NodeProcess(0, (sys.executable, "-c", script)) for script in scripts]
+    return run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code
+
+
+def test_run_ended_withends_with_zero_where_all_is_good() -> None:
+    assert ended_with("pass", "import time; time.sleep(0.1)") == 0
+
+
+def test_run_ended_withends_all_after_the_first_that_fails_with_its_code() -> None:
+    start = time.monotonic()
+    assert ended_with("import time; time.sleep(60)", "import time; time.sleep(0.1); raise SystemExit(3)") == 3
+    assert time.monotonic() - start < 5
+    assert ended_with("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)") == 128 + 9
+
+
+@pytest.mark.slow
+def test_run_ended_withkills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "GRACE_SECONDS", 0.5)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    start = time.monotonic()
+    assert ended_with(stubborn, "import time; time.sleep(1); raise SystemExit(3)") == 3
+    assert 1 < time.monotonic() - start < 10
+
+
+def test_run_ended_withputs_variables_on_top_of_the_environment() -> None:
+    check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
+    start = NodeProcess(0, (sys.executable, "-c", check), (("RANK", "4"),))
+    assert run_together([start], environ=os.environ, asks_to_stop=signal.SIGTERM).code == 0
+
+
+def test_run_ended_withends_what_was_started_where_a_launcher_is_missing() -> None:
+    starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(0, ("no-such-mpirun",))]
+    with pytest.raises(LaunchOptionError, match=naming("no-such-mpirun", "bigbatch[mpi]", "--launcher torchrun")):
+        run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM)
+
+
+def test_run_ended_withends_what_was_started_where_one_cannot_enter() -> None:
+    def enter(node: int) -> None:
+        if node == 1:
+            raise FileNotFoundError
+
+    starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(1, ("sleep", "60"))]
+    with pytest.raises(subprocess.SubprocessError):
+        run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+
+
+def test_run_ended_withends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
+    """Whoever is being started in this moment could not have been asked."""
+
+    def enter(node: int) -> None:
+        if node == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+
+    stubborn = "trap '' TERM; touch {}; exec sleep 60"
+    starts = [NodeProcess(node, ("sh", "-c", stubborn.format(tmp_path / str(node)))) for node in range(3)]
+    start = time.monotonic()
+    ended = run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
+    assert (ended.code, ended.was_asked) == (128 + signal.SIGINT, True)
+    assert time.monotonic() - start < 10
+    assert not (tmp_path / "2").exists(), "no more are started"
+
+
+PARENT = """
+import os, signal, sys
+from bigbatch.launch.jobs.together import NodeProcess, run_together
+starts = [NodeProcess(0, (sys.executable, "-c", sys.argv[1]))]
+sys.exit(run_together(starts, environ=os.environ, asks_to_stop=signal.SIGUSR1).code)
+"""
+CHILD = """
+import signal, time
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: print(signal.Signals(number).name, flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_run_ended_withasks_then_insists_then_kills_by_ctrl_c() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for said in ("ready", "SIGUSR1", "SIGTERM"):
+        assert process.stdout.readline() == said + "\n"
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert process.stdout.read() == ""
