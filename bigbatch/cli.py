@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bigbatch import __version__
 from bigbatch.errors import UserError, nearest, printable
-from bigbatch.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
+from bigbatch.exit_codes import CRASHED, INTERRUPTED, PIPE_CLOSED, REFUSED
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -141,9 +141,9 @@ def _run(command: str, arguments: list[str]) -> int:
     except UserError as error:
         print("bigbatch:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return error.exit_code
-    except Exception:  # a defect of bigbatch: show where, and still leave as a rank must
+    except Exception:  # show where, and still leave as a rank must
         traceback.print_exc()
-        return FAILED
+        return CRASHED
 
 
 def _tell_the_others() -> None:

@@ -4,7 +4,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Sequence
 
-from bigbatch.exit_codes import DIFFERENT, FAILED, REFUSED
+from bigbatch.exit_codes import DIFFERENT, FAILED, LOST, REFUSED
 
 
 class UserError(Exception):
@@ -77,6 +77,8 @@ class CommError(UserError, RuntimeError):
 
 class PeerLostError(CommError):
     """A peer died or stalled; the message names operation, seconds waited and the missing ranks."""
+
+    exit_code = LOST
 
 
 class LaunchError(UserError, ValueError):

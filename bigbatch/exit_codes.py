@@ -10,6 +10,10 @@ UNFIT = 4
 """Something is wrong with a node, or between nodes."""
 DIFFERENT = 5
 """The ranks of a run hold different weights, again."""
+LOST = 6
+"""Another rank was lost: nothing is to be mended, and the same command goes on from the newest checkpoint."""
+CRASHED = 7
+"""Nobody expected it: a defect of bigbatch, or of a driver or a device. A traceback shows where."""
 INTERRUPTED = 130
 """Stopped by request; as a shell has it for a Ctrl-C."""
 PIPE_CLOSED = 141

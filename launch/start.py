@@ -56,11 +56,12 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
 
 
 def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
-    if arguments.preflight is not None:
-        raise LaunchOptionError(
-            "--preflight: bigbatch launch preflight only looks: give it to the launcher that trains, such as bigbatch "
-            f"launch slurm --preflight {arguments.preflight}"
-        )
+    for option in ("preflight", "restarts"):
+        if (value := getattr(arguments, option)) is not None:
+            raise LaunchOptionError(
+                f"--{option}: bigbatch launch preflight only looks: give it to the launcher that trains, such as "
+                f"bigbatch launch slurm --{option} {value}"
+            )
     options = () if arguments.json is None else ("--json", arguments.json)
     with Findings() as findings:
         job = read_job(arguments, preflight_command(command, *options), findings=findings)

@@ -18,6 +18,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
 from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, REQUESTS_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import CommError
+from bigbatch.exit_codes import LOST
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class StallInspector:
             # not before: the others, too, may compare flights now
             self._control.roll_call.part()
             faulthandler.cancel_dump_traceback_later()
-            os._exit(1)  # the main thread waits for the device, where nothing can reach it
+            os._exit(LOST)  # the main thread waits for the device, where nothing can reach it
 
     def _last_words(self, pending: Pending) -> str:
         seconds = pending.seconds

@@ -38,9 +38,10 @@ from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, r
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.foreground import STOP_SIGNALS
+from bigbatch.launch.jobs.foreground import STOP_SIGNALS, Ended
 from bigbatch.launch.jobs.installed import find_mpirun
-from bigbatch.launch.jobs.options import PYTHON_HELP, add_options
+from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
+from bigbatch.launch.jobs.restarts import run_healing
 from bigbatch.launch.jobs.spec import JobSpec
 
 
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a job on it; with --nodes or --ranks-per-node, on a cluster just for this job",
     )
     run.add_argument("--name", help=f"of the cluster (default: {DEFAULT_NAME}, or one of its own)")
-    add_options(run, RUN_OPTIONS[2:])
+    add_options(run, (*RUN_OPTIONS[2:], RESTARTS))
     run.add_argument("--python", action="store_true", help=PYTHON_HELP)
     run.add_argument("--counters", type=Path, metavar="FILE", help="write the bytes of each link there, as JSON")
     actions.add_parser(
@@ -179,8 +180,7 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
 def _check(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> None:
     """Raise JobRefused for what is known to fail on such a cluster."""
     with Findings() as findings:
-        spec = JobSpec(job.command, plan.world_size, is_python=job.is_python)
-        check_job(spec, findings, starts=not arguments.dry_run)
+        check_job(_spec(job, plan, arguments), findings, starts=not arguments.dry_run)
 
 
 def _run_on(
@@ -198,18 +198,26 @@ def _run_on(
     )
     starts = launcher.starts(job, cluster.plan, site)
     if arguments.dry_run:
-        for start in starts:
-            variables = [f"{name}={value}" for name, value in start.variables]
-            print(f"{host(start.node)}: {shlex.join([*variables, *start.argv])}")
+        for each in starts:
+            variables = [f"{name}={value}" for name, value in each.variables]
+            print(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
-    return run_job(
-        starts,
-        cluster=cluster,
-        root=root,
-        environ={"OMP_NUM_THREADS": "1"} | environ,
-        asks_to_stop=launcher.asks_to_stop,
-        counters=arguments.counters,
-    ).code
+
+    def start(spec: JobSpec) -> Ended:
+        return run_job(
+            starts,
+            cluster=cluster,
+            root=root,
+            environ={"OMP_NUM_THREADS": "1"} | environ,
+            asks_to_stop=launcher.asks_to_stop,
+            counters=arguments.counters,
+        )
+
+    return run_healing(start, _spec(job, cluster.plan, arguments)).code
+
+
+def _spec(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> JobSpec:
+    return JobSpec(job.command, plan.world_size, is_python=job.is_python, restarts=arguments.restarts)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Literal
 from bigbatch.cli import find_unknown
 from bigbatch.errors import ConfigError, LaunchOptionError, nearest, printable
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.run_folder import first_words, load_experiment
+from bigbatch.launch.jobs.run_folder import find_run_folder, first_words, load_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.names import LEAST_LIKENESS
@@ -34,6 +34,8 @@ def check_job(job: JobSpec, findings: Findings, *, starts: bool = True, sees: Se
     of_command = findings if job.image is None else of_image
     of_command.ask(check_command, job)
     of_command.ask(check_experiment, job)
+    if job.restarts:
+        of_command.ask(find_run_folder, job)  # a run of which each start begins anew is refused
     if sees != "none":
         _check_files(job, findings if starts else doubts, doubts=doubts, of_image=of_image, sees=sees)
     of_others = (f"{each} (so on this host; the image has its own bigbatch)" for each in of_image.found)
@@ -106,8 +108,7 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
     refusal = _refusal(batch, job.num_ranks)
     if refusal is None:
         return
-    most = min(job.num_ranks, batch.global_batch_size // batch.microbatch_size)
-    fitting = next((ranks for ranks in range(most, 0, -1) if _refusal(batch, ranks) is None), None)
+    fitting = _most_sharing(batch, limit=job.num_ranks)
     instead = "" if fitting is None else f"; or start {fitting} rank(s)"
     raise LaunchOptionError(f"{_counted(job)}: {refusal}{instead}") from refusal
 
@@ -117,6 +118,20 @@ def _counted(job: JobSpec) -> str:
     if job.num_nodes is None:
         return counted
     return f"--nodes {job.num_nodes} with {job.ranks_per_node} rank(s) each are {counted}"
+
+
+def most_ranks(job: JobSpec, *, limit: int) -> int | None:
+    """Return the most ranks, up to limit, that can share the job's batch; of an own script, all. None where none can.
+
+    Raises: ConfigError.
+    """
+    config = load_experiment(job)
+    return (limit or None) if config is None else _most_sharing(config.batch, limit=limit)
+
+
+def _most_sharing(batch: BatchConfig, *, limit: int) -> int | None:
+    most = min(limit, batch.global_batch_size // batch.microbatch_size)
+    return next((ranks for ranks in range(most, 0, -1) if _refusal(batch, ranks) is None), None)
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:

@@ -14,6 +14,9 @@ from bigbatch.trainer.step.signals import handling
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
 
+RECALL_SECONDS = 60.0
+"""How often it is looked whether a job can have more."""
+
 
 class Stopper:
     """This signal handler asks a job to stop, more firmly each time: send is called with the next of steps."""
@@ -58,10 +61,18 @@ class Ended:
     """Its exit code, 128 + signal where one ended it."""
     was_asked: bool
     """To stop, by a signal to this process; mpirun's code does not tell: 1 after a second Ctrl-C."""
+    was_recalled: bool = False
+    """It was asked to stop in order to start again."""
 
 
-def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_stop: signal.Signals) -> Ended:
-    """Start argv and wait for its end.
+def run_in_foreground(
+    argv: list[str],
+    *,
+    environ: Mapping[str, str],
+    asks_to_stop: signal.Signals,
+    is_recalled: Callable[[], bool] | None = None,
+) -> Ended:
+    """Start argv and wait for its end. is_recalled, asked every RECALL_SECONDS, tells whether to stop it before.
 
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
@@ -75,6 +86,14 @@ def run_in_foreground(argv: list[str], *, environ: Mapping[str, str], asks_to_st
             f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
         ) from error
     stopper = Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)
+    was_recalled = False
     with handling_stops(stopper):
-        code = shell_code(process.wait())
-    return Ended(code, was_asked=stopper.asked > 0)
+        while True:
+            try:
+                code = process.wait(timeout=None if is_recalled is None or was_recalled else RECALL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                was_recalled = is_recalled is not None and is_recalled()
+                if was_recalled and not stopper.asked:
+                    process.send_signal(asks_to_stop)
+    return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled)

@@ -47,6 +47,12 @@ class Option:
         return read
 
 
+RESTARTS = Option(
+    "restarts",
+    "start a job that lost a rank or a node again, on the hosts that are left; so often in a row without a newer "
+    "checkpoint (default: 0)",
+    int,
+)
 RANKS = (
     Option("ranks", "number of ranks in all (default: see above)", int),
     Option("hosts", "hosts and their ranks, such as n0:8,n1:8 (default: this host)"),
@@ -62,6 +68,7 @@ RANKS = (
         "look first whether the nodes are fit; if not: go on, end with 4, or do without them (slurm, mpirun)",
         choices=("warn", "stop", "exclude"),
     ),
+    RESTARTS,
     Option("env", "for all ranks", metavar="NAME=VALUE", repeats=True),
     Option("module", "environment module to load first", repeats=True),
 )
@@ -96,6 +103,7 @@ JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER)
 STATED = (
     *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "gpus_per_node", "cpus_per_rank"),
     *("memory", "image", "container", "interface", "device", "logs", "array", "stop_seconds", "node_rank", "preflight"),
+    "restarts",
 )
 """Fields of JobSpec that an option of the same name states as they are."""
 

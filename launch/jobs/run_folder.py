@@ -41,7 +41,7 @@ def find_run_folder(job: JobSpec) -> str | None:
     run = config.run
     if run.resume != "auto":
         raise ConfigError(
-            f"--run.resume {run.resume}: a requeued job goes on from its own checkpoints, which takes auto; "
+            f"--run.resume {run.resume}: a job that starts again goes on from its own checkpoints, which takes auto; "
             "leave it out, and name another --run.directory for a new run"
         )
     if job.array is None:
@@ -61,6 +61,11 @@ def find_timeout(job: JobSpec) -> float:
         if config := load_experiment(job):
             return config.comm.timeout_seconds
     return CommConfig.timeout_seconds
+
+
+def newest_checkpoint(folder: str | None) -> Path | None:
+    """Return that of a run, by its name alone; None without one."""
+    return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
 def last_report(folder: Path) -> str | None:

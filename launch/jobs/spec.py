@@ -68,6 +68,8 @@ class JobSpec:
     """Numbers of an array's jobs, as Slurm writes them: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
     preflight: str | None = None
     """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
+    restarts: int | None = None
+    """How often in a row it starts again, after it lost a rank, without a newer checkpoint; None: never."""
     is_python: bool = False
     """The command is a Python script, or -m and a module, with its arguments; else it is bigbatch's."""
     stop_seconds: int | None = None

@@ -50,10 +50,11 @@ def run_together(
         try:
             for number, start in enumerate(starts):
                 running[number] = _start(start, environ=environ, enter=enter)
-                Thread(target=_tell_end, args=(running[number], number, ends), daemon=True).start()
                 # a signal may have come between start and entry, and missed this one
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
+            for number, process in running.items():  # not before: what is forked must find no thread's lock taken
+                Thread(target=_tell_end, args=(process, number, ends), daemon=True).start()
             code = _wait(running, ends, names=[start.name for start in starts])
             return Ended(code, was_asked=stopper.asked > 0)
         finally:

@@ -36,7 +36,15 @@ PATTERNS = {
 NO_OPTION = re.compile(r"(?!-)")
 """A path that begins with - would be taken for an option."""
 
-MIN_VALUES = {"gpus_per_node": 0, "cpus_per_rank": 1, "minutes": 1, "stop_seconds": 0, "num_nodes": 1, "node_rank": 0}
+MIN_VALUES = {
+    "gpus_per_node": 0,
+    "cpus_per_rank": 1,
+    "minutes": 1,
+    "stop_seconds": 0,
+    "num_nodes": 1,
+    "node_rank": 0,
+    "restarts": 0,
+}
 
 
 OPTIONS = {

@@ -101,6 +101,7 @@ def _launcher(job: JobSpec) -> dict[str, Any]:
     words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
     for name, value in job.variables:  # ssh hands none of a container's own variables to the ranks
         words += [f"--env={name}={value}"]
+    words += [] if job.restarts is None else [f"--restarts={job.restarts}"]
     words += ["--python"] if job.is_python else []
     container = {
         "name": "launcher",

@@ -1,12 +1,15 @@
 """Ranks on this host alone, without MPI or torchrun: processes of our own, which meet on the loopback interface."""
 
 import argparse
+import ctypes
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 
+from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import count_gpus
+from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
@@ -21,6 +24,8 @@ REFUSED = {
     **dict.fromkeys(("num_nodes", "node_rank", "master"), "it starts ranks on this host only: use torchrun, or mpirun"),
 }
 LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
@@ -54,12 +59,23 @@ def free_port() -> int:
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     starts = local_starts(job, port=free_port())
     lines = [command_line(start.argv, start.variables).rstrip("\n") for start in starts]
-    return " &\n".join(lines) + ("\n" if len(lines) == 1 else " &\nwait\n")
+    return describe_restarts(job) + " &\n".join(lines) + ("\n" if len(lines) == 1 else " &\nwait\n")
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    starts = local_starts(job, port=free_port())
-    return run_together(starts, environ=shared_cores(job) | dict(environ), asks_to_stop=signal.SIGTERM).code
+    def start(job: JobSpec) -> Ended:
+        starts = local_starts(job, port=free_port())
+        return run_together(
+            starts, environ=shared_cores(job) | dict(environ), enter=_end_with_parent, asks_to_stop=signal.SIGTERM
+        )
+
+    return run_healing(start, job).code
+
+
+def _end_with_parent(node: int) -> None:
+    """Let this process be asked to stop when its launcher dies, who can pass on nothing any more; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def shared_cores(job: JobSpec) -> dict[str, str]:

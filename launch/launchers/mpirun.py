@@ -3,23 +3,30 @@
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, TERMINAL_VARIABLE, terminal_columns
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.fit_hosts import preflight_of, read_bad_nodes, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
+from bigbatch.launch.jobs.hosts_left import on_hosts_left
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
+from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGUSR1
 """What makes mpirun pass on a request to stop, without a deadline; after SIGTERM it kills within a second."""
+
+ANSWER_SECONDS = 30.0
+"""How long a host may take to start a program, before it counts as lost."""
 
 FORWARDED = ("NCCL_", "GLOO_", "MASTER_", "OMP_")
 """Variables so named reach the ranks on other hosts, too; mpirun passes on none by itself."""
@@ -119,12 +126,49 @@ def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
     )
 
 
-def _run(job: JobSpec, *, environ: Mapping[str, str]) -> Ended:
+def _answers(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
+    """Tell whether mpirun can start something there."""
+    argv = _argv_here(replace(job, hosts=((host, 1),), num_ranks=1), environ=environ)
+    ranks_at = len(argv) - len(job.python_words) - 1
+    process = subprocess.Popen(
+        [*argv[:ranks_at], "true"],
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(timeout=ANSWER_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its ssh, too
+        process.wait()
+        return False
+
+
+def _on_hosts_left(job: JobSpec, *, environ: Mapping[str, str]) -> JobSpec:
+    return on_hosts_left(job, answers=partial(_answers, job=job, environ=environ))
+
+
+def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ended:
+    """Run what is left of the job, until more of its hosts answer again, which lets it go on with more ranks."""
+
+    def has_grown() -> bool:
+        return _on_hosts_left(job, environ=environ).num_ranks > fit.num_ranks
+
+    # an own script may die of the request, and not save
+    is_waiting = fit.num_ranks < job.num_ranks and not job.is_python
+    return _run(fit, environ=environ, is_recalled=has_grown if is_waiting else None)
+
+
+def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], bool] | None = None) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
     with _file_for_the_stopped() as path:
         telling = replace(job, environment=(*job.environment, (STOPPED_VARIABLE, str(path)))) if path else job
-        ended = run_in_foreground(_argv_here(telling, environ=environ), environ=environ, asks_to_stop=ASKS_TO_STOP)
+        ended = run_in_foreground(
+            _argv_here(telling, environ=environ), environ=environ, asks_to_stop=ASKS_TO_STOP, is_recalled=is_recalled
+        )
         code = path.read_text() if path and ended.code == 0 else ""
     return replace(ended, code=int(code)) if code else ended
 
@@ -147,7 +191,7 @@ def _file_for_the_stopped() -> Iterator[Path | None]:
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     look = "" if job.preflight is None else show_look(preflight_of(job), environ=environ)
-    return look + command_line(_argv_here(job, environ=environ))
+    return look + describe_restarts(job) + command_line(_argv_here(job, environ=environ))
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -155,7 +199,8 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
         ended, job = _without_unfit(job, environ=environ)
         if ended is not None:
             return ended.code
-    return _run(job, environ=environ).code
+    start = partial(_run_part, job=job, environ=environ)
+    return run_healing(start, job, refit=partial(_on_hosts_left, environ=environ)).code
 
 
 LAUNCHER = Launcher(

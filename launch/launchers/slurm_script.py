@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from textwrap import indent
 
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE
 from bigbatch.errors import LaunchOptionError
@@ -38,11 +39,12 @@ asked="" again="" ranks=""
 trap '[ "$asked" ] || asked=limit; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR1
 trap 'asked=cancel; again=1; [ "$ranks" ] && kill -USR1 "$ranks"' USR2
 trap 'asked=slurm; again=1' TERM
+was_preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }}
 """
 
 PROGRESS = """\
 # A job that comes no further, as where its limit is shorter than its start, would go back into the queue for ever.
-most=5   # starts without a newer checkpoint
+most=@MOST   # starts without a newer checkpoint
 starts="$logs/starts"
 newest() { local all=("$run"/checkpoints/step-*); echo "at ${all[-1]}"; }
 end_if_stuck() {
@@ -59,8 +61,10 @@ newest >> "$starts"
 """
 
 
-AT_LIMIT = f"limit/{INTERRUPTED} | limit/138)"
-ENDING = f"""\
+MOST_STARTS = 5
+"""Of a job that states no restarts, each from the queue."""
+
+RAN = """\
 ranks=$!
 [ -z "$asked" ] || kill -USR1 "$ranks"   # asked before they started
 tail --pid="$ranks" --follow=name --retry --lines=0 "$logs/rank-0.log" 2>/dev/null &
@@ -70,14 +74,31 @@ shown=$!
 wait "$ranks"; code=$?
 while [ -n "$again" ]; do again=""; wait "$ranks"; code=$?; done
 wait "$shown"
+"""
 
+FINAL = "0 | 1 | 2 | 3 | 4 | 5 | 12[67] | 130 | 141"
+"""Codes after which nothing starts again; of a script of one's own, whose 1 may be anything, fewer."""
+FINAL_OF_SCRIPTS = "0 | 2 | 12[67] | 130 | 141"
+
+AGAIN = """\
+# Nobody must mend anything where a rank was lost: they start again at once, on the same nodes. A node that is down is
+# Slurm's to change, which puts the job back into the queue.
+lost() { [ -z "$asked" ] && ! was_preempted && case $1 in @FINAL) false ;; esac; }
+lost "$code" || break
+end_if_stuck "$code"
+newest >> "$starts"
+echo "bigbatch: $(date '+%F %T') exit code $code: starting again"
+"""
+
+AT_LIMIT = f"limit/{INTERRUPTED} | limit/138)"
+ENDING = f"""\
 # Preemption with a grace time asks the ranks alone, by SIGTERM; Slurm notes when. 138: asked before they listened.
 requeue=""
 case $asked/$code in
   */0) ;;
   cancel/138) code={INTERRUPTED} ;;
   {AT_LIMIT} requeue="its time limit is near" ;;
-  /*) scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]' && requeue="it was preempted" ;;
+  /*) was_preempted && requeue="it was preempted" ;;
 esac
 if [ -n "$requeue" ]; then
   # whose folder is not known here is believed, unless it was ended before it listened
@@ -116,7 +137,7 @@ def sbatch_script(
     parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
-    return "\n".join([*parts, _start(job, python=python, wait_seconds=wait_seconds) + _ending(job)])
+    return "\n".join([*parts, _start(job, python=python, wait_seconds=wait_seconds), _ending(job)])
 
 
 def _check_array(job: JobSpec) -> None:
@@ -206,7 +227,8 @@ def _setup(job: JobSpec) -> str:
 
 def _progress(job: JobSpec, *, folder: str | None) -> str:
     """Return what ends a job that is started again and again, and saves nothing new."""
-    return f"run={_words([folder or ''], job)}\n{PROGRESS}"
+    most = MOST_STARTS if job.restarts is None else job.restarts + 1
+    return f"run={_words([folder or ''], job)}\n{PROGRESS.replace('@MOST', str(most))}"
 
 
 def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
@@ -238,7 +260,11 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
         *(f"  {line} \\" for line in _container(job)),
         f"  {_words(_rank_words(job, python=python), job)} &",
     ]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n" + RAN
+    if job.restarts:
+        final = FINAL_OF_SCRIPTS if job.is_python else FINAL
+        text = "while :; do\n" + indent(text + AGAIN.replace("@FINAL", final), "  ") + "done\n"
+    return text
 
 
 def _ending(job: JobSpec) -> str:

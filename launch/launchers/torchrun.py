@@ -34,7 +34,9 @@ def torchrun_argv(job: JobSpec, *, port: int) -> list[str]:
     refuse(job, launcher="torchrun", refused=REFUSED)
     return [
         *(sys.executable, "-m", "torch.distributed.run", *_rendezvous(job, port=port)),
-        *(f"--nproc-per-node={job.ranks_per_node}", *_kept(job.python_words)),
+        f"--nproc-per-node={job.ranks_per_node}",
+        *([] if job.restarts is None else [f"--max-restarts={job.restarts}"]),
+        *_kept(job.python_words),
     ]
 
 

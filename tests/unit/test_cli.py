@@ -39,7 +39,7 @@ def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
     assert cli.main(["evaluate", "no/such/run"]) == 1
     assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.errors", ""))  # a module without main
-    assert cli.main(["train"]) == 1
+    assert cli.main(["train"]) == 7
     assert "AttributeError" in capsys.readouterr().err
 
 

@@ -393,7 +393,7 @@ def test_bigbatch_commands(
     elif words[0] == "launch":
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
-        shown = [line for line in capsys.readouterr().out.splitlines() if line != "wait"]
+        shown = [line for line in capsys.readouterr().out.splitlines() if line != "wait" and line[0] != "#"]
         launched = shlex.split(shown[-1].removesuffix(" &"))
         num_ranks = int(launched[launched.index("-n") + 1]) if "-n" in launched else len(shown)
         words = words[split + 1 :]

@@ -26,6 +26,7 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.stall import Pending, StallInspector
 from bigbatch.errors import PeerLostError
+from bigbatch.exit_codes import LOST
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_inspector_ends_the_job_where_nothing_else_can(monkeypatch: pytest.Monke
     assert end_of(rank, monkeypatch) == []
     rank.waits(1, seconds=9)
     look(rank)
-    assert end_of(rank, monkeypatch) == [1]
+    assert end_of(rank, monkeypatch) == [LOST]
     assert rank.said[-1] == str(lost)
 
 
@@ -109,7 +110,7 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     first.control.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
     first.control.holder = "rank 7"
     first.waits(3, seconds=9)
-    assert end_of(first, monkeypatch) == [1]
+    assert end_of(first, monkeypatch) == [LOST]
     gone.released.set()
     assert re.search(naming("rank 0", "buffer 3", "rank 7", "rendezvous", "rank 1 on node1 has not"), first.said[-1])
 
@@ -128,7 +129,7 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
     job.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
     pending = Pending(1, "buffer 1", time.monotonic())
     inspector = StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
-    assert ended.get(timeout=5) == 1
+    assert ended.get(timeout=5) == LOST
     gone.released.set()
     inspector.close()
     assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
@@ -183,7 +184,7 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     rank.control.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
     real = time.monotonic
     monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 9)
-    assert end_of(rank, monkeypatch) == [1]
+    assert end_of(rank, monkeypatch) == [LOST]
     assert "the sums of a replayed step" in rank.said[-1]
 
 
@@ -216,7 +217,7 @@ def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
     look(behind)
     mine = recorded(40, 41, 42)
     monkeypatch.setattr(stall, "dump_flight", lambda: mine)
-    assert end_of(first, monkeypatch) == [1]
+    assert end_of(first, monkeypatch) == [LOST]
     parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 does not tell", tmp_path / "trace_0.json"
     assert re.search(naming("no answer from rank 1 on node1", *parts), first.said[-1]), first.said[-1]
     assert (tmp_path / "trace_0.json").read_text() == mine
@@ -280,7 +281,7 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
     with ThreadPoolExecutor(1) as pool:
         looks = pool.submit(second.inspector.look)
         futures.wait([looks], timeout=20)
-        assert end_of(first, monkeypatch) == [1]
+        assert end_of(first, monkeypatch) == [LOST]
         hangs.set()
         looks.result()
     assert naming_lost(first.said[-1]) == ["2 on node2"]
@@ -293,7 +294,7 @@ def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, mo
     store = HashStore()
     first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
     first.waits(3, seconds=9)
-    assert end_of(first, monkeypatch) == [1]
+    assert end_of(first, monkeypatch) == [LOST]
     assert naming_lost(first.said[-1]) == ["1 on node1"]
 
 
@@ -303,7 +304,7 @@ def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch:
     monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=20) else "late")
     first, _ = ranks(2)
     first.waits(3, seconds=9)
-    assert end_of(first, monkeypatch) == [1]
+    assert end_of(first, monkeypatch) == [LOST]
     hangs.set()
     assert naming_lost(first.said[-1]) == ["1 on node1"]
 

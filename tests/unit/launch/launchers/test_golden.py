@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "slurm-preflight-warn.sbatch": ("slurm", "--nodes", "2", "--preflight", "warn", *TRAIN),
     "slurm-preflight-exclude.sbatch": ("slurm", "--nodes", "2", "--preflight", "exclude", *TRAIN),
+    "slurm-restarts.sbatch": ("slurm", "--nodes", "2", "--restarts", "2", *TRAIN),
     "slurm-array.sbatch": (
         *("slurm", "--array", "0-7%2", *TRAIN, "--run.seed", "{index}", "--run.directory", "runs/seeds/{index}"),
     ),

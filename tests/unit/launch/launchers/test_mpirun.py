@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch.errors import LaunchOptionError
+from bigbatch.launch.jobs import foreground
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
+from bigbatch.launch.start import main
 
 TRAIN = ("train", "--config", "quickstart")
 
@@ -66,3 +69,42 @@ def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
     monkeypatch.setattr(mpirun.tempfile, "mkstemp", refused)
     assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == 130
+
+
+HOSTS = """#!/bin/bash
+# n1 is away while there is a file of its name; a job with its ranks dies, and it is away then
+echo "$*" >> {folder}/calls
+case "$*" in
+  *"--host n1:1"*" true") [ ! -e {folder}/n1 ] ;;
+  *" true") ;;
+  *"--host n0:1,n1:1"*) [ -e {folder}/again ] && exit 0; touch {folder}/n1 {folder}/again; exit 137 ;;
+  *) trap 'exit 130' USR1; rm {folder}/n1; for i in $(seq 600); do sleep 0.1; done; exit 9 ;;
+esac
+"""
+
+
+def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub = tmp_path / "mpirun"
+    stub.write_text(HOSTS.format(folder=tmp_path))
+    stub.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)
+    monkeypatch.chdir(tmp_path)
+    words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
+    assert main(words) == 0
+    started = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.endswith(" true")]
+    assert [line.split("--host ")[1].split()[0] for line in started] == ["n0:1,n1:1", "n0:1", "n0:1,n1:1"]
+    assert "with 1 of 2 ranks" in capfd.readouterr().err
+
+
+def test_mpirun_counts_a_host_that_hangs_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = tmp_path / "mpirun"
+    stub.write_text("#!/bin/bash\nsleep 600\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    monkeypatch.setattr(mpirun, "ANSWER_SECONDS", 0.3)
+    job = JobSpec(("own.py",), 2, hosts=(("n0", 1), ("n1", 1)), is_python=True)
+    with pytest.raises(LaunchOptionError, match="n0, n1"):
+        mpirun._on_hosts_left(job, environ=os.environ)

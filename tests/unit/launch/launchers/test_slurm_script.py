@@ -248,6 +248,43 @@ def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> Non
     assert not (stubs.folder / "srun.pid").exists()
 
 
+# --- restarts ---
+
+HEALING = sbatch_script(JobSpec(TRAIN, 2, restarts=2), folder=RUN)
+
+
+def test_slurm_script_starts_ranks_again_after_a_loss(stubs: Stubs) -> None:
+    code, output = stubs.run(HEALING, STUB_CODE="137 6 0")
+    assert (code, stubs.num_starts(), stubs.requeued()) == (0, 3, False)
+    assert output.count("starting again") == 2
+
+
+def test_slurm_script_starts_ranks_again_as_often_as_stated_without_a_newer_checkpoint(stubs: Stubs) -> None:
+    code, output = stubs.run(HEALING, STUB_CODE="137")
+    assert (code, stubs.num_starts()) == (137, 3)
+    assert re.search(naming("3 starts", "no newer checkpoint", RUN), output)
+
+
+@pytest.mark.parametrize(("code", "of_script"), [(1, True), (2, False), (127, False), (130, False)])
+def test_slurm_script_starts_nothing_again_that_a_person_must_mend(stubs: Stubs, code: int, of_script: bool) -> None:
+    assert (stubs.run(HEALING, STUB_CODE=str(code))[0], stubs.num_starts()) == (code, 1)
+    own = sbatch_script(JobSpec(("own.py",), 2, restarts=1, is_python=True))
+    assert stubs.run(own, STUB_CODE=str(code))[0] == code
+    assert stubs.num_starts() == 1 + (2 if of_script else 1)
+
+
+def test_slurm_script_starts_nothing_again_that_gives_way_to_others(stubs: Stubs) -> None:
+    """What preempts it wants the nodes: the job goes back into the queue."""
+    stubs.run(HEALING, STUB_CODE="143", STUB_PREEMPT="2026-01-01T00:00:00")
+    assert stubs.num_starts() == 1
+    assert stubs.requeued()
+
+
+def test_slurm_script_starts_nothing_again_at_its_limit(stubs: Stubs) -> None:
+    stubs.run(HEALING, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED="137")
+    assert not (stubs.folder / "srun.calls").exists(), "it was stopped, and did not start again"
+
+
 def test_slurm_script_of_another_job_of_that_number_counts_for_itself(stubs: Stubs) -> None:
     """Numbers begin anew on another cluster."""
     script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))

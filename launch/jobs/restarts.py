@@ -1,0 +1,75 @@
+"""Jobs that heal: one that has lost a rank starts again by itself, and goes on from its newest checkpoint."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bigbatch.exit_codes import CRASHED, INTERRUPTED, LOST, PIPE_CLOSED, REFUSED
+from bigbatch.launch.jobs.foreground import Ended
+from bigbatch.launch.jobs.run_folder import find_run_folder, newest_checkpoint
+from bigbatch.launch.jobs.spec import JobSpec
+
+FIRST_SIGNAL = 129
+"""Smallest code of a process that a signal ended."""
+FINAL = (0, REFUSED, INTERRUPTED, PIPE_CLOSED)
+"""Codes after which nothing starts again, whatever runs."""
+
+
+def may_go_on(code: int, *, is_python: bool) -> bool:
+    """Tell whether a job that ended with this code may go on as it is: nobody must mend anything first.
+
+    What the codes of an own script mean is not known: any failure may be such a one.
+    """
+    if code in FINAL:
+        return False
+    return is_python or code in (LOST, CRASHED) or code >= FIRST_SIGNAL
+
+
+def describe_restarts(job: JobSpec) -> str:
+    """Return what a dry run says of them, as a shell's comment; empty where there are none."""
+    if not job.restarts:
+        return ""
+    return f"# after a lost rank again, up to {job.restarts} time(s) in a row without a newer checkpoint\n"
+
+
+def run_healing(
+    start: Callable[[JobSpec], Ended],
+    job: JobSpec,
+    *,
+    refit: Callable[[JobSpec], JobSpec] = lambda job: job,
+    say: Callable[[str], None] = lambda text: print(f"bigbatch: {text}", file=sys.stderr, flush=True),
+) -> Ended:
+    """Start the job, and again as often as job.restarts says in a row without a newer checkpoint; how it ended.
+
+    refit returns what starts in its place after a loss: the job on the hosts that are left.
+    Raises: what start and refit raise.
+    """
+    restarts = job.restarts or 0
+    folder = find_run_folder(job) if restarts else None
+    left, newest, fit = restarts, newest_checkpoint(folder), job
+    while True:
+        ended = start(fit)
+        if ended.was_recalled and ended.code == INTERRUPTED and not ended.was_asked:
+            fit = refit(job)
+            say(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
+            continue
+        if ended.was_asked or not may_go_on(ended.code, is_python=job.is_python):
+            return ended
+        saved = newest_checkpoint(folder)
+        if saved != newest:
+            left, newest = restarts, saved
+        if left == 0:
+            if restarts:
+                since = "" if folder is None else " that saved no newer checkpoint"
+                say(f"exit code {ended.code}: not started again after {restarts} restart(s){since}")
+            return ended
+        left -= 1
+        fit = refit(job)
+        say(f"exit code {ended.code}: {_again(fit, job, folder=folder, saved=saved)}")
+
+
+def _again(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None) -> str:
+    ranks = "" if fit.num_ranks == job.num_ranks else f" with {fit.num_ranks} of {job.num_ranks} ranks"
+    if folder is None:
+        return f"starting again{ranks}"
+    return f"starting again{ranks}, {f'from {saved}' if saved else 'from the beginning'}"

@@ -1,0 +1,146 @@
+"""When a job starts again, and on which hosts; with stand-ins for what runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import ConfigError, LaunchOptionError
+from bigbatch.launch.jobs.foreground import Ended
+from bigbatch.launch.jobs.hosts_left import on_hosts_left
+from bigbatch.launch.jobs.restarts import may_go_on, run_healing
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.start import main
+
+TRAIN = ("train", "--config", "quickstart")
+
+
+class Played:
+    """A job whose starts end with these codes; a code with a checkpoint has saved one of that step before."""
+
+    def __init__(self, folder: Path, *ends: int | tuple[int, int] | Ended) -> None:
+        self.folder, self.ends = folder, list(ends)
+        self.started: list[JobSpec] = []
+        self.said: list[str] = []
+
+    def start(self, job: JobSpec) -> Ended:
+        self.started.append(job)
+        end = self.ends.pop(0)
+        if isinstance(end, tuple):
+            (self.folder / f"checkpoints/step-{end[1]:08d}").mkdir(parents=True)
+            end = end[0]
+        return end if isinstance(end, Ended) else Ended(end, was_asked=False)
+
+    def run(self, *, restarts: int | None, is_python: bool = False, **others: object) -> int:
+        command = ("own.py",) if is_python else (*TRAIN, f"--run.directory={self.folder}")
+        job = JobSpec(command, 4, restarts=restarts, is_python=is_python)
+        return run_healing(self.start, job, say=self.said.append, **others).code  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [6, 7, 134, 137, 139, 143])
+def test_restarts_are_for_who_lost_a_rank_by_the_promise_of_the_codes(code: int) -> None:
+    assert may_go_on(code, is_python=False)
+    assert may_go_on(code, is_python=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "of_script"), [(0, False), (1, True), (2, False), (5, True), (130, False), (141, False)]
+)
+def test_restarts_are_not_for_what_a_person_must_mend(code: int, of_script: bool) -> None:
+    """What 1 means in a script of one's own is not known."""
+    assert not may_go_on(code, is_python=False)
+    assert may_go_on(code, is_python=True) == of_script
+
+
+@pytest.mark.parametrize("restarts", [None, 0])
+def test_restarts_that_nobody_asked_for_are_none(restarts: int | None, tmp_path: Path) -> None:
+    played = Played(tmp_path, 137)
+    assert played.run(restarts=restarts) == 137
+    assert not played.said
+
+
+def test_restarts_go_on_until_the_job_is_done(tmp_path: Path) -> None:
+    played = Played(tmp_path, (137, 4), 6, 0)
+    assert played.run(restarts=2) == 0
+    assert [str(tmp_path / "checkpoints/step-00000004") in said for said in played.said] == [True, True]
+
+
+def test_restarts_end_where_as_many_in_a_row_saved_nothing_new(tmp_path: Path) -> None:
+    """Each newer checkpoint allows as many again."""
+    played = Played(tmp_path, 137, (137, 4), 137, (137, 8), 137, 139, 0)
+    assert played.run(restarts=2) == 139
+    assert len(played.started) == 6
+    assert "from the beginning" in played.said[0]
+    assert "2 restart(s) that saved no newer checkpoint" in played.said[-1]
+
+
+def test_restarts_of_a_script_count_without_its_checkpoints(tmp_path: Path) -> None:
+    played = Played(tmp_path, 1, 1, 1, 0)
+    assert played.run(restarts=2, is_python=True) == 1
+    assert len(played.started) == 3
+
+
+def test_restarts_end_with_who_asked_to_stop(tmp_path: Path) -> None:
+    """A second Ctrl-C ends ranks by signals, too."""
+    played = Played(tmp_path, Ended(137, was_asked=True), 0)
+    assert played.run(restarts=2) == 137
+
+
+def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(tmp_path: Path) -> None:
+    """A job that is called back has lost nothing: it counts as no restart."""
+    recalled = Ended(130, was_asked=False, was_recalled=True)
+    played = Played(tmp_path, 6, recalled, 0)
+    sizes = iter((2, 4))
+    assert played.run(restarts=1, refit=lambda job: replace(job, num_ranks=next(sizes))) == 0
+    assert [job.num_ranks for job in played.started] == [4, 2, 4]
+    assert "2 of 4 ranks" in played.said[0]
+
+
+# --- hosts that are left ---
+
+
+def test_hosts_left_are_those_that_answer_with_ranks_that_share_the_batch() -> None:
+    """512 pictures in microbatches of 128: 4, 2 or 1 ranks, not 3."""
+    job = JobSpec(TRAIN, 4, hosts=(("n0", 1), ("n1", 1), ("n2", 1), ("n3", 1)))
+    left = on_hosts_left(job, answers=lambda host: host != "n1")
+    assert (left.hosts, left.num_ranks) == ((("n0", 1), ("n2", 1), ("n3", 1)), 2)
+    assert on_hosts_left(job, answers=lambda host: True) == job
+
+
+def test_hosts_left_of_a_script_have_a_rank_in_each_slot() -> None:
+    job = JobSpec(("own.py",), 4, hosts=(("n0", 1), ("n1", 3)), is_python=True)
+    left = on_hosts_left(job, answers=lambda host: host == "n1")
+    assert (left.hosts, left.num_ranks) == ((("n1", 3),), 3)
+
+
+@pytest.mark.parametrize("options", [(), ("--batch.microbatch_size", "64", "--batch.bn_span", "128")])
+def test_hosts_left_that_cannot_share_the_batch_are_said(options: tuple[str, ...]) -> None:
+    """None is left, or one where a ghost batch lies on two ranks."""
+    job = JobSpec((*TRAIN, *options), 2, hosts=(("n0", 1), ("n1", 1)))
+    with pytest.raises(LaunchOptionError, match=naming("n0")):
+        on_hosts_left(job, answers=lambda host: bool(options) and host == "n1")
+
+
+# --- what is asked for ---
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("local", "--restarts", "-1", "--", *TRAIN), "--restarts -1"),
+        (("mpirun", "--restarts", "1", "--", *TRAIN, "--run.resume", "never"), "--run.resume never"),
+        (("emulate", "run", "--nodes", "2", "--restarts", "1", "--", *TRAIN, "--run.resume", "never"), "--run.resume"),
+    ],
+)
+def test_restarts_that_cannot_be_are_refused_before_anything_starts(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises((LaunchOptionError, ConfigError), match=naming(told)):
+        main(words)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "shown"), [("torchrun", "--max-restarts=3"), ("k8s --image bb", "--restarts=3"), ("slurm", "most=4")]
+)
+def test_restarts_are_in_what_others_run(launcher: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*launcher.split(), "--restarts", "3", "--dry-run", "--", *TRAIN]) == 0
+    assert shown in capsys.readouterr().out
