@@ -3,16 +3,17 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
-from threading import Thread
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.foreground import Ended, Stopper, handling_stops, shell_code
 
+LOOK_SECONDS = 0.05
+"""Between two looks at who has ended."""
 GRACE_SECONDS = 5.0
 """How long the others may take to end by SIGTERM after one has failed."""
 
@@ -44,7 +45,6 @@ def run_together(
     Raises: LaunchOptionError when a program is not installed; SubprocessError when a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
-    ends: SimpleQueue[int] = SimpleQueue()
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     with handling_stops(stopper):
         try:
@@ -53,9 +53,7 @@ def run_together(
                 # a signal may have come between start and entry, and missed this one
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
-            for number, process in running.items():  # not before: what is forked must find no thread's lock taken
-                Thread(target=_tell_end, args=(process, number, ends), daemon=True).start()
-            code = _wait(running, ends, names=[start.name for start in starts])
+            code = _wait(running, names=[start.name for start in starts])
             return Ended(code, was_asked=stopper.asked > 0)
         finally:
             _send(running, signal.SIGKILL)
@@ -80,27 +78,28 @@ def _start(
         ) from error
 
 
-def _tell_end(process: subprocess.Popen[bytes], number: int, ends: SimpleQueue[int]) -> None:
-    process.wait()
-    ends.put(number)
+def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) -> int:
+    """Wait until all have ended; they leave running one by one, those that were told to end, too.
 
-
-def _wait(running: dict[int, subprocess.Popen[bytes]], ends: SimpleQueue[int], *, names: Sequence[str]) -> int:
-    """Wait until all have ended; they leave running one by one, those that were told to end, too."""
+    By looking every now and then: who has joined a cluster's nodes can start no thread that waits.
+    """
     failed: int | None = None
+    last_end = 0.0
     while running:
-        try:
-            number = ends.get(timeout=None if failed is None else GRACE_SECONDS)
-        except Empty:  # one has failed, and these did not heed the SIGTERM after it
-            _send(running, signal.SIGKILL)
-            continue
-        code = running.pop(number).returncode
-        # the first failure is the cause; those after it follow from our SIGTERM
-        if code != 0 and failed is None:
-            failed = shell_code(code)
-            if names[number] and running and failed != INTERRUPTED:
-                print(f"bigbatch: {names[number]} {_how(code)}; ending the others", file=sys.stderr, flush=True)
-            _send(running, signal.SIGTERM)
+        time.sleep(LOOK_SECONDS)
+        for number, process in tuple(running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del running[number]
+            last_end = time.monotonic()
+            # the first failure is the cause; those after it follow from our SIGTERM
+            if code != 0 and failed is None:
+                failed = shell_code(code)
+                if names[number] and running and failed != INTERRUPTED:
+                    print(f"bigbatch: {names[number]} {_how(code)}; ending the others", file=sys.stderr, flush=True)
+                _send(running, signal.SIGTERM)
+        if failed is not None and time.monotonic() - last_end > GRACE_SECONDS:
+            _send(running, signal.SIGKILL)  # they did not heed the SIGTERM
     return failed or 0
 
 
