@@ -67,6 +67,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def make_actions(options: argparse.Namespace) -> tuple[Action, Action]:
     """Make a training step, and a digest of all that it changes, which is read at the end."""
+    model, optimizer, step = make_training(options)
+
+    def compare() -> None:
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        digest([*model.parameters(), *momenta]).tolist()
+
+    return step, compare
+
+
+def make_training(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Action]:
+    """Make a model, its optimizer, and a step: forward, backward, fused SGD with momentum."""
     torch.manual_seed(0)
     model = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
@@ -78,11 +89,7 @@ def make_actions(options: argparse.Namespace) -> tuple[Action, Action]:
         F.cross_entropy(model(images_BCHW), labels_B).backward()
         optimizer.step()
 
-    def compare() -> None:
-        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-        digest([*model.parameters(), *momenta]).tolist()
-
-    return step, compare
+    return model, optimizer, step
 
 
 if __name__ == "__main__":

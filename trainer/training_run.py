@@ -11,6 +11,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.errors import ReplicasDiffer
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.build.input_rates import measure_input
@@ -126,6 +127,9 @@ class TrainingRun:
                     totals, seconds = self._train()
                 except Stopped:  # in an evaluation before the first step or beside all steps: nothing is new
                     totals, seconds = Totals(stopped_by=self.parts.stop.asked_by), 0.0
+                except ReplicasDiffer:  # the run may go back to what is being written
+                    self._settle(wait=True)
+                    raise
             write_on_first(
                 lambda: summaries.append(
                     self.output.finish(
@@ -177,6 +181,7 @@ class TrainingRun:
             self.output.say(line)
 
     def _close(self) -> None:
+        self.saver.close()
         self.parts.close()
         self.output.leave_terminal()
         self.train_split.loader.close()
@@ -198,6 +203,7 @@ class TrainingRun:
             self._report,
             self._evaluate,
             self._save,
+            settle=partial(self._settle, wait=True),
             reason_to_end=self.evaluator.reason_to_end,
             skipped=partial(self._skip, split="train"),
             before_step=self.timeline.before_step,
@@ -224,6 +230,7 @@ class TrainingRun:
         record = self._evaluate(done)
         self.parts.set_lr_(step=done - 1)  # the checkpoint's own, as is all else in it
         self._save(done, record["top1"])
+        self._settle(wait=True)  # or what is measured next would be measured beside it
         return record
 
     def _measure_input(self) -> None:
@@ -235,6 +242,7 @@ class TrainingRun:
             self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))
 
     def _report(self, record: dict[str, Any]) -> None:
+        self._settle(wait=False)
         self.output.report(record)
         if record["step"] - self.plan.first_step > self.plan.log_every_steps:  # the first steps compile and warm up
             self._watch_notice("step", self.plan.global_batch_size / record["images_per_second"], done=record["step"])
@@ -273,6 +281,11 @@ class TrainingRun:
         self.watchers.on_evaluation(record, self.parts.model)
 
     def _save(self, done: int, top1: float | None) -> None:
-        path, seconds = self.saver.save(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
-        self._watch_notice("checkpoint", seconds, done=done)
-        self.watchers.on_checkpoint(path)
+        self._settle(wait=True)  # one at a time
+        self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Tell of the checkpoint that was being written, once it is on disk. Collective. Raises: as the saver's."""
+        if saved := self.saver.settle(wait=wait):
+            self._watch_notice("checkpoint", saved.seconds, done=saved.step)
+            self.watchers.on_checkpoint(saved.path)

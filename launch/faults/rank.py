@@ -168,9 +168,9 @@ def _watch(trial: Trial | None, place: Place) -> None:
 
     from bigbatch.comm.communicator import Communicator
     from bigbatch.comm.rendezvous.control import Control
-    from bigbatch.trainer import train
     from bigbatch.trainer.inference import accuracy
     from bigbatch.trainer.run import output
+    from bigbatch.trainer.run.saving import CheckpointSaver
     from bigbatch.trainer.step.loop import Loop, TrainStep
 
     # nodes share the machine's cores: threads that wait for each other would outweigh a tiny model
@@ -184,14 +184,14 @@ def _watch(trial: Trial | None, place: Place) -> None:
     fault.before(accuracy, "predict", "evaluation")
     fault.before(Communicator, "close", "close")
     if not fault.is_first:
-        fault.before(train, "write_on_first", "checkpoint")
+        fault.before(CheckpointSaver, "start", "checkpoint")
     torch.save = _around_saving(fault, torch.save)
     F.cross_entropy = _around_backward(fault, F.cross_entropy)
     TrainStep.__call__ = _around_step(fault, TrainStep.__call__)  # type: ignore[method-assign]
 
 
 def _around_saving(fault: Fault, save: Callable[..., None]) -> Callable[..., None]:
-    """Strike the rank that writes when the bytes are written, and their file has no name yet."""
+    """Strike the rank that writes, beside its steps, when the bytes are written, and their file has no name yet."""
 
     def saving(*arguments: Any, **options: Any) -> None:
         is_full = fault.trial is not None and fault.trial.kind == "full disk"

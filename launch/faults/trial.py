@@ -36,8 +36,9 @@ class Kind:
     """It is about links, which only emulated nodes have."""
     only_first: bool = False
     """Only rank 0 does what this disturbs."""
-    max_lost: int = CHECKPOINT_STEPS
-    """Steps that may have to be done again."""
+    max_lost: int = 2 * CHECKPOINT_STEPS
+    """Steps that may have to be done again: those since the newest checkpoint on disk, where the next one is being
+    written beside them."""
     first_step: int = 1
     last_step: int = NUM_STEPS - 2
     never_ends: bool = False
@@ -68,18 +69,17 @@ KINDS = {
         phases=("checkpoint",),
         says="cannot write checkpoint",
         only_first=True,
-        max_lost=CHECKPOINT_STEPS,
     ),
     "truncated": Kind(
         "SIGKILL, and the newest checkpoint loses its second half",
         phases=STEP,
-        max_lost=2 * CHECKPOINT_STEPS,
+        max_lost=3 * CHECKPOINT_STEPS,
         first_step=9,
     ),
     "flipped": Kind(
         "SIGKILL, and one bit of the newest checkpoint differs",
         phases=STEP,
-        max_lost=2 * CHECKPOINT_STEPS,
+        max_lost=3 * CHECKPOINT_STEPS,
         first_step=9,
     ),
     # later, all have been read ahead

@@ -38,10 +38,12 @@ def test_terminated_rank_loses_no_step(laboratory: Laboratory) -> None:
         Trial("memory", "backward", 6, 2, 1, 3, "tcp"),
         Trial("exception", "evaluation", 6, 2, 1, 3, "tcp"),
         Trial("full disk", "checkpoint", 6, 0, 1, 2, "tcp"),
+        Trial("kill", "checkpoint", 8, 0, 1, 2, "tcp"),
+        Trial("kill", "checkpoint", 8, 1, 1, 2, "tcp"),
         Trial("slow", "forward", 4, 1, 1, 2, "tcp"),
         Trial("deleted", "sum", 3, 1, 1, 2, "tcp"),
     ],
-    ids=lambda trial: trial.kind,
+    ids=lambda trial: f"{trial.kind} of rank {trial.rank} at {trial.phase}",
 )
 def test_faults_of_each_kind_break_no_promise(trial: Trial, laboratory: Laboratory) -> None:
     score = laboratory.score(trial)

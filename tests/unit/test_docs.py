@@ -175,6 +175,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.replicas --out benchmarks/results/replicas-cpu.json": (
         "replicas --model resnet18 --image-size 32 --batch 2 --rounds 2 --threads 1 --out out.json"
     ),
+    ".venv/bin/python -m benchmarks.checkpoint --out benchmarks/results/checkpoint.json": (
+        "checkpoint --model resnet18 --image-size 32 --batch 2 --rounds 2 --threads 1 --out out.json"
+    ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
     ".venv/bin/python -m benchmarks.largebatch.ablations --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
         "largebatch.ablations --dataset cifar10 --form short --dry-run"

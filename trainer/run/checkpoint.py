@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError, DamagedCheckpoint
+from bigbatch.errors import CheckpointError, DamagedCheckpoint, UserError
 from bigbatch.files import exchange, flush
 
 FORMAT = 1
@@ -42,13 +42,21 @@ def checkpoint_path(directory: Path, *, step: int) -> Path:
 
 
 def save_checkpoint(
-    directory: Path, state: dict[str, Any], *, step: int, top1: float | None, keep: int, is_agreed: bool = False
+    directory: Path,
+    state: dict[str, Any],
+    *,
+    step: int,
+    top1: float | None,
+    keep: int,
+    is_agreed: bool = False,
+    before_naming: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best, and what killed writes left.
 
     The folder appears by one rename, after its bytes are on disk. Wherever the write is interrupted, a whole one is
-    listed: the new one, or that which it replaces and all older ones.
-    Raises: CheckpointError naming the path, as on a full disk.
+    listed: the new one, or that which it replaces and all older ones. before_naming is called before the rename: where
+    it raises, nothing is renamed.
+    Raises: CheckpointError naming the path, as on a full disk; a UserError of before_naming.
     """
     path = checkpoint_path(directory, step=step)
     aside = directory / f".{path.name}.{os.getpid()}"
@@ -68,7 +76,11 @@ def save_checkpoint(
         # on disk before the rename, or a crash could leave the name with empty files behind it
         for part in (aside / STATE_FILE, aside / MANIFEST_FILE, aside):
             flush(part)
+        before_naming()
         _put_in_place(aside, path)
+    except UserError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
@@ -79,23 +91,26 @@ def save_checkpoint(
     return path
 
 
-def write_on_first(write: Callable[[], object], control: Control, *, what: str, timeout_seconds: float) -> None:
-    """Write on the first rank, and return on all of them when it is done. Collective, over the control channel.
+def write_on_first(write: Callable[[], str | None], control: Control, *, what: str, timeout_seconds: float) -> str:
+    """Write on the first rank, and return on all of them what it said when it was done. Collective, beside the data.
 
     A write may take longer than a sum: ranks that went on would wait for the first one in the next sum, or in a
     library's last barrier, whose limit is for the network. what names it in messages.
     Raises: the first rank's error there, CheckpointError with its words elsewhere; PeerLostError after timeout_seconds.
     """
     error: Exception | None = None
+    told = ""
     if control.rank == 0:
         try:
-            write()
+            # one text carries either: a + before what was said, a - before an error
+            told = f"+{write() or ''}"
         except Exception as found:  # whatever it is, the others must not wait for a word that does not come
-            error = found
-    failure = "" if error is None else str(error) or type(error).__name__
-    if failure := control.tell_all(failure, what=what, timeout_seconds=timeout_seconds):
+            error, told = found, f"-{str(found) or type(found).__name__}"
+    told = control.tell_all(told, what=what, timeout_seconds=timeout_seconds)
+    if told[0] == "-":
         control.gather_text("", what=what)  # the first rank may hold the store: it ends when all have read why
-        raise error or CheckpointError(failure)
+        raise error or CheckpointError(told[1:])
+    return told[1:]
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -23,6 +23,6 @@ class TrainingHooks:
     on_evaluation: Callable[[dict[str, Any], nn.Module], None] = lambda record, model: None
     """(record of metrics.jsonl, model), the model in evaluation mode, with the weights that were evaluated."""
     on_checkpoint: Callable[[Path], None] = lambda path: None
-    """(folder of the checkpoint), when it is whole on the disk of rank 0."""
+    """(folder of the checkpoint), when it is whole on the disk of rank 0: at a report some steps after its own."""
     on_end: Callable[[dict[str, Any]], None] = lambda summary: None
     """(summary of summary.json), of a run that was not stopped."""

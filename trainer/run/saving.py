@@ -1,21 +1,39 @@
-"""When a run saves: what goes into a checkpoint, and what all ranks agree on before it is written."""
+"""When a run saves: what goes into a checkpoint, what all ranks agree on before, and how they learn of its end."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from bigbatch.errors import TrainingDiverged
+from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
 from bigbatch.trainer.run.checkpoint import checkpoint_path, save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.replicas import compare
 
+WORD_SECONDS = 5.0
+"""How much longer than the time limit of a checkpoint the ranks wait for the first one to say that it has passed."""
+LEAVE_SECONDS = 10.0
+"""How long a first rank that fails lets a checkpoint end that it is writing."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Says which checkpoint is on disk, and how many seconds after the call that began it."""
+
+    step: int
+    path: Path
+    seconds: float
+
 
 class CheckpointSaver:
-    """Saves a run with its parts, by the first rank.
+    """Saves a run with its parts, by the first rank, which writes beside training: one checkpoint at a time.
 
     owner: of the run folder, on the first rank. samples: the digest of the training split, where it has one.
     """
@@ -24,20 +42,25 @@ class CheckpointSaver:
         self._config, self._parts, self._owner, self._samples = config, parts, owner, samples
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
         self._is_comparing = parts.communicator.world_size > 1 and config.run.compare_every_steps > 0
+        self._step: int | None = None
+        """Of the checkpoint that is being written, on all ranks alike; None where all are on disk."""
+        self._write: BackgroundWrite | None = None
 
     def compare(self, *, done: int) -> None:
         """Compare all ranks' replicas, where the run is to. Collective. Raises: ReplicasDiffer."""
         if self._is_comparing:
             compare(self._parts, done=done)
 
-    def save(
+    def start(
         self, *, done: int, top1: float | None, evaluations: list[dict[str, Any]], skipped: dict[str, str]
-    ) -> tuple[Path, float]:
-        """Write the checkpoint after so many steps; its path, and the seconds that it took. Collective.
+    ) -> None:
+        """Begin to write the checkpoint after so many steps, as all is now; settle says when it is on disk. Collective.
 
-        Raises: TrainingDiverged where weights are not finite; ReplicasDiffer; CheckpointError.
+        The one before is to be settled. The first rank copies the state into its host's memory for it.
+        Raises: TrainingDiverged where weights are not finite; ReplicasDiffer.
         """
-        started = time.perf_counter()
+        assert self._step is None
+        started = time.monotonic()
         parts = self._parts
         if not parts.precision.is_finite():  # the same bits, so the same verdict, on all ranks
             raise TrainingDiverged(
@@ -59,22 +82,93 @@ class CheckpointSaver:
                 "samples": self._samples,
                 "skipped": dict(skipped),
             }
-            write_on_first(
-                lambda: self._write(state, step=done, top1=top1),
-                parts.communicator.control,
-                what=f"checkpoint of step {done}",
-                timeout_seconds=self._config.run.checkpoint_timeout_seconds,
-            )
-        return checkpoint_path(self._checkpoints, step=done), time.perf_counter() - started
+            self._step = done
+            if parts.communicator.rank == 0:
+                write = self._writer(state, step=done, top1=top1)
+                self._write = BackgroundWrite(write, name=f"checkpoint of step {done}", started=started)
 
-    def _write(self, state: dict[str, Any], *, step: int, top1: float | None) -> None:
-        if self._owner:
-            self._owner.require()
-        save_checkpoint(
-            self._checkpoints,
-            state,
-            step=step,
-            top1=top1,
-            keep=self._config.run.keep_checkpoints,
-            is_agreed=self._is_comparing,
+    def settle(self, *, wait: bool) -> Saved | None:
+        """Tell of the checkpoint that was being written, once it is on disk; None without one, or not yet. Collective.
+
+        wait: until it is. All ranks end where it is not after run.checkpoint_timeout_seconds.
+        Raises: as write_on_first; CheckpointError.
+        """
+        if self._step is None:
+            return None
+        step = self._step
+        told = write_on_first(
+            lambda: self._say(wait=wait),
+            self._parts.communicator.control,
+            what=f"checkpoint of step {step}",
+            timeout_seconds=self._config.run.checkpoint_timeout_seconds + WORD_SECONDS,
         )
+        if not told:
+            return None
+        self._step = self._write = None
+        return Saved(step, self._path(step), float(told))
+
+    def close(self) -> None:
+        """Let what is being written end, for LEAVE_SECONDS at most, where the run ends by a failure. Not collective."""
+        if self._write and self._write.is_awaited:
+            self._parts.communicator.abort()  # first, as the others are not to wait for it
+            if not self._write.ends_within(LEAVE_SECONDS):
+                self._write.abandon()
+
+    def _path(self, step: int) -> Path:
+        return checkpoint_path(self._checkpoints, step=step)
+
+    def _say(self, *, wait: bool) -> str:
+        """Say on the first rank how long the write took; empty where it has not ended. Raises: what it raised."""
+        write, limit = self._write, self._config.run.checkpoint_timeout_seconds
+        assert write is not None
+        assert self._step is not None
+        left = limit - (time.monotonic() - write.started)
+        if not write.ends_within(left if wait else 0.0):
+            if not wait and left > 0:
+                return ""
+            write.abandon()
+            raise CheckpointError(
+                f"checkpoint {self._path(self._step)} is not on disk after {limit:g} s: find out why the storage is so "
+                "slow, or set run.checkpoint_timeout_seconds to more; the run goes on from the newest checkpoint"
+            )
+        if write.error is not None:
+            raise write.error
+        return repr(write.seconds)
+
+    def _writer(
+        self, state: dict[str, Any], *, step: int, top1: float | None
+    ) -> Callable[[Callable[[], None]], object]:
+        """Copy the state; return what writes the copy. Where there is no memory for it, that raises CheckpointError."""
+        try:
+            copied = copy_to_host(state)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = CheckpointError(
+                f"cannot copy the state for checkpoint {self._path(step)}: rank 0 needs as much memory of its host as "
+                "the checkpoint takes on disk; the run goes on from the newest checkpoint"
+            )
+
+            def fail(_: Callable[[], None]) -> NoReturn:
+                raise failure
+
+            return fail
+
+        def write(require_wanted: Callable[[], None]) -> object:
+            def require() -> None:
+                require_wanted()
+                if self._owner:
+                    self._owner.require()
+
+            require()
+            return save_checkpoint(
+                self._checkpoints,
+                copied,
+                step=step,
+                top1=top1,
+                keep=self._config.run.keep_checkpoints,
+                is_agreed=self._is_comparing,
+                before_naming=require,
+            )
+
+        return write

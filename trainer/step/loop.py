@@ -146,6 +146,7 @@ class Loop:
                     break
                 self.train_step.window.start_over()
                 parts.energy.take_joules()  # what an evaluation or a checkpoint took is of no step
+        hooks.settle()
         return totals
 
     def report(self, done: int) -> None:
@@ -249,5 +250,6 @@ class Loop:
         if done > self.totals.saved_step:
             self.parts.set_lr_(step=done - 1)
             self.hooks.save(done, None)
+        self.hooks.settle()
         # the first rank writes, and tells the others what to raise: none ends before all know
         self.parts.communicator.gather_text("saved")

@@ -103,7 +103,9 @@ class Hooks:
     evaluate: Callable[[int], dict[str, Any]]
     """(steps done) -> record of the evaluation. Collective."""
     save: Callable[[int, float | None], None]
-    """(steps done, top-1 or None); returns on all ranks when the checkpoint is on disk."""
+    """(steps done, top-1 or None): begins to write a checkpoint of all as it is now. Collective."""
+    settle: Callable[[], None] = lambda: None
+    """(): returns on all ranks when the checkpoint that save began is on disk. Collective."""
     skipped: Callable[[int, dict[int, str]], None] = lambda done, images: None
     """(steps done, positions of bad pictures and why): others stood in since the last time. Raises: DataError."""
     reason_to_end: Callable[[], str | None] = lambda: None

@@ -83,7 +83,7 @@ def test_score_of_a_trial_that_goes_as_promised() -> None:
         ({"said": LOST.replace("rank 1 on host", "rank 1 on host, 2 on host")}, "innocent ranks were named"),
         ({"is_hung": True}, "the job hung"),
         ({"exit_codes": [0, -9, 1]}, "a rank ended as if nothing had happened"),
-        ({"struck": (100.0, 9)}, "more than 4 steps lost"),
+        ({"struck": (100.0, 13)}, "more than 8 steps lost"),
         ({"is_equal": False}, "other bits in the end"),
         ({"left": ("process 7",)}, "something was left behind"),
         ({"again": replace(WELL, exit_codes=[1, 0, 0])}, "the same command did not go on"),

@@ -318,7 +318,7 @@ def test_checkpoint_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> 
 # --- ranks that wait for the one that writes ---
 
 
-def ranks_that_write(write: Callable[[Event], object], *, limit: float) -> list[str]:
+def ranks_that_write(write: Callable[[Event], None], *, limit: float) -> list[str]:
     """What two ranks raise, whose sums may take 0.2 s; rank 0 writes, and is told when rank 1 has ended."""
     store, raised, ended = HashStore(), ["", ""], Event()
 
@@ -352,7 +352,11 @@ def test_checkpoint_may_take_longer_than_a_sum() -> None:
 def test_checkpoint_that_does_not_end_names_itself_and_the_limit_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    _, waiting = ranks_that_write(lambda ended: ended.wait(timeout=20), limit=0.7)
+
+    def hang(ended: Event) -> None:
+        ended.wait(timeout=20)
+
+    _, waiting = ranks_that_write(hang, limit=0.7)
     lost = naming("PeerLostError", "rank 1", "checkpoint of step 3", "no answer from rank 0 on node0")
     assert re.search(lost, waiting), waiting
     assert float(re.findall(r"after ([\d.]+) s", waiting)[0]) >= 0.7

@@ -1,6 +1,7 @@
 """One training step against plain PyTorch; reports, stops, evaluations and checkpoints in the right order."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,6 +175,39 @@ def test_train_stops_between_the_batches_of_an_evaluation(eval_every: int, done:
     totals = train(plan, make_parts(stop=stop), hooks, iter(make_batches()))
     assert (totals.stopped_by, stop.num_passed) == ("SIGINT", done + 3)
     assert recorder.events == [("report", done), ("evaluate", done), ("save", done, None)]
+
+
+@pytest.mark.parametrize("stop_at", [99, 3], ids=["end", "stop"])
+def test_train_waits_at_its_end_for_what_it_saves(stop_at: int) -> None:
+    recorder, events = Recorder(), list[str]()
+    hooks = replace(
+        recorder.hooks(),
+        save=lambda done, top1: events.append(f"save {done}"),
+        settle=lambda: events.append("settle"),
+    )
+    plan = replace(PLAN, eval_every_steps=4, checkpoint_every_steps=1)
+    train(plan, make_parts(stop=Stop(at=stop_at)), hooks, iter(make_batches()))
+    last = min(stop_at, PLAN.num_steps)
+    assert events == [*(f"save {done}" for done in range(1, last + 1)), "settle"]
+
+
+def test_train_without_input_waits_for_what_it_saves() -> None:
+    """Also where the state after the last whole step is being written already."""
+
+    def batches() -> Iterator[Batch]:
+        yield from make_batches(2 * ACCUMULATION)
+        raise DataError("gone")
+
+    for every, saved in ((2, []), (4, ["save 2"])):
+        events: list[str] = []
+        hooks = replace(
+            Recorder().hooks(),
+            save=lambda done, top1, events=events: events.append(f"save {done}"),
+            settle=lambda events=events: events.append("settle"),
+        )
+        with pytest.raises(DataError, match="gone"):
+            train(replace(PLAN, eval_every_steps=4, checkpoint_every_steps=every), make_parts(), hooks, batches())
+        assert events == [*(["save 2"] if every == 2 else []), *saved, "settle"]
 
 
 def test_train_stop_at_the_last_step_changes_nothing() -> None:

@@ -1,0 +1,282 @@
+"""Checkpoints that are written beside training: what is in them, who is told when they are on disk, and what fails."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+from small_run import PLAN, make_batches, make_parts
+from torch import nn
+from torch.distributed import HashStore
+
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import CheckpointError, RunFolderError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.run import owner, saving
+from bigbatch.trainer.run.background import copy_to_host
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.run.saving import CheckpointSaver, Saved
+from bigbatch.trainer.step.loop import TrainStep
+from bigbatch.trainer.step.plan import Parts
+
+LONG_SECONDS = 60.0
+"""Longer than any wait of a slow machine."""
+
+
+# --- the copy ---
+
+
+def test_copy_is_as_the_state_was_whatever_becomes_of_it() -> None:
+    flat_N = torch.arange(6.0)
+    weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    state = {
+        "model": {"a": flat_N[:4].view(2, 2), "b": flat_N[2:], "none": torch.empty(0), "w": weight},
+        "optimizer": {"state": {0: {"step": torch.tensor(3), "old": deque([flat_N])}}, "groups": [{"betas": (0.9, 1)}]},
+        "other": OrderedDict(x=flat_N),
+        "step": 3,
+    }
+    expected = {"a": [[0.0, 1.0], [2.0, 3.0]], "b": [2.0, 3.0, 4.0, 5.0]}
+    weight_before = weight.detach().clone()
+    copied = copy_to_host(state)
+    with torch.no_grad():
+        flat_N.fill_(-1)
+        weight.fill_(-1)
+    state["optimizer"]["groups"][0]["betas"] = None  # type: ignore[index]
+    model, optimizer = copied["model"], copied["optimizer"]
+    assert {name: model[name].tolist() for name in expected} == expected
+    assert model["none"].numel() == 0
+    assert torch.equal(model["w"], weight_before)
+    assert model["w"].stride() == weight.stride()
+    assert optimizer["state"][0]["step"] == 3
+    assert [each.tolist() for each in optimizer["state"][0]["old"]] == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
+    assert copied["other"]["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert (optimizer["groups"], copied["step"]) == ([{"betas": (0.9, 1)}], 3)
+
+
+def test_copy_takes_no_more_memory_than_the_state() -> None:
+    flat_N = torch.zeros(1000)
+    copied = copy_to_host([flat_N[:500], flat_N[500:], flat_N])
+    assert len({each.untyped_storage().data_ptr() for each in copied}) == 1
+    assert copied[0].untyped_storage().nbytes() == 4000
+
+
+# --- ranks of which the first one writes ---
+
+
+class Storage:
+    """A disk that takes its time: what is to be written is written when it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.goes_on = Event(), Event()
+        monkeypatch.setattr(saving, "save_checkpoint", self._save)
+
+    def _save(self, *arguments: Any, **settings: Any) -> Path:
+        self.begun.set()
+        assert self.goes_on.wait(LONG_SECONDS)
+        return save_checkpoint(*arguments, **settings)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    slow = Storage(monkeypatch)
+    yield slow
+    slow.goes_on.set()
+
+
+def make_saver(
+    folder: Path, *, parts: Parts | None = None, held: owner.Owner | None = None, limit: float = LONG_SECONDS
+) -> CheckpointSaver:
+    settings = {"run.directory": folder, "run.compare_every_steps": 0, "run.checkpoint_timeout_seconds": limit}
+    config = load_config(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())])
+    return CheckpointSaver(config, parts or make_parts(), owner=held, samples=None)
+
+
+def start(saver: CheckpointSaver, *, done: int) -> None:
+    saver.start(done=done, top1=None, evaluations=[], skipped={})
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")]
+
+
+def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, limit: float = LONG_SECONDS) -> list[Any]:
+    """What a job returns on each of two ranks, which are threads; or the words of the CheckpointError that ends it."""
+    store, parts = HashStore(), make_parts()
+
+    def run(rank: int) -> Any:
+        control = Control(ALONE, timeout_seconds=LONG_SECONDS, find_master=meet_by_mpi)
+        control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=LONG_SECONDS)
+        store.set(f"bigbatch/host/{rank}", f"node{rank}")
+        communicator: Any = SimpleNamespace(rank=rank, world_size=2, control=control)
+        try:
+            return job(make_saver(folder, parts=replace(parts, communicator=communicator), limit=limit), rank)
+        except CheckpointError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def test_saving_tells_all_ranks_of_a_checkpoint_once_it_is_on_disk(tmp_path: Path, storage: Storage) -> None:
+    def job(saver: CheckpointSaver, rank: int) -> list[Saved | None]:
+        assert saver.settle(wait=True) is None, "there is none"
+        start(saver, done=3)
+        told = [saver.settle(wait=False), saver.settle(wait=False)]
+        if rank == 0:
+            assert steps(tmp_path) == []
+            storage.goes_on.set()
+        return [*told, saver.settle(wait=True), saver.settle(wait=True)]
+
+    one, other = on_two_ranks(job, tmp_path)
+    assert one == other
+    assert one[:2] == [None, None]
+    assert (one[2].step, one[2].path) == (3, tmp_path / "checkpoints/step-00000003")
+    assert 0 < one[2].seconds < LONG_SECONDS
+    assert one[3] is None
+    assert steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_saving_that_fails_ends_all_ranks_with_the_path(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(state: object, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+
+    def job(saver: CheckpointSaver, rank: int) -> None:
+        start(saver, done=3)
+        while saver.settle(wait=wait) is None:
+            pass
+
+    one, other = on_two_ranks(job, tmp_path)
+    assert one == other
+    assert one.startswith(f"cannot write checkpoint {tmp_path}/checkpoints/step-00000003: [Errno 28] No space left")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_saving_that_takes_too_long_ends_all_ranks_and_gets_no_name(
+    wait: bool, tmp_path: Path, storage: Storage
+) -> None:
+    writers: list[Any] = []
+
+    def job(saver: CheckpointSaver, rank: int) -> None:
+        start(saver, done=3)
+        if rank == 0:
+            writers.append(saver._write)
+        while saver.settle(wait=wait) is None:
+            pass
+
+    one, other = on_two_ranks(job, tmp_path, limit=0.3)
+    assert one == other
+    for words in (f"{tmp_path}/checkpoints/step-00000003 is not on disk after 0.3 s", "checkpoint_timeout_seconds"):
+        assert words in one
+    storage.goes_on.set()
+    assert writers[0].ends_within(LONG_SECONDS)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_saving_without_memory_for_the_copy_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(state: object) -> object:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: 4 bytes")
+
+    monkeypatch.setattr(saving, "copy_to_host", refuse)
+
+    def job(saver: CheckpointSaver, rank: int) -> None:
+        start(saver, done=3)
+        saver.settle(wait=True)
+
+    one, other = on_two_ranks(job, tmp_path)
+    assert one == other
+    assert one.startswith(f"cannot copy the state for checkpoint {tmp_path}/checkpoints/step-00000003: rank 0 needs")
+
+
+def test_saving_a_state_that_cannot_be_read_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(state: object) -> object:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(saving, "copy_to_host", refuse)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        start(make_saver(tmp_path), done=3)
+
+
+def test_saving_keeps_the_state_of_its_step_while_training_goes_on(tmp_path: Path, storage: Storage) -> None:
+    parts = make_parts()
+    train_step, stream = TrainStep(PLAN, parts), InputStream(iter(make_batches()))
+    train_step(0, stream)
+    before = {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
+    momenta = [state["momentum_buffer"].clone() for state in parts.optimizer.state.values()]
+    saver = make_saver(tmp_path, parts=parts)
+    start(saver, done=1)
+    assert storage.begun.wait(LONG_SECONDS)
+    for step in (1, 2):
+        train_step(step, stream)
+    storage.goes_on.set()
+    saved = saver.settle(wait=True)
+    assert saved is not None
+    state = load_checkpoint(saved.path)
+    after = parts.precision.model_state()
+    assert all(torch.equal(state["model"][name], before[name]) for name in before)
+    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
+    kept = [each["momentum_buffer"] for each in state["optimizer"]["state"].values()]
+    assert all(torch.equal(one, other) for one, other in zip(kept, momenta, strict=True))
+
+
+def test_saving_ends_what_is_under_way_where_the_run_fails(tmp_path: Path, storage: Storage) -> None:
+    parts, told = make_parts(), []
+
+    def tell_the_others() -> None:
+        told.append(steps(tmp_path))
+        storage.goes_on.set()
+
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, abort=tell_the_others)
+    parts = replace(parts, communicator=communicator)
+    saver = make_saver(tmp_path, parts=parts)
+    saver.close()
+    assert not told, "nothing was under way"
+    start(saver, done=3)
+    saver.close()
+    assert told == [[]], "the others are told before this one waits"
+    assert steps(tmp_path) == [3]
+    saver.close()
+    assert len(told) == 1
+
+
+def test_saving_that_does_not_end_is_left_without_a_name(
+    tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "LEAVE_SECONDS", 0.05)
+    communicator: Any = SimpleNamespace(rank=0, world_size=1, abort=lambda: None)
+    saver = make_saver(tmp_path, parts=replace(make_parts(), communicator=communicator))
+    start(saver, done=3)
+    saver.close()
+    storage.goes_on.set()
+    write = saver._write
+    assert write is not None
+    assert write.ends_within(LONG_SECONDS)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_saving_into_a_folder_that_is_taken_over_meanwhile_gets_no_name(tmp_path: Path, storage: Storage) -> None:
+    with owner.owning(tmp_path) as held:
+        saver = make_saver(tmp_path, held=held)
+        start(saver, done=3)
+        assert storage.begun.wait(LONG_SECONDS)
+        (tmp_path / ".owner-2").write_text("")
+        storage.goes_on.set()
+        with pytest.raises(RunFolderError, match=naming(tmp_path, "taken over by another job")):
+            saver.settle(wait=True)
+    assert list((tmp_path / "checkpoints").iterdir()) == []

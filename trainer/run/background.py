@@ -1,0 +1,80 @@
+"""What lets training go on while a checkpoint is written: a copy of the state, and a thread that writes it."""
+
+import copy
+import time
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def copy_to_host(state: Any) -> Any:
+    """Return a copy on the host of a state of dicts, lists and tensors, which no later step changes.
+
+    Tensors that share memory share it in the copy, too, so that it takes as much as the state. Waits for a GPU.
+    """
+    storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def host_copy(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in storages:
+            storages[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(storages[key], *place)
+
+    def copied(value: Any) -> Any:
+        if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
+            return host_copy(value.detach())
+        if type(value) in (dict, list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            copies = {key: copied(each) for key, each in pairs}
+            return copies if isinstance(value, dict) else list(copies.values())
+        # whatever else an optimizer of others keeps
+        return copy.deepcopy(value)
+
+    return copied(state)
+
+
+class BackgroundWrite:
+    """Runs a write on a thread of its own. The process may end before it does.
+
+    write is called with a function that it asks before what it wrote gets its name: that raises RuntimeError where
+    nobody waits for it any more.
+    """
+
+    def __init__(self, write: Callable[[Callable[[], None]], object], *, name: str, started: float) -> None:
+        """Begin. started: since when seconds count, by time.monotonic()."""
+        self.started, self.seconds = started, 0.0
+        """seconds: how long it took, once it has ended."""
+        self.error: BaseException | None = None
+        self._is_wanted = True
+        self._thread = Thread(target=self._run, args=(write,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, write: Callable[[Callable[[], None]], object]) -> None:
+        try:
+            write(self._require_wanted)
+        except BaseException as error:  # whoever waits is told
+            self.error = error
+        self.seconds = time.monotonic() - self.started
+
+    def _require_wanted(self) -> None:
+        if not self._is_wanted:
+            raise RuntimeError("the run has ended meanwhile")
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end, at most so long; tell whether it has ended."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Let what is being written get no name: it is removed, where the process lives that long."""
+        self._is_wanted = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Tell whether it has not ended, and may."""
+        return self._is_wanted and self._thread.is_alive()
