@@ -41,7 +41,8 @@ def run_healing(
 ) -> Ended:
     """Start the job, and again as often as job.restarts says in a row without a newer checkpoint; how it ended.
 
-    refit returns what starts in its place after a loss: the job on the hosts that are left.
+    refit returns what starts in its place after a loss: the job on the hosts that are left. Where those are not all,
+    something was lost whatever the code is.
     Raises: what start and refit raise.
     """
     restarts = job.restarts or 0
@@ -53,7 +54,10 @@ def run_healing(
             fit = refit(job)
             say(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue
-        if ended.was_asked or not may_go_on(ended.code, is_python=job.is_python):
+        if ended.was_asked or ended.code in FINAL:
+            return ended
+        left_over = refit(job) if restarts else fit
+        if left_over.hosts == fit.hosts and not may_go_on(ended.code, is_python=job.is_python):
             return ended
         saved = newest_checkpoint(folder)
         if saved != newest:
@@ -64,7 +68,7 @@ def run_healing(
                 say(f"exit code {ended.code}: not started again after {restarts} restart(s){since}")
             return ended
         left -= 1
-        fit = refit(job)
+        fit = left_over
         say(f"exit code {ended.code}: {_again(fit, job, folder=folder, saved=saved)}")
 
 

@@ -91,10 +91,18 @@ def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(tmp_path: P
     """A job that is called back has lost nothing: it counts as no restart."""
     recalled = Ended(130, was_asked=False, was_recalled=True)
     played = Played(tmp_path, 6, recalled, 0)
-    sizes = iter((2, 4))
+    sizes = iter((2, 4))  # each asked for once
     assert played.run(restarts=1, refit=lambda job: replace(job, num_ranks=next(sizes))) == 0
     assert [job.num_ranks for job in played.started] == [4, 2, 4]
     assert "2 of 4 ranks" in played.said[0]
+
+
+def test_restarts_take_a_host_that_is_away_for_a_loss_whatever_the_code(tmp_path: Path) -> None:
+    """mpirun ends with 1 then, as with a rank whose config is wrong."""
+    for hosts, started in (((("n0", 1),), 2), ((), 1)):
+        played = Played(tmp_path, 1, 0)
+        played.run(restarts=1, refit=lambda job, hosts=hosts: replace(job, hosts=hosts))
+        assert len(played.started) == started
 
 
 # --- hosts that are left ---

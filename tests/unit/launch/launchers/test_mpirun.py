@@ -77,17 +77,18 @@ echo "$*" >> {folder}/calls
 case "$*" in
   *"--host n1:1"*" true") [ ! -e {folder}/n1 ] ;;
   *" true") ;;
-  *"--host n0:1,n1:1"*) [ -e {folder}/again ] && exit 0; touch {folder}/n1 {folder}/again; exit 137 ;;
+  *"--host n0:1,n1:1"*) [ -e {folder}/again ] && exit 0; touch {folder}/n1 {folder}/again; exit {code} ;;
   *) trap 'exit 130' USR1; rm {folder}/n1; for i in $(seq 600); do sleep 0.1; done; exit 9 ;;
 esac
 """
 
 
+@pytest.mark.parametrize("code", [137, 1])
 def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stub = tmp_path / "mpirun"
-    stub.write_text(HOSTS.format(folder=tmp_path))
+    stub.write_text(HOSTS.format(folder=tmp_path, code=code))
     stub.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
     monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)

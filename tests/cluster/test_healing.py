@@ -1,0 +1,72 @@
+"""A job that loses a node, goes on without it, and takes it back."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bigbatch.launch.emulate import cluster as clusters
+from bigbatch.launch.emulate.plan import make_plan
+from bigbatch.launch.emulate.state import state_root
+from bigbatch.trainer.datasets.generated import write_dataset
+from tests.laws.jobs import train_command
+
+INSIDE = str(Path(__file__).with_name("mpirun_inside.py"))
+SLOW = {
+    "run.epochs": 40,
+    "run.checkpoint_every_steps": 2,
+    "run.eval_every_epochs": 40,
+    "comm.timeout_seconds": 15,
+    "comm.warn_seconds": 3,
+    "data.patience_seconds": 5,
+    "data.loader": "torchvision",
+    "optimizer.loss": "tests.cluster.slow_loss.loss",
+    "optimizer.label_smoothing": 0,
+}
+
+
+def wait_for(is_so: Callable[[], bool], job: "subprocess.Popen[str]", said: Path) -> None:
+    """Wait until it is so, while the job runs."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert job.poll() is None, said.read_text()
+        assert time.monotonic() < deadline, said.read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(400)
+def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_path: Path) -> None:
+    """By mpirun: four nodes, one is cut off, two share the batch; when it is back, all four."""
+    write_dataset(tmp_path / "data", train_per_class=16, val_per_class=7, side_pixels=(36, 48))
+    root, said, run = state_root(os.environ), tmp_path / "said", tmp_path / "run"
+    plan = make_plan(name="healing", nodes=4, ranks_per_node="1", link="none", delay="0")
+    cluster = clusters.up(plan, root=root, environ=os.environ)
+    words = ("launch", "emulate", "run", "--name", plan.name, "--launcher", "plain", "--python", "--", INSIDE)
+    hosts = ("--hosts", "n0:1,n1:1,n2:1,n3:1", "--restarts", "1", "--")
+    command = train_command(tmp_path / "data", run, SLOW)
+    with said.open("w") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "bigbatch", *words, str(runtime_folder), *hosts, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        wait_for(lambda: any(run.glob("checkpoints/step-*")), job, said)
+        clusters.cut(cluster, 3, environ=os.environ, arriving=True, leaving=True)
+        wait_for(lambda: "starting again with 2 of 4 ranks, from " in said.read_text(), job, said)
+        clusters.shape(cluster, rate=None, root=root, environ=os.environ)
+        wait_for(
+            lambda: re.search(r"starting again, from (?s:.*)4 ranks in 4 node", said.read_text()) is not None, job, said
+        )
+        steps = [int(step) for step in re.findall(r"resumed after step (\d+)", said.read_text())]
+        assert steps == sorted(steps), "nothing was done twice that was saved"
+    finally:
+        job.terminate()
+        job.wait(timeout=60)
+        clusters.down(plan.name, root=root)
