@@ -50,7 +50,7 @@ def run_healing(
     left, newest, fit = restarts, newest_checkpoint(folder), job
     while True:
         ended = start(fit)
-        if ended.was_recalled and ended.code == INTERRUPTED and not ended.was_asked:
+        if ended.was_recalled and ended.code and not ended.was_asked:  # also where it did not listen yet
             fit = refit(job)
             say(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue

@@ -18,5 +18,10 @@ def check_comm(comm: CommConfig) -> Iterator[str]:
             f"comm.predivide={comm.predivide} has no meaning without comm.wire_dtype: set it to 1.0, or wire_dtype "
             "to float16"
         )
+    if comm.warn_seconds > comm.timeout_seconds:
+        yield (
+            f"comm.warn_seconds={comm.warn_seconds:g} is longer than comm.timeout_seconds={comm.timeout_seconds:g}, "
+            f"after which nobody is left to warn: set it to {comm.timeout_seconds / 4:g}"
+        )
     if comm.timeline_steps and comm.timeline_steps[0] > comm.timeline_steps[1]:
         yield f"comm.timeline_steps={list(comm.timeline_steps)} must be the first and the last step"

@@ -87,9 +87,10 @@ def test_restarts_end_with_who_asked_to_stop(tmp_path: Path) -> None:
     assert played.run(restarts=2) == 137
 
 
-def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(tmp_path: Path) -> None:
-    """A job that is called back has lost nothing: it counts as no restart."""
-    recalled = Ended(130, was_asked=False, was_recalled=True)
+@pytest.mark.parametrize("code", [130, 138])
+def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(code: int, tmp_path: Path) -> None:
+    """A job that is called back has lost nothing: it counts as no restart, also where it did not listen yet (138)."""
+    recalled = Ended(code, was_asked=False, was_recalled=True)
     played = Played(tmp_path, 6, recalled, 0)
     sizes = iter((2, 4))  # each asked for once
     assert played.run(restarts=1, refit=lambda job: replace(job, num_ranks=next(sizes))) == 0

@@ -279,6 +279,16 @@ def test_loader_and_crop_go_together():
     assert message.endswith("set it to 1.0")
 
 
+def test_warning_comes_before_the_time_limit():
+    """Said with all else that is wrong, and not by each rank as it connects."""
+    told = refusals(
+        {"comm.warn_seconds": 15.5, "comm.timeout_seconds": 15.0, "data.patience_seconds": 5.0, "comm.predivide": 8.0}
+    )
+    assert len(told) == 2
+    assert "comm.warn_seconds=15.5" in " ".join(told)
+    make_config({"comm.warn_seconds": 15.0, "comm.timeout_seconds": 15.0, "data.patience_seconds": 5.0})
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_hardware_share_may_be_none_or_all(share):
     assert make_config({"data.hardware_share": share}).data.hardware_share == share
