@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import LAUNCHED, exit_codes, places, start_rank
+from forked_ranks import LAUNCHED, exit_codes, free_port, places, start_rank
 from ranks_contract import PLAYED_NCCL, check_contract
 from thread_ranks import run_over_played_nccl
 
@@ -41,7 +41,7 @@ def job_argv(launcher: str, *, num_ranks: int, arguments: list[str]) -> list[str
     if launcher == "mpirun":
         argv = mpirun_argv(job, mpirun=find_mpirun(), is_root=os.geteuid() == 0)
     else:
-        argv = torchrun_argv(job)
+        argv = torchrun_argv(job, port=free_port())
     assert argv[-3:] == ["-m", "bigbatch", ""]
     return [*argv[:-3], str(RANKS), *arguments]
 
