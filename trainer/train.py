@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import OutOfMemory, ReplicasDiffer
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import leave_compiler_out
@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
 def join(config: Config, env: ProcessEnv) -> Job:
     """Meet the other ranks. Collective. Raises: ConfigError; CommError; TunedError."""
-    bound = build.bind_rank(config, env)
+    bound = bind_rank(config, env)
     kept = RunDir(Path(config.run.directory)).calibration
-    communicator, tuned = build.join_job(config, env, kept_calibration=kept)
+    communicator, tuned = join_job(config, env, kept_calibration=kept)
     return Job(communicator, env, tuned, bound)
 
 

@@ -13,9 +13,10 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ReplicasDiffer
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.build.input_rates import measure_input
 from bigbatch.trainer.build.optimizer import stated_settings
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_guess_watch, make_plan
 from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
@@ -72,12 +73,12 @@ class TrainingRun:
         self.start, state = find_start(config, self.rundir, samples=samples, control=communicator.control)
         start = self.start
         communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
-        plan = build.make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
+        plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
         self.plan: Plan = plan.ending_at_once() if is_finished else plan
         score = make_score(config, communicator.device)  # before the model: what is wrong with it is told at once
-        self.guess_watch = build.make_guess_watch(config, self.plan)
-        self.parts: Parts = build.make_parts(
+        self.guess_watch = make_guess_watch(config, self.plan)
+        self.parts: Parts = make_parts(
             config, communicator, plan=self.plan, tuned=job.tuned, gradient_order=start.gradient_order
         )
         if start.path:

@@ -28,7 +28,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import DataError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job, without_choices
+from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.accuracy import predict
@@ -42,8 +43,8 @@ def main() -> None:
     """Evaluate and write the record."""
     options = parse()
     facts = conditions(options)
-    config = build.without_choices(load_config(["--config", str(RunDir(options.run).config)]), world_size=1)
-    communicator, _ = build.join_job(config, read_process_env())
+    config = without_choices(load_config(["--config", str(RunDir(options.run).config)]), world_size=1)
+    communicator, _ = join_job(config, read_process_env())
     model = load_model(config, communicator, options.run)
     normalize = build_input.make_normalize(config, communicator)
     answers = {
@@ -73,7 +74,7 @@ def load_model(config: Config, communicator: Communicator, folder: Path) -> nn.M
     best = best_checkpoint(list_checkpoints(RunDir(folder).checkpoints))
     if best is None:
         raise DataError(f"{folder}: holds no evaluated checkpoint; train first")
-    model = build.make_model(config, communicator)
+    model = make_model(config, communicator)
     precision = Precision(model, name=config.optimizer.precision, device=communicator.device)
     precision.load_model_state(evaluated_weights(load_checkpoint(best.path)))
     return model.eval()

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ComputeError, DataError
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
@@ -54,11 +56,11 @@ def make_run(
             *(f"--optimizer.{key}={value}" for key, value in settings.items()),
         ]
     )
-    communicator, tuned = build.join_job(config, ALONE)
+    communicator, tuned = join_job(config, ALONE)
     if nccl:
         communicator = over_nccl(communicator)
-    plan = build.make_plan(config, communicator, num_samples=32 * num_microbatches, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+    plan = make_plan(config, communicator, num_samples=32 * num_microbatches, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=tuned)
     parts.model.train()
     return plan, parts
 

@@ -11,7 +11,9 @@ import torch
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import random_resized_crop
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.base import Batch, Request
@@ -113,9 +115,9 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
             *(f"--augment.{key}={value}" for key, value in AUGMENTED.items()),
         ]
     )
-    communicator, tuned = build.join_job(config, ALONE)
-    plan = build.make_plan(config, communicator, num_samples=640, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+    communicator, tuned = join_job(config, ALONE)
+    plan = make_plan(config, communicator, num_samples=640, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=tuned)
     parts.model.train()
 
     def batches() -> Iterator[Batch]:
@@ -161,7 +163,7 @@ def test_only_tf32_rounds_to_tf32() -> None:
     a, b = (torch.randn(1024, 1024, dtype=torch.float64, generator=generator) for _ in range(2))
     for name in ("tf32", "fp32"):
         config = load_config(["--config", "quickstart", f"--optimizer.precision={name}"])
-        communicator, _ = build.join_job(config, ALONE)
+        communicator, _ = join_job(config, ALONE)
         x, y = (each.float().to(communicator.device) for each in (a, b))
         conv = torch.nn.functional.conv2d(x.view(1, 1024, 32, 32), y.view(1024, 1024, 1, 1)).view(1024, 1024)
         product, convolved = (

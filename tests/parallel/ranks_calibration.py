@@ -4,10 +4,10 @@ from functools import partial
 
 from bigbatch.cli import main
 from bigbatch.comm.tuning.calibration import calibrate
-from bigbatch.trainer.build import parts
+from bigbatch.trainer.build import job
 
 
 def train(seconds: str, *command: str) -> int:
     """As `bigbatch` does, but for how long it may measure."""
-    parts.calibrate = partial(calibrate, seconds=float(seconds))  # type: ignore[attr-defined]
+    job.calibrate = partial(calibrate, seconds=float(seconds))  # type: ignore[attr-defined]
     return main(command)

@@ -18,8 +18,10 @@ from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import DataError, DoctorError, UserError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.build.input_rates import measure_input
+from bigbatch.trainer.build.job import bind_rank, join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
@@ -50,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     exchange = Exchange(Path(folder))
     config = load_config(["--config", str(exchange.config)], prog="bigbatch doctor")
     env = read_process_env()
-    build.bind_rank(config, env)
-    communicator, tuned = build.join_job(config, env)
+    bind_rank(config, env)
+    communicator, tuned = join_job(config, env)
     try:
         _serve(_Probe(config, communicator, tuned), exchange, doctor=int(doctor))
     except RuntimeError as error:  # out of memory, a compile that fails, a kernel that there is not
@@ -89,8 +91,8 @@ class _Probe:
         self.config, self.communicator = config, communicator
         local, _ = stage_data(config, communicator)
         self.split, self._eval_split = build_input.make_splits(local, communicator)
-        plan = build.make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
-        parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+        plan = make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
+        parts = make_parts(config, communicator, plan=plan, tuned=tuned)
         fit_whitening_(parts.model, self.split, config=config, communicator=communicator)
         # weights that do not move: a loss that explodes would change what there is to compute
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)

@@ -12,7 +12,8 @@ from torch import nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
+from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.schema import Config
@@ -30,11 +31,11 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate the weights that argv names; return the exit code. Collective over the job's ranks."""
     arguments, config, path = read_trained(_parser(), argv)
     env = read_process_env()
-    config = build.without_choices(config, world_size=env.world_size)
-    build.bind_rank(config, env)
-    communicator, _ = build.join_job(config, env)
+    config = without_choices(config, world_size=env.world_size)
+    bind_rank(config, env)
+    communicator, _ = join_job(config, env)
     score = make_score(config, communicator.device)
-    plain = build.make_plain_model(config, weights=path)
+    plain = make_plain_model(config, weights=path)
     communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}")
     config, _ = stage_data(config, communicator)
     split = build_input.make_eval_split(config, communicator)

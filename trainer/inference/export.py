@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bigbatch import __version__
 from bigbatch.errors import ExportError
 from bigbatch.files import replacing
-from bigbatch.trainer.build.parts import make_plain_model
+from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
 from bigbatch.trainer.inference.folding import fold_norms, num_norms

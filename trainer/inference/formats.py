@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ExportError
-from bigbatch.trainer.build.parts import make_plain_model
+from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.models.exchange import plain_tensors

@@ -15,7 +15,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job, without_choices
+from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import accuracy as evaluation
 from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
@@ -47,11 +48,11 @@ class Classifier:
                 f"predict works in one process, this job has {env.world_size}: start it without a launcher"
             )
         # a stand-in for a bad picture would get that picture's answer
-        self._config = build.without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
+        self._config = without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
         names = class_names(config)
         self._names = names or tuple(map(str, range(config.data.num_classes)))
-        plain = build.make_plain_model(config, weights=weights)
-        self._communicator: Communicator = build.join_job(self._config, env)[0]
+        plain = make_plain_model(config, weights=weights)
+        self._communicator: Communicator = join_job(self._config, env)[0]
         self._model: nn.Module = for_inference(
             plain,
             device=self._communicator.device,

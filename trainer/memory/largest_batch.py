@@ -11,7 +11,9 @@ import torch
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import without_choices
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.input.base import Batch, Request
@@ -99,9 +101,9 @@ def run_steps(
     second step on, beside all else. Raises: RuntimeError; MemoryError.
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), _no_others(device)
-    plan = build.make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
+    plan = make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
     batch = _generated(config, device)  # may not fit, and nothing would close the parts
-    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
     num_steps, start = num_untimed + num_timed, 0.0
     try:
         stream, train_step = InputStream(iter([batch] * (num_steps * num_microbatches))), TrainStep(plan, parts)
@@ -131,7 +133,7 @@ def free_memory(device: torch.device) -> None:
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
     """Return the config for one rank with such microbatches, and an average that takes its memory at once."""
-    config = build.without_choices(config, world_size=1)
+    config = without_choices(config, world_size=1)
     is_mixable = min(config.batch.bn_span, size) > 1
     return replace(
         config,

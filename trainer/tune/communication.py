@@ -27,7 +27,9 @@ from bigbatch.comm.tuning.tuned import DEFAULT_FOLDER, Tuned, default_path, requ
 from bigbatch.comm.tuning.tuner import TuningFindings, choose, elapsed_seconds, measure_times, tune_sizes
 from bigbatch.errors import ConfigError, TunedError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import gather_tuned, join_job, stated_sizes, without_choices
+from bigbatch.trainer.build.model import make_model
+from bigbatch.trainer.build.parts import make_precision
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
-    communicator, _ = build.join_job(build.without_choices(config, world_size=env.world_size), env)
+    communicator, _ = join_job(without_choices(config, world_size=env.world_size), env)
     command = shlex.join(["bigbatch", "comm", "tune", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
@@ -127,7 +129,7 @@ def _measure(
 def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> tuple[HybridTable, PlanSizes]:
     """Return what the config states, with what it leaves to comm.table; to nothing where that is of elsewhere."""
     try:
-        tuned = build.gather_tuned(config, communicator)
+        tuned = gather_tuned(config, communicator)
     except TunedError as error:
         say(f"not compared with: {error}")
         tuned = None
@@ -137,7 +139,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
     else:
         choice = choose_algorithm(communicator.backend, table=None).algorithm
         table = HybridTable((HybridRow(None, choice if algorithm in (AUTO, "hybrid") else algorithm),))
-    return table, build.stated_sizes(config, tuned)
+    return table, stated_sizes(config, tuned)
 
 
 def _make_forward(
@@ -145,8 +147,8 @@ def _make_forward(
 ) -> tuple[dict[str, torch.nn.Parameter], Callable[[], Tensor]]:
     """Return the model's parameters, and a microbatch's loss as the training loop computes it, of random pictures."""
     # without gathers inside of it: ranks repeat it as often as each has time for
-    model = build.make_model(build.without_choices(config, world_size=communicator.world_size), communicator)
-    precision = build.make_precision(config, model, device=communicator.device)
+    model = make_model(without_choices(config, world_size=communicator.world_size), communicator)
+    precision = make_precision(config, model, device=communicator.device)
     flatten_running_statistics(model)
     model.train()
     normalize = build_input.make_normalize(config, communicator)

@@ -13,7 +13,9 @@ from benchmarks.gpu.suite.context import Size
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import as_yaml, load_config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.stream import InputStream
@@ -99,14 +101,14 @@ class Job:
         Raises: ConfigError; DataError.
         """
         config = load_config(["--config", "imagenet/resnet50_8k", *as_options(settings)])
-        communicator, tuned = build.join_job(config, ALONE)
+        communicator, tuned = join_job(config, ALONE)
         if with_nccl:
             nccl = TorchDistributedBackend(ALONE, communicator.control, library="nccl", device=communicator.device)
             communicator = replace(communicator, backend=nccl, memory=None).with_algorithm("native")
         self.config, self.communicator = config, communicator
         self.train_split, self.eval_split = build_input.make_splits(config, communicator)
-        self.plan = build.make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)
-        self.parts = build.make_parts(config, communicator, plan=self.plan, tuned=tuned)
+        self.plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)
+        self.parts = make_parts(config, communicator, plan=self.plan, tuned=tuned)
         self._stream = InputStream(build_input.train_batches(config, communicator, self.train_split, plan=self.plan))
         self._train_step = TrainStep(self.plan, self.parts)
         self._step = 0

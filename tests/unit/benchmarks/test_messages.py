@@ -11,7 +11,9 @@ from benchmark_process import run_benchmark
 from benchmarks.comm.messages import CountingBackend, count, place, plan_of, table
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 
 NODES, RANKS_PER_NODE = 256, 8
@@ -60,9 +62,9 @@ def test_groups_at_2048_ranks_are_the_own_node_alone(algorithm: str) -> None:
 
 def test_messages_are_counted_for_the_buffers_of_a_run(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}"])
-    communicator, tuned = build.join_job(config, ALONE)
-    plan = build.make_plan(config, communicator, num_samples=1024, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+    communicator, tuned = join_job(config, ALONE)
+    plan = make_plan(config, communicator, num_samples=1024, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=tuned)
     assert parts.reducer.plan.buffers == plan_of("quickstart")
 
 

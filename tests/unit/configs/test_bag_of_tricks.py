@@ -11,8 +11,8 @@ from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
+from bigbatch.trainer.build.model import _build_model
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.build.parts import _build_model
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.models.norm import GhostBatchNorm2d

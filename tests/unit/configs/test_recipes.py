@@ -14,7 +14,7 @@ from mlperf_logging.rcp_checker import rcp_checker
 
 from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.backends.base import Capabilities
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.plan import make_plan, make_schedule_of
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
@@ -106,8 +106,8 @@ def words_of(name: str) -> str:
 def in_steps(name: str) -> tuple[Config, list[float]]:
     """The recipe, and its learning rate at every step of ImageNet."""
     config = recipe(name)
-    plan = build.make_plan(config, SimpleNamespace(world_size=1), num_samples=IMAGENET_TRAIN, first_step=0)
-    schedule = build._make_schedule(config, plan)
+    plan = make_plan(config, SimpleNamespace(world_size=1), num_samples=IMAGENET_TRAIN, first_step=0)
+    schedule = make_schedule_of(config, plan)
     return config, [schedule(step) for step in range(plan.num_steps)]
 
 

@@ -13,7 +13,9 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import bind_rank, join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import dump_config, load_config
@@ -45,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     run = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
     config = dataclasses.replace(config, run=run)
     env = read_process_env()
-    build.bind_rank(config, env)
-    communicator, tuned = build.join_job(config, env)
+    bind_rank(config, env)
+    communicator, tuned = join_job(config, env)
     communicator.agree("the range test", f"{low} {high} {steps}")
     curve = _Curve(communicator, num_steps=steps)
     stopped_by = _train(config, communicator, curve, lr=exponential(low, high, steps=steps), steps=steps, tuned=tuned)
@@ -101,8 +103,8 @@ def _train(
     """Train until the loss explodes, or to the last step; return the signal that stopped it. Collective."""
     local, _ = stage_data(config, communicator)
     train_split, eval_split = build_input.make_splits(local, communicator)
-    whole = build.make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
-    parts = dataclasses.replace(build.make_parts(config, communicator, plan=whole, tuned=tuned), schedule=lr)
+    whole = make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
+    parts = dataclasses.replace(make_parts(config, communicator, plan=whole, tuned=tuned), schedule=lr)
     fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
     plan = dataclasses.replace(
         whole, num_steps=steps, log_every_steps=1, eval_every_steps=steps, checkpoint_every_steps=0

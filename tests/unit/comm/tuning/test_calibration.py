@@ -27,7 +27,7 @@ from bigbatch.comm.tuning.calibration import SECONDS, calibrate, make_table
 from bigbatch.comm.tuning.cost_model import MODELS, ClusterModel, LinkModel
 from bigbatch.errors import CommError
 from bigbatch.files import MOST_OWN_BYTES
-from bigbatch.trainer.build.parts import stated_sizes
+from bigbatch.trainer.build.job import stated_sizes
 from bigbatch.trainer.config.file import load_config
 
 SLOW, FAST = Measured((2.0, 2.0)), Measured((1.0, 1.0))

@@ -22,8 +22,9 @@ from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ComputeError
 from bigbatch.trainer.build import compute as build_compute
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.build.compute import set_up_compute_
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -267,10 +268,10 @@ def quickstart(*words: str) -> Config:
     return load_config(["--config", "quickstart", "--model.width=2", *synthetic, *batch, *options])
 
 
-def make_parts(config: Config) -> Any:
+def parts_of(config: Config) -> Any:
     communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
-    plan = build.make_plan(config, communicator, num_samples=64, first_step=0)
-    return build.make_parts(config, communicator, plan=plan, tuned=None)
+    plan = make_plan(config, communicator, num_samples=64, first_step=0)
+    return make_parts(config, communicator, plan=plan, tuned=None)
 
 
 def broken(graph: object, inputs: object) -> Callable[..., Any]:
@@ -289,14 +290,14 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend="eager"))
-    make_parts(quickstart("compile=default"))
+    parts_of(quickstart("compile=default"))
     assert cache_dir() == str(tmp_path / "bigbatch" / "compiled")
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_compile_that_fails_ends_the_run_in_one_line() -> None:
     with pytest.raises(ComputeError) as caught:
-        make_parts(quickstart("compile=default"))
+        parts_of(quickstart("compile=default"))
     text = str(caught.value)
     named = ("compute.compile=default: ", "RuntimeError: no compiler was found;", "compute.compile=null")
     assert re.search(naming(*named, "compute.compile_fallback=true"), text)
@@ -305,7 +306,7 @@ def test_compile_that_fails_ends_the_run_in_one_line() -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = make_parts(quickstart("compile=default", "compile_fallback=true", "recomputed_blocks=2"))
+    parts = parts_of(quickstart("compile=default", "compile_fallback=true", "recomputed_blocks=2"))
     (note,) = parts.notes
     assert note == "not compiled: backend='broken' raised: RuntimeError: no compiler was found"
     assert capsys.readouterr().err.startswith("compiling the model")
@@ -315,7 +316,7 @@ def test_compile_that_fails_is_left_out_only_when_asked_for(capsys: pytest.Captu
 
 @pytest.mark.usefixtures("no_compiler")
 def test_compile_is_left_out_on_all_ranks_where_one_cannot() -> None:
-    config, model = quickstart("compile=default", "compile_fallback=true"), make_parts(quickstart()).model
+    config, model = quickstart("compile=default", "compile_fallback=true"), parts_of(quickstart()).model
     facts = SimpleNamespace(
         rank=2, world_size=3, device=torch.device("cpu"), gather_text=lambda own: ["", "no C++", own]
     )
@@ -334,7 +335,7 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compiling, "keep_compiled_code", lambda torchs_own: None)
     states = []
     for words in ((), ("compile=default",)):
-        parts = make_parts(quickstart(*words))
+        parts = parts_of(quickstart(*words))
         tensors = [*parts.model.state_dict().values(), parts.statistics.flat_N, *parts.reducer.buffers, torch.rand(3)]
         states.append([tensor.clone() for tensor in tensors])
     assert all(map(torch.equal, *states))
@@ -351,7 +352,7 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("is_last", [True, False])
 def test_memory_format_of_weights_and_images_is_that_of_the_config(is_last: bool) -> None:
-    parts = make_parts(quickstart(f"channels_last={is_last}"))
+    parts = parts_of(quickstart(f"channels_last={is_last}"))
     weight = parts.model.layer1[0][0].weight
     images_BCHW = parts.normalize(torch.zeros(4, 16, 16, 3, dtype=torch.uint8).permute(0, 3, 1, 2))
     for tensor in (weight, images_BCHW):

@@ -17,7 +17,12 @@ from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build import job as build_job
+from bigbatch.trainer.build import model as build_model
+from bigbatch.trainer.build.job import _calibrates, join_job, without_choices
+from bigbatch.trainer.build.model import make_model
+from bigbatch.trainer.build.parts import make_parts, make_precision
+from bigbatch.trainer.build.plan import make_plan, make_schedule_of
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -123,11 +128,11 @@ def test_make_plan_refuses_a_run_without_a_step(
     num_samples: int, first_step: int, named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=naming(*named)):
-        build.make_plan(cifar10(tmp_path), one_rank(), num_samples=num_samples, first_step=first_step)
+        make_plan(cifar10(tmp_path), one_rank(), num_samples=num_samples, first_step=first_step)
 
 
 def test_make_plan_takes_a_run_that_is_at_its_end(tmp_path: Path) -> None:
-    plan = build.make_plan(cifar10(tmp_path), one_rank(), num_samples=9, first_step=48)
+    plan = make_plan(cifar10(tmp_path), one_rank(), num_samples=9, first_step=48)
     assert (plan.first_step, plan.num_steps) == (48, 48)
 
 
@@ -138,8 +143,8 @@ def test_make_schedule_may_end_its_decay_before_the_run(decay: str, num_decaying
     line = {"name": "polynomial", "base_lr": 0.5, "warmup_epochs": 2.0, "end_lr": 0.1, "power": 1.0}
     decay_epochs = None if decay == "null" else float(decay)
     config = replace(config, schedule=replace(config.schedule, **line, decay_epochs=decay_epochs))
-    plan = build.make_plan(config, one_rank(), num_samples=32, first_step=0)
-    schedule = build._make_schedule(config, plan)
+    plan = make_plan(config, one_rank(), num_samples=32, first_step=0)
+    schedule = make_schedule_of(config, plan)
     rates = [schedule(step) for step in range(24 * 8)]
     expected = [0.5 * (step + 1) / 16 for step in range(16)]
     expected += [0.5 - 0.4 * (step + 1) / num_decaying for step in range(num_decaying)]
@@ -162,17 +167,17 @@ def test_make_plan_refuses_what_would_begin_after_the_run(words: list[str], refu
     """24 epochs of 8 steps."""
     config = quickstart("run.epochs=24", "batch.global_batch_size=256", *words)
     if refused is None:
-        build.make_plan(config, one_rank(), num_samples=2048, first_step=0)
+        make_plan(config, one_rank(), num_samples=2048, first_step=0)
         return
     with pytest.raises(ConfigError, match=naming(*refused)):
-        build.make_plan(config, one_rank(), num_samples=2048, first_step=0)
+        make_plan(config, one_rank(), num_samples=2048, first_step=0)
 
 
 @pytest.mark.parametrize(("clip_norm", "moved"), [("0.5", 0.5), ("null", 5.0)])
 def test_make_parts_clips_gradients_to_what_the_config_states(clip_norm: str, moved: float) -> None:
     """A gradient of (3, 4), and a step of plain SGD with a learning rate of 1."""
     model = torch.nn.Linear(2, 1, bias=False)
-    precision = build.make_precision(quickstart(f"optimizer.clip_norm={clip_norm}"), model, device=torch.device("cpu"))
+    precision = make_precision(quickstart(f"optimizer.clip_norm={clip_norm}"), model, device=torch.device("cpu"))
     before = model.weight.detach().clone()
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     precision.update_(torch.optim.SGD(precision.masters.values(), lr=1.0))
@@ -213,7 +218,7 @@ def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> 
     words = ["model.name=resnet18", "model.width=null", "model.pool_first=null", "model.logit_scale=null"]
     words += [f"model.zero_gamma={zero_gamma}", f"model.blurpool={blurpool}"]
     config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
-    model = build.make_model(config, one_rank())
+    model = make_model(config, one_rank())
     scales = [block.bn2.weight for stage in (model.layer1, model.layer4) for block in stage]  # type: ignore[union-attr]
     assert [bool(scale.any()) for scale in scales] == [not zero_gamma] * 4
     assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == (6 if blurpool else 0)
@@ -229,8 +234,8 @@ def test_momentum_survives_an_overflow_in_the_first_step(monkeypatch: pytest.Mon
     nothing = (f"optimizer.{key}=null" for key in ("trust_coefficient", "eps", "momentum_form"))
     half = ("optimizer.precision=fp16", "optimizer.loss_scale=65536", "optimizer.loss_scale_growth_steps=2000")
     config, communicator = quickstart("optimizer.name=sgd", *half, *nothing), one_rank()
-    plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    plan = make_plan(config, communicator, num_samples=5000, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
     for weight in parts.model.parameters():
         weight.grad = torch.full_like(weight, float("inf"))
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
@@ -241,12 +246,12 @@ def test_momentum_survives_an_overflow_in_the_first_step(monkeypatch: pytest.Mon
 
 
 def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "choose_device", lambda env, *, backend: torch.device("cuda", 0))
-    monkeypatch.setattr(build, "connect", lambda **settings: pytest.fail("ranks met"))
+    monkeypatch.setattr(build_job, "choose_device", lambda env, *, backend: torch.device("cuda", 0))
+    monkeypatch.setattr(build_job, "connect", lambda **settings: pytest.fail("ranks met"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ConfigError, match=naming("optimizer.precision=bf16 ", "Tesla T4", "7.5", " fp32")):
-        build.join_job(quickstart("optimizer.precision=bf16"), ALONE)
+        join_job(quickstart("optimizer.precision=bf16"), ALONE)
 
 
 @pytest.mark.parametrize(
@@ -267,19 +272,19 @@ def test_a_cluster_is_measured_where_there_is_something_to_choose(
     others: Any = SimpleNamespace(
         topology=SimpleNamespace(num_nodes=num_nodes), world_size=world_size, algorithms=("native", "ring")
     )
-    assert build._calibrates(quickstart(*words), others) is expected
+    assert _calibrates(quickstart(*words), others) is expected
     others.algorithms = ("native",)  # no messages
-    assert not build._calibrates(quickstart(*words), others)
+    assert not _calibrates(quickstart(*words), others)
 
 
 def test_without_choices_leaves_no_ranks_to_replay_or_to_share_with() -> None:
     """Any number of ranks evaluates a run whose ranks shared ghost batches, or stood for others."""
     config = quickstart("batch.microbatch_size=64", "batch.bn_span=128", "batch.virtual_ranks=4")
     for world_size in (1, 3):
-        batch = build.without_choices(config, world_size=world_size).batch
+        batch = without_choices(config, world_size=world_size).batch
         assert accumulation_steps(batch, world_size=world_size) == 1
         assert (batch.bn_span, batch.virtual_ranks) == (64, None)
-    narrow = build.without_choices(quickstart("batch.bn_span=32"), world_size=3).batch
+    narrow = without_choices(quickstart("batch.bn_span=32"), world_size=3).batch
     assert narrow.bn_span == 32
 
 
@@ -292,8 +297,8 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
     words = ["optimizer.loss_scale=1024", "optimizer.loss_scale_growth_steps=1000"] if precision == "fp16" else []
     batch = ["batch.global_batch_size=256", f"batch.microbatch_size={microbatch_size}", "batch.bn_span=64"]
     config, communicator = quickstart(f"optimizer.precision={precision}", *batch, *words), one_rank()
-    plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    plan = make_plan(config, communicator, num_samples=5000, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
     half = [p for p in parts.model.parameters() if p.dtype == torch.float16]
     assert len(parts.accumulation._sums) == num_sums * len(half)
 
@@ -301,11 +306,11 @@ def test_gradients_are_added_in_fp32_where_there_are_several_of_half_precision(
 def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job of 4 ranks, two to a ghost batch; their waits count with those for gradients."""
     made: list[dict[str, object]] = []
-    monkeypatch.setattr(build, "make_group_gather", lambda communicator, **facts: made.append(facts))
+    monkeypatch.setattr(build_model, "make_group_gather", lambda communicator, **facts: made.append(facts))
     config = quickstart("batch.global_batch_size=256", "batch.microbatch_size=64", "batch.bn_span=128")
     four = SimpleNamespace(world_size=4, device=torch.device("cpu"))
     exposed = ExposedTime()
-    norms = [m for m in build.make_model(config, four, exposed=exposed).modules() if isinstance(m, GhostBatchNorm2d)]
+    norms = [m for m in make_model(config, four, exposed=exposed).modules() if isinstance(m, GhostBatchNorm2d)]
     assert made == [{"group_size": 2, "exposed": exposed, "what": "batch-norm statistics"}], "one group for all layers"
     assert {(norm.bn_span, norm.part_size, norm.ghosts_per_step) for norm in norms} == {(128, 64, 1)}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -182,7 +182,7 @@ def test_generated_tensors_take_the_place_of_any_loader() -> None:
 def probe(options: list[str]) -> Iterator[_Probe]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     config = load_config(options)
-    communicator, tuned = build.join_job(config, ALONE)
+    communicator, tuned = join_job(config, ALONE)
     torch.set_num_threads(1)
     probe = _Probe(config, communicator, tuned)
     yield probe

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.build.parts import without_choices
+from bigbatch.trainer.build.job import without_choices
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser

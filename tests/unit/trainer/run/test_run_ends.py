@@ -15,8 +15,8 @@ import torch
 from error_texts import naming
 
 from bigbatch.errors import CheckpointError, ConfigError, RunFolderError, TrainingDiverged
-from bigbatch.trainer import train
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer import train, training_run
+from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import evaluate
@@ -53,7 +53,7 @@ AVERAGE = {"optimizer.ema_decay": 0.5, "optimizer.ema_every_steps": 2, "run.chec
 @pytest.fixture(autouse=True)
 def _threads_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run would take all cores of the machine, for the tests that follow, too."""
-    monkeypatch.setattr(build, "set_up_process", lambda communicator, **_: None)
+    monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
 
 
 def start(run: Path, changes: Mapping[str, object] | None = None, *, flags: Sequence[str] = ()) -> int:
@@ -354,6 +354,6 @@ def test_run_with_a_metric_that_is_none_says_so_before_it_builds_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor has a progress bar taken the terminal by then."""
-    monkeypatch.setattr(build, "make_parts", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(training_run, "make_parts", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=naming("run.metrics", "bad", "os.getcwd")):
         start(tmp_path / "run", {"run.metrics": "{bad: os.getcwd}"})

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.model import _build_model
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.checkpoint import save_checkpoint
@@ -35,7 +37,7 @@ def small(*words: str) -> Config:
 
 def random_model(config: Config, seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
-    return build._build_model(config, nn.BatchNorm2d)
+    return _build_model(config, nn.BatchNorm2d)
 
 
 def checkpoint_of(config: Config, folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -185,8 +187,8 @@ def test_weights_missing_safetensors_is_named(tmp_path: Path, monkeypatch: pytes
 
 def parts_weights(config: Config, *, first_step: int = 0) -> dict[str, Tensor]:
     communicator = connect(env=ALONE, backend="gloo")
-    plan = build.make_plan(config, communicator, num_samples=5000, first_step=first_step)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=None)
+    plan = make_plan(config, communicator, num_samples=5000, first_step=first_step)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
     return {name: tensor.clone() for name, tensor in parts.precision.model_state().items()}
 
 
@@ -216,10 +218,10 @@ def test_weights_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypa
     config = small("batch.global_batch_size=256", f"model.weights={tmp_path / 'start.pt'}")
     communicator = connect(env=ALONE, backend="gloo")
     monkeypatch.setattr(type(communicator), "agree", lambda self, what, text: said.append((what, text)))
-    plan = build.make_plan(config, communicator, num_samples=5000, first_step=0)
+    plan = make_plan(config, communicator, num_samples=5000, first_step=0)
     for seed in (1, 1, 3):
         torch.save(random_model(small(), seed).state_dict(), tmp_path / "start.pt")
-        build.make_parts(config, communicator, plan=plan, tuned=None)
+        make_parts(config, communicator, plan=plan, tuned=None)
     digests = [text for what, text in said if what == "the weights in model.weights"]
     assert len(digests) == 3
     assert digests[0] == digests[1] != digests[2]

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ComputeError, ConfigError, DataError, UserError
-from bigbatch.trainer.build import parts as build
 from bigbatch.trainer.build.compute import require_capturable
+from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.optim.fused import norms_of
@@ -53,10 +55,10 @@ def make_run(tmp_path: Path, settings: dict[str, str], *, num_microbatches: int 
         *(f"--optimizer.{key}={value}" for key, value in settings.items()),
     ]
     config = load_config(arguments)
-    communicator, tuned = build.join_job(config, ALONE)
+    communicator, tuned = join_job(config, ALONE)
     torch.set_num_threads(1)  # for a few pixels, more only wait for each other
-    plan = build.make_plan(config, communicator, num_samples=8 * num_microbatches, first_step=0)
-    parts = build.make_parts(config, communicator, plan=plan, tuned=tuned)
+    plan = make_plan(config, communicator, num_samples=8 * num_microbatches, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=tuned)
     if hasattr(parts.optimizer, "norms"):
         # LARS as on a GPU: on a CPU it goes by portions, for which the host reads its scales
         parts.optimizer.norms = lambda tensors: norms_of(tensors)
@@ -369,7 +371,7 @@ def test_cuda_graph_is_not_used_without_the_key(tmp_path: Path) -> None:
 
 def test_cuda_graph_ends_the_run_at_once_without_a_gpu(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}", "--compute.cuda_graph=true"])
-    communicator, tuned = build.join_job(config, ALONE)
-    plan = build.make_plan(config, communicator, num_samples=1024, first_step=0)
+    communicator, tuned = join_job(config, ALONE)
+    plan = make_plan(config, communicator, num_samples=1024, first_step=0)
     with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True ", "GPU", "compute.cuda_graph to false")):
-        build.make_parts(config, communicator, plan=plan, tuned=tuned)
+        make_parts(config, communicator, plan=plan, tuned=tuned)

@@ -13,7 +13,8 @@ from recorded_gpu import GPU, RecordedGpu
 from recorded_ranks import first_rank
 from stream_order import require_every_wait
 
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.stream import InputStream
@@ -51,8 +52,8 @@ def run(
             *(f"--{key}={value}" for key, value in settings.items()),
         ]
         config = load_config(arguments)
-        plan = build.make_plan(config, communicator, num_samples=64, first_step=0)
-        step = TrainStep(plan, build.make_parts(config, communicator, plan=plan, tuned=None))
+        plan = make_plan(config, communicator, num_samples=64, first_step=0)
+        step = TrainStep(plan, make_parts(config, communicator, plan=plan, tuned=None))
         stream = InputStream(batches())
         gpu.copies.clear()
         gpu.trace.judge_from_here()

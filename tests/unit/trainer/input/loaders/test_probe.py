@@ -18,7 +18,7 @@ from sample_images import encoded, smooth_image, write
 from bigbatch.errors import DataError
 from bigbatch.trainer import train
 from bigbatch.trainer.augment.crops import center_crop
-from bigbatch.trainer.build import parts as build
+from bigbatch.trainer.build import job
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.base import Batch, Request
@@ -284,7 +284,7 @@ TINY = {
 @pytest.fixture
 def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A tiny data set; runs in this process leave its threads, memory and signals as they are."""
-    monkeypatch.setattr(build, "set_up_process", lambda communicator, **_: None)
+    monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     write_dataset(tmp_path / "shapes", train_per_class=10, val_per_class=2, side_pixels=(36, 48))
     yield tmp_path / "shapes"

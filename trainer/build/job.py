@@ -1,0 +1,150 @@
+"""From a config to a rank of a job: the other ranks, the same experiment, and what a table says of the cluster."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from bigbatch.comm.algorithms.auto import AUTO
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import choose_device, connect
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
+from bigbatch.comm.rendezvous.environ import ProcessEnv, calibration_folder
+from bigbatch.comm.tuning.calibration import calibrate
+from bigbatch.comm.tuning.conditions import gather_cluster
+from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
+from bigbatch.errors import ConfigError, TunedError, UserError
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.precision import require_hardware
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.machine.host import set_up_process
+from bigbatch.trainer.machine.numa import bind
+from bigbatch.trainer.step.precision import set_tf32
+
+
+def join_job(
+    config: Config, env: ProcessEnv, *, kept_calibration: Path | None = None
+) -> tuple[Communicator, Tuned | None]:
+    """Meet the other ranks, make sure that all run the same experiment, and read what comm.table holds. Collective.
+
+    kept_calibration: the table of a run that may go on, which goes before the user's for this cluster.
+    Raises: ConfigError; CommError; TunedError.
+    """
+    # for its ConfigError, before any rank is connected to
+    accumulation_steps(config.batch, world_size=env.world_size)
+    _settle_arithmetic(config, choose_device(env, backend=config.comm.backend))
+    try:
+        communicator = connect(
+            backend=config.comm.backend,
+            group_size=config.comm.group_size,
+            wire_dtype=config.comm.wire_dtype,
+            predivide=config.comm.predivide,
+            reduce_dtype=config.comm.reduce_dtype,
+            max_ctas=config.comm.max_ctas,
+            buffers=config.comm.buffers,
+            interface=config.comm.interface,
+            warn_seconds=config.comm.warn_seconds,
+            timeout_seconds=config.comm.timeout_seconds,
+            env=env,
+        )
+        communicator.agree("the config", dump_config(config))
+        tuned = gather_tuned(config, communicator)
+        communicator = _with_algorithm(config, communicator, tuned, kept_calibration=kept_calibration)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"comm: {error}") from error
+    set_up_process(communicator, cudnn_benchmark=config.compute.cudnn_benchmark)
+    return communicator, tuned
+
+
+def _with_algorithm(
+    config: Config, communicator: Communicator, tuned: Tuned | None, *, kept_calibration: Path | None
+) -> Communicator:
+    comm = config.comm
+    if tuned:
+        return communicator.with_algorithm(comm.algorithm, table=tuned.table, table_from=f"{comm.table}")
+    if not _calibrates(config, communicator):
+        return communicator.with_algorithm(comm.algorithm)
+    measured = calibrate(
+        communicator,
+        is_fresh=comm.calibrate == "always",
+        interface=comm.interface,
+        kept=kept_calibration,
+        folder=calibration_folder(),
+        buffer_bytes=stated_sizes(config).buffer_bytes,
+    )
+    communicator = communicator.with_algorithm(comm.algorithm, table=measured.table, table_from=measured.source)
+    return replace(communicator, calibration=measured.text)
+
+
+def _calibrates(config: Config, communicator: Communicator) -> bool:
+    """Tell whether a table is wanted: where there is something to choose, for gradients that travel by it."""
+    if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
+        return False
+    least = {"auto": communicator.topology.num_nodes, "always": communicator.world_size, "never": 1}
+    return least[config.comm.calibrate] > 1
+
+
+def _settle_arithmetic(config: Config, device: torch.device) -> None:
+    if device.type == "cuda":
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        require_hardware(config.optimizer.precision, capability=capability, device=name)
+        set_tf32(config.optimizer.precision == "tf32")
+
+
+def bind_rank(config: Config, env: ProcessEnv) -> str | None:
+    """Keep this process near its GPU or its memory, where data.bind_numa asks for it; return a line for the log.
+
+    Call it before any other: it holds for threads that start later.
+    """
+    if not config.data.bind_numa:
+        return None
+    device = choose_device(env, backend=config.comm.backend)
+    return bind(device=device, local_rank=env.local_rank, local_size=env.local_size)
+
+
+def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
+    """Return what comm.table holds, as rank 0 reads it, if it is of this cluster; None where there is none. Collective.
+
+    Raises: TunedError, on all ranks alike.
+    """
+    if config.comm.table is None:
+        return None
+    path, found = Path(config.comm.table), ""
+    if communicator.rank == 0:
+        try:
+            # one gather carries either: a + before the text, a - before an error
+            found = "+" + read_text(path)
+        except TunedError as error:
+            found = "-" + str(error)
+    found = communicator.gather_text(found)[0]
+    if found[0] == "-":
+        raise TunedError(found[1:])
+    tuned = parse_tuned(found[1:], path=path)
+    tuned.require_cluster(gather_cluster(communicator), path=path)
+    return tuned
+
+
+def without_choices(config: Config, *, world_size: int) -> Config:
+    """Return the config for work that has no global batch and sums no gradients: any number of ranks on any cluster."""
+    microbatch_size = config.batch.microbatch_size
+    batch = replace(
+        config.batch,
+        global_batch_size=microbatch_size * world_size,
+        bn_span=min(config.batch.bn_span, microbatch_size),
+        virtual_ranks=None,
+    )
+    comm = replace(config.comm, algorithm="native", table=None, **asdict(stated_sizes(config)))
+    return replace(config, batch=batch, comm=comm)
+
+
+def stated_sizes(config: Config, tuned: Tuned | None = None) -> PlanSizes:
+    """Return what the config states; the tuned ones where it leaves them to a table, DEFAULT_SIZES without."""
+    comm, others = config.comm, tuned.sizes if tuned else DEFAULT_SIZES
+    return PlanSizes(
+        comm.threshold_bytes or others.threshold_bytes,
+        comm.buffer_bytes or others.buffer_bytes,
+        comm.first_buffer_bytes or others.first_buffer_bytes,
+    )

@@ -1,0 +1,83 @@
+"""From a config to its classifier, for training or for evaluation."""
+
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.group_gather import make_group_gather
+from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.trainer.build.compute import memory_format
+from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
+from bigbatch.trainer.config.model import is_foreign_model
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.models.foreign import make_foreign, require_logits_
+from bigbatch.trainer.models.freezing import freeze_
+from bigbatch.trainer.models.norm import (
+    GhostBatchNorm2d,
+    NormFactory,
+)
+from bigbatch.trainer.models.spread_norm import RankGroup
+from bigbatch.trainer.run.weights import load_weights_
+from bigbatch.trainer.step.seeding import seed_weights
+
+
+def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTime | None = None) -> nn.Module:
+    """Make the classifier in fp32, on the device, the same weights on every rank. Collective. Raises: ConfigError.
+
+    exposed: counts what training waits for the other ranks of a ghost batch.
+    """
+    seed_weights(config.run.seed)
+    accumulation = accumulation_steps(config.batch, world_size=communicator.world_size)
+    norm = partial(
+        GhostBatchNorm2d,
+        bn_span=config.batch.bn_span,
+        ghosts_per_step=accumulation * ghosts_per_microbatch(config.batch),
+        group=_rank_group(config.batch, communicator, exposed=exposed or ExposedTime()),
+    )
+    # drawn on the CPU, whose generator gives the same weights whatever the device
+    model = _build_model(config, norm)
+    if is_foreign_model(config.model.name):
+        require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
+    freeze_(model, config.model.frozen or ())
+    return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
+
+
+def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: ExposedTime) -> RankGroup | None:
+    """Find the ranks that share a ghost batch with this one; None where it holds its own whole. Collective."""
+    num_ranks = ranks_per_ghost(batch)
+    if num_ranks == 1:
+        return None
+    gather = make_group_gather(communicator, group_size=num_ranks, exposed=exposed, what="batch-norm statistics")
+    return RankGroup(num_ranks, gather)
+
+
+def make_plain_model(config: Config, *, weights: Path) -> nn.Module:
+    """Make the classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
+
+    Raises: CheckpointError.
+    """
+    model = _build_model(config, nn.BatchNorm2d)
+    load_weights_(model, weights, config=config)
+    return model.eval()
+
+
+def _build_model(config: Config, norm: NormFactory) -> nn.Module:
+    model = config.model
+    if is_foreign_model(model.name):
+        return make_foreign(model.name, num_classes=config.data.num_classes, norm=norm, options=model.options or {})
+    options = {
+        "width": model.width,
+        "pool_first": model.pool_first,
+        "celu_alpha": model.celu_alpha,
+        "norm_scale": model.norm_scale,
+        "logit_scale": model.logit_scale,
+        "is_whitened": None if model.whitening_eps is None else True,
+        "zero_init_residual": model.zero_gamma,
+        "blurpool": model.blurpool,
+    }
+    stated = {name: value for name, value in options.items() if value is not None}
+    return build_model(model.name, num_classes=config.data.num_classes, norm=norm, **stated)

@@ -1,0 +1,97 @@
+"""From a config to the numbers of its run: steps, rates, and when a run has diverged."""
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
+from bigbatch.trainer.config.schedule import decay_epochs
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.optim.schedule import Schedule, make_schedule
+from bigbatch.trainer.step.divergence import GuessWatch
+from bigbatch.trainer.step.plan import Plan
+
+
+def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
+    """Work out the numbers of a run. An epoch leaves out what does not fill a global batch. Raises: ConfigError."""
+    steps_per_epoch = num_samples // config.batch.global_batch_size
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {num_samples} training pictures"
+        )
+    if first_step > steps_per_epoch * config.run.epochs:
+        raise ConfigError(
+            f"run.epochs={config.run.epochs} end at step {steps_per_epoch * config.run.epochs}, but the checkpoint is "
+            f"of step {first_step}: give at least {-(-first_step // steps_per_epoch)}, or choose another run.directory"
+        )
+    _require_reach(config, steps_per_epoch=steps_per_epoch)
+    return Plan(
+        seed=config.run.seed,
+        first_step=first_step,
+        num_steps=steps_per_epoch * config.run.epochs,
+        steps_per_epoch=steps_per_epoch,
+        accumulation_steps=accumulation_steps(config.batch, world_size=communicator.world_size),
+        global_batch_size=config.batch.global_batch_size,
+        ghosts_per_microbatch=ghosts_per_microbatch(config.batch),
+        ranks_per_ghost=ranks_per_ghost(config.batch),
+        log_every_steps=config.run.log_every_steps,
+        eval_every_steps=steps_per_epoch * config.run.eval_every_epochs,
+        eval_offset_steps=steps_per_epoch * config.run.eval_offset_epochs,
+        checkpoint_every_steps=config.run.checkpoint_every_steps,
+        compare_every_steps=config.run.compare_every_steps,
+    )
+
+
+def _require_reach(config: Config, *, steps_per_epoch: int) -> None:
+    """Raise ConfigError for an average that never begins."""
+    every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
+    if every_steps is not None and every_steps > num_steps:
+        raise ConfigError(
+            f"optimizer.ema_every_steps={every_steps} exceeds the {num_steps} steps of the run, and would have no "
+            f"effect: set it to at most {num_steps}"
+        )
+
+
+def make_schedule_of(config: Config, plan: Plan) -> Schedule:
+    """Make the schedule of the rate, in steps. Raises: ConfigError."""
+    schedule = config.schedule
+    steps = plan.steps_per_epoch
+    milestones = schedule.milestone_epochs
+    optional = {
+        "end_lr": schedule.end_lr,
+        "power": schedule.power,
+        "gamma": schedule.gamma,
+        "milestones": None if milestones is None else [round(epoch * steps) for epoch in milestones],
+        "total_steps": None if schedule.name == "step" else _schedule_steps(config, plan),
+    }
+    try:
+        return make_schedule(
+            schedule.name,
+            base_lr=schedule.base_lr,
+            warmup_steps=_warmup_steps(config, steps_per_epoch=steps),
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+    except ValueError as error:
+        raise ConfigError(f"schedule: {error}") from error
+
+
+def _schedule_steps(config: Config, plan: Plan) -> int:
+    """Count the steps of warm-up and decay together."""
+    schedule = config.schedule
+    # not plan.num_steps, which is less where a run was ended before
+    epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
+    return round(epochs * plan.steps_per_epoch)
+
+
+def _warmup_steps(config: Config, *, steps_per_epoch: int) -> int:
+    return round(config.schedule.warmup_epochs * steps_per_epoch)
+
+
+def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
+    """Make what ends a run that does no better than a guess; None where the config does not ask for it."""
+    if config.run.divergence_steps is None:
+        return None
+    return GuessWatch(
+        steps=config.run.divergence_steps,
+        num_classes=config.data.num_classes,
+        warmup_steps=_warmup_steps(config, steps_per_epoch=plan.steps_per_epoch),
+        first_step=plan.first_step,
+    )
