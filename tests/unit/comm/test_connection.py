@@ -35,6 +35,7 @@ from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
 from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
+from bigbatch.exit_codes import LOST
 
 CPU = torch.device("cpu")
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
@@ -392,7 +393,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
     monkeypatch.setattr(torch_distributed, "prefer_interface", lambda interface, *, is_one_host: None)
     with pytest.raises(CommError):
         connect(backend="nccl", env=TWO, device=torch.device("cuda", 0), timeout_seconds=0.6, warn_seconds=0.2)
-    assert set(codes) == {1}
+    assert set(codes) == {LOST}
     first, *_, last = capfd.readouterr().err.splitlines()
     assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "rank 1 on node1 has not come"), first)
     assert re.search(naming("rank 0", "connection of 2 ranks by nccl", "no answer from rank 1 on node1"), last)
