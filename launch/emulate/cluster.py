@@ -137,13 +137,19 @@ def end(cluster: EmulatedCluster) -> None:
         try:
             if is_alive(cluster):  # the number still means our process, and from here on can mean no other
                 signal.pidfd_send_signal(keeper, signal.SIGKILL)
-            if not select.select([keeper], (), (), END_SECONDS)[0]:
+            if not _becomes_readable(keeper, END_SECONDS):
                 raise EmulationError(
                     f"{cluster.plan.name} does not end: a stopped process waits outside; kill -9 what `bigbatch "
                     f"launch emulate run` runs, and say down again"
                 )
         finally:
             os.close(keeper)
+
+
+def _becomes_readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:

@@ -177,7 +177,8 @@ class Laboratory:
             if self._is_over:
                 raise KeyboardInterrupt
             job = Job(self._context, command, shape=shape, fault=fault, folder=folder, cluster=cluster)
-            self._jobs.append(job)
+            # each holds descriptors of its processes
+            self._jobs = [*(each for each in self._jobs if not each.has_ended), job]
         return job
 
     @contextmanager

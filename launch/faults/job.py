@@ -46,9 +46,11 @@ def ask(context: ForkServerContext, function: Callable[..., str], *arguments: An
     process.start()
     there.close()
     try:
-        return str(here.recv())
+        with here:
+            return str(here.recv())
     finally:
         process.join()
+        process.close()
 
 
 @dataclass
@@ -123,7 +125,7 @@ class Job:
         """
         acted, later, deadline = False, None, time.monotonic() + NEVER_SECONDS
         try:
-            while any(rank.ended is None for rank in self.ranks):
+            while not self.has_ended:
                 time.sleep(LOOK_SECONDS)
                 now = time.monotonic()
                 for rank in self.ranks:
@@ -153,6 +155,11 @@ class Job:
         """Kill what still lives."""
         for rank in self.ranks:
             rank.send(signal.SIGKILL)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether all of its ranks have."""
+        return all(rank.ended is not None for rank in self.ranks)
 
     @property
     def is_for_the_launcher(self) -> bool:
@@ -215,9 +222,10 @@ def _start(context: ForkServerContext, command: tuple[str, ...], fault: Trial | 
 
 
 def _born(here: Connection) -> int:
-    if not here.poll(BIRTH_SECONDS):
-        raise TimeoutError(f"a rank did not start within {BIRTH_SECONDS:g} s")
-    return int(here.recv())
+    with here:
+        if not here.poll(BIRTH_SECONDS):
+            raise TimeoutError(f"a rank did not start within {BIRTH_SECONDS:g} s")
+        return int(here.recv())
 
 
 def _read_mark(path: Path) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError, DamagedCheckpoint, UserError
+from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError
 from bigbatch.files import exchange, flush
 
 FORMAT = 1
@@ -96,21 +96,29 @@ def write_on_first(write: Callable[[], str | None], control: Control, *, what: s
 
     A write may take longer than a sum: ranks that went on would wait for the first one in the next sum, or in a
     library's last barrier, whose limit is for the network. what names it in messages.
-    Raises: the first rank's error there, CheckpointError with its words elsewhere; PeerLostError after timeout_seconds.
+    Raises: the first rank's error there; elsewhere CheckpointError with the words of one that is for a user, and
+    PeerLostError, which names it, for any other and after timeout_seconds.
     """
     error: Exception | None = None
     told = ""
     if control.rank == 0:
         try:
-            # one text carries either: a + before what was said, a - before an error
+            # one text carries any: a + before what was said, a - before an error, a ! before one that nobody expected
             told = f"+{write() or ''}"
+        except UserError as found:
+            error, told = found, f"-{found}"
         except Exception as found:  # whatever it is, the others must not wait for a word that does not come
-            error, told = found, f"-{str(found) or type(found).__name__}"
+            error, told = found, f"!{': '.join(filter(None, (type(found).__name__, str(found))))}"
     told = control.tell_all(told, what=what, timeout_seconds=timeout_seconds)
+    if told[0] == "+":
+        return told[1:]
+    where = control.host_of(0)
+    control.gather_text("", what=what)  # the first rank may hold the store: it ends when all have read why
+    if error:
+        raise error
     if told[0] == "-":
-        control.gather_text("", what=what)  # the first rank may hold the store: it ends when all have read why
-        raise error or CheckpointError(told[1:])
-    return told[1:]
+        raise CheckpointError(told[1:])
+    raise PeerLostError(f"rank {control.rank}: {what} failed; no answer from rank 0 on {where}, which met {told[1:]}")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
