@@ -20,7 +20,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.faults import rank as rank_side
 from bigbatch.launch.faults.job import Job, ask
-from bigbatch.launch.faults.trial import CHECKPOINT_STEPS, KINDS, Trial
+from bigbatch.launch.faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial
 
 TIMEOUT_SECONDS = 15.0
 """Of the training's communication, unless the campaign states another."""
@@ -262,7 +262,9 @@ def judge(
     codes = job.exit_codes
     if job.is_hung:
         broken.append("the job hung")
-    if kind.says and detected is None:
+    # a stop in the last evaluation may find the run done before anybody heeds it
+    is_done = kind.outcome == "stops" and done >= NUM_STEPS and set(codes) == {0}
+    if kind.says and detected is None and not is_done:
         broken.append("nobody named it")
     elif detected is not None and detected > named_within_seconds:
         broken.append(f"named after more than {named_within_seconds:g} s")
@@ -271,7 +273,7 @@ def judge(
     others = [code for number, code in enumerate(codes) if number not in trial.struck]
     if kind.outcome == "ends" and not job.is_hung and trial.phase != "close" and 0 in others:
         broken.append("a rank ended as if nothing had happened")
-    if kind.outcome == "stops" and set(codes) != {130}:
+    if kind.outcome == "stops" and set(codes) != {130} and not is_done:
         broken.append(f"exit codes {codes} instead of 130")
     if kind.outcome == "goes on" and any(codes):
         broken.append("the job did not go on")
@@ -291,7 +293,7 @@ def judge(
         trial,
         detected_seconds=detected,
         ended_seconds=ended,
-        is_named=detected is not None and not innocents if kind.says else None,
+        is_named=detected is not None and not innocents if kind.says and not is_done else None,
         resumed_seconds=resumed,
         steps_lost=lost,
         is_equal=is_equal if is_ended_well else None,

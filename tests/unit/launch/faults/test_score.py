@@ -66,6 +66,15 @@ def judged(
     return judge(trial, PlayedJob(trial, **changed), again, is_equal=is_equal, left=left, named_within_seconds=20)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("done", "is_kept"), [(15, True), (14, False)])
+def test_score_of_a_stop_in_the_last_evaluation_may_find_the_run_done(done: int, is_kept: bool) -> None:
+    """Of 15 steps; before, it must be heeded."""
+    trial = replace(KILL, kind="term", phase="evaluation", step=13)
+    nothing_left = replace(WELL, stepping=None)
+    score = judged(trial, again=nothing_left, said="the end", exit_codes=[0, 0, 0], struck=(100.0, done))
+    assert (score.broken == ()) == is_kept
+
+
 def test_score_of_a_trial_that_goes_as_promised() -> None:
     score = judged()
     assert score.broken == ()
