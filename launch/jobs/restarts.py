@@ -41,8 +41,8 @@ def run_healing(
 ) -> Ended:
     """Start the job, and again as often as job.restarts says in a row without a newer checkpoint; how it ended.
 
-    refit returns what starts in its place after a loss: the job on the hosts that are left. Where those are not all,
-    something was lost whatever the code is.
+    refit returns what starts in its place after a loss: the job on the hosts that are left. Where one that it had is
+    not among them, something was lost whatever the code is.
     Raises: what start and refit raise.
     """
     restarts = job.restarts or 0
@@ -50,17 +50,20 @@ def run_healing(
     left, newest, fit = restarts, newest_checkpoint(folder), job
     while True:
         ended = start(fit)
-        if ended.was_recalled and ended.code and not ended.was_asked:  # also where it did not listen yet
+        goes_on = may_go_on(ended.code, is_python=job.is_python)
+        # it saved and stopped, or did not listen yet
+        if ended.was_recalled and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
             fit = refit(job)
             say(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
             continue
         if ended.was_asked or ended.code in FINAL:
             return ended
         left_over = refit(job) if restarts else fit
-        if left_over.hosts == fit.hosts and not may_go_on(ended.code, is_python=job.is_python):
+        if not goes_on and set(fit.hosts) <= set(left_over.hosts):
             return ended
         saved = newest_checkpoint(folder)
-        if saved != newest:
+        # where the newest was damaged, and set aside, the one before it is no newer one
+        if saved and (newest is None or saved > newest):
             left, newest = restarts, saved
         if left == 0:
             if restarts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended, Stopper, handling_stops, shell_code
 
 LOOK_SECONDS = 0.05
@@ -87,16 +87,18 @@ def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) 
     last_end = 0.0
     while running:
         time.sleep(LOOK_SECONDS)
-        for number, process in tuple(running.items()):
-            if (code := process.poll()) is None:
-                continue
+        ended = {number: code for number, process in running.items() if (code := process.poll()) is not None}
+        # who ends since another one was lost is not the cause
+        for number, code in sorted(ended.items(), key=lambda each: each[1] == LOST):
             del running[number]
             last_end = time.monotonic()
             # the first failure is the cause; those after it follow from our SIGTERM
             if code != 0 and failed is None:
                 failed = shell_code(code)
-                if names[number] and running and failed != INTERRUPTED:
-                    print(f"bigbatch: {names[number]} {_how(code)}; ending the others", file=sys.stderr, flush=True)
+                # alone, it has said itself what failed, but for a signal
+                if names[number] and failed != INTERRUPTED and (running or code < 0):
+                    others = "; ending the others" if running else ""
+                    print(f"bigbatch: {names[number]} {_how(code)}{others}", file=sys.stderr, flush=True)
                 _send(running, signal.SIGTERM)
         if failed is not None and time.monotonic() - last_end > GRACE_SECONDS:
             _send(running, signal.SIGKILL)  # they did not heed the SIGTERM

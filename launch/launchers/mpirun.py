@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, TERMINAL_VARIABLE, terminal_columns
+from bigbatch.errors import UserError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.fit_hosts import preflight_of, read_bad_nodes, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
@@ -154,7 +155,10 @@ def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ende
     """Run what is left of the job, until more of its hosts answer again, which lets it go on with more ranks."""
 
     def has_grown() -> bool:
-        return _on_hosts_left(job, environ=environ).num_ranks > fit.num_ranks
+        try:
+            return _on_hosts_left(job, environ=environ).num_ranks > fit.num_ranks
+        except (UserError, OSError):  # of hosts too few, or an experiment that was edited: what runs goes on
+            return False
 
     # an own script may die of the request, and not save
     is_waiting = fit.num_ranks < job.num_ranks and not job.is_python

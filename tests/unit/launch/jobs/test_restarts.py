@@ -32,9 +32,16 @@ class Played:
             end = end[0]
         return end if isinstance(end, Ended) else Ended(end, was_asked=False)
 
-    def run(self, *, restarts: int | None, is_python: bool = False, **others: object) -> int:
+    def run(
+        self,
+        *,
+        restarts: int | None,
+        is_python: bool = False,
+        hosts: tuple[tuple[str, int], ...] = (),
+        **others: object,
+    ) -> int:
         command = ("own.py",) if is_python else (*TRAIN, f"--run.directory={self.folder}")
-        job = JobSpec(command, 4, restarts=restarts, is_python=is_python)
+        job = JobSpec(command, 4, restarts=restarts, is_python=is_python, hosts=hosts)
         return run_healing(self.start, job, say=self.said.append, **others).code  # type: ignore[arg-type]
 
 
@@ -75,6 +82,26 @@ def test_restarts_end_where_as_many_in_a_row_saved_nothing_new(tmp_path: Path) -
     assert "2 restart(s) that saved no newer checkpoint" in played.said[-1]
 
 
+def test_restarts_take_the_checkpoint_before_a_damaged_one_for_no_newer(tmp_path: Path) -> None:
+    """Storage that damages whatever is saved at step 8 would else have a job start for ever."""
+    (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
+    number_of_starts = 0
+
+    def start(job: JobSpec) -> Ended:
+        nonlocal number_of_starts
+        number_of_starts += 1
+        newest = tmp_path / "checkpoints/step-00000008"
+        if newest.exists():
+            newest.rename(newest.with_name(f"damaged-{number_of_starts}"))
+        else:
+            newest.mkdir()
+        return Ended(137 if number_of_starts < 20 else 0, was_asked=False)
+
+    job = JobSpec((*TRAIN, f"--run.directory={tmp_path}"), 1, restarts=3)
+    assert run_healing(start, job, say=lambda text: None).code == 137
+    assert number_of_starts == 4, "the first saves step 8, and the others nothing after it"
+
+
 def test_restarts_of_a_script_count_without_its_checkpoints(tmp_path: Path) -> None:
     played = Played(tmp_path, 1, 1, 1, 0)
     assert played.run(restarts=2, is_python=True) == 1
@@ -98,12 +125,24 @@ def test_restarts_go_on_with_what_is_left_and_grow_again_when_called(code: int, 
     assert "2 of 4 ranks" in played.said[0]
 
 
-def test_restarts_take_a_host_that_is_away_for_a_loss_whatever_the_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 5])
+def test_restarts_end_where_a_person_must_mend_what_a_call_back_met(code: int, tmp_path: Path) -> None:
+    """As a disk that is full at the checkpoint before a job is to go on with more hosts."""
+    played = Played(tmp_path, 6, Ended(code, was_asked=False, was_recalled=True), 0)
+    hosts = (("n0", 1), ("n1", 1))
+    left = iter((hosts[:1], hosts))
+    assert played.run(restarts=9, hosts=hosts, refit=lambda job: replace(job, hosts=next(left))) == code
+    assert len(played.started) == 2
+
+
+@pytest.mark.parametrize(("left", "num_starts"), [((("n0", 1),), 2), ((("n0", 1), ("n1", 1)), 1)])
+def test_restarts_take_a_host_that_is_away_for_a_loss_whatever_the_code(
+    left: tuple[tuple[str, int], ...], num_starts: int, tmp_path: Path
+) -> None:
     """mpirun ends with 1 then, as with a rank whose config is wrong."""
-    for hosts, started in (((("n0", 1),), 2), ((), 1)):
-        played = Played(tmp_path, 1, 0)
-        played.run(restarts=1, refit=lambda job, hosts=hosts: replace(job, hosts=hosts))
-        assert len(played.started) == started
+    played = Played(tmp_path, 1, 0)
+    played.run(restarts=1, hosts=(("n0", 1), ("n1", 1)), refit=lambda job: replace(job, hosts=left))
+    assert len(played.started) == num_starts
 
 
 # --- hosts that are left ---

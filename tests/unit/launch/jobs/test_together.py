@@ -11,6 +11,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import LOST
 from bigbatch.launch.jobs import together
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 
@@ -20,19 +21,36 @@ def ended_with(*scripts: str) -> int:
     return run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM).code
 
 
-def test_run_ended_withends_with_zero_where_all_is_good() -> None:
+def test_run_together_ends_with_zero_where_all_is_good() -> None:
     assert ended_with("pass", "import time; time.sleep(0.1)") == 0
 
 
-def test_run_ended_withends_all_after_the_first_that_fails_with_its_code() -> None:
+def test_run_together_ends_all_after_the_first_that_fails_with_its_code() -> None:
     start = time.monotonic()
     assert ended_with("import time; time.sleep(60)", "import time; time.sleep(0.1); raise SystemExit(3)") == 3
     assert time.monotonic() - start < 5
     assert ended_with("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
+def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
+    """Both have ended by the first look: the code of the one that failed by itself tells whether a start may help."""
+    ended = [subprocess.Popen(("sh", "-c", f"exit {code}")) for code in (LOST, 1)]
+    assert [process.wait() for process in ended] == [LOST, 1]
+    assert together._wait(dict(enumerate(ended)), names=("", "")) == 1
+
+
+def test_run_together_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It could say nothing itself."""
+    for script, said in (("kill -KILL $$", "bigbatch: rank 0 was ended by SIGKILL\n"), ("exit 3", "")):
+        start = NodeProcess(0, ("sh", "-c", script), name="rank 0")
+        run_together([start], environ=os.environ, asks_to_stop=signal.SIGTERM)
+        assert capfd.readouterr().err == said
+
+
 @pytest.mark.slow
-def test_run_ended_withkills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_together_kills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "GRACE_SECONDS", 0.5)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     start = time.monotonic()
@@ -40,19 +58,19 @@ def test_run_ended_withkills_who_does_not_heed(monkeypatch: pytest.MonkeyPatch) 
     assert 1 < time.monotonic() - start < 10
 
 
-def test_run_ended_withputs_variables_on_top_of_the_environment() -> None:
+def test_run_together_puts_variables_on_top_of_the_environment() -> None:
     check = "import os; raise SystemExit(0 if os.environ['RANK'] == '4' and os.environ['PATH'] else 1)"
     start = NodeProcess(0, (sys.executable, "-c", check), (("RANK", "4"),))
     assert run_together([start], environ=os.environ, asks_to_stop=signal.SIGTERM).code == 0
 
 
-def test_run_ended_withends_what_was_started_where_a_launcher_is_missing() -> None:
+def test_run_together_ends_what_was_started_where_a_launcher_is_missing() -> None:
     starts = [NodeProcess(0, ("sleep", "60")), NodeProcess(0, ("no-such-mpirun",))]
     with pytest.raises(LaunchOptionError, match=naming("no-such-mpirun", "bigbatch[mpi]", "--launcher torchrun")):
         run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM)
 
 
-def test_run_ended_withends_what_was_started_where_one_cannot_enter() -> None:
+def test_run_together_ends_what_was_started_where_one_cannot_enter() -> None:
     def enter(node: int) -> None:
         if node == 1:
             raise FileNotFoundError
@@ -62,7 +80,7 @@ def test_run_ended_withends_what_was_started_where_one_cannot_enter() -> None:
         run_together(starts, environ=os.environ, enter=enter, asks_to_stop=signal.SIGTERM)
 
 
-def test_run_ended_withends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
+def test_run_together_ends_those_that_are_there_at_an_early_ctrl_c(tmp_path: Path) -> None:
     """Whoever is being started in this moment could not have been asked."""
 
     def enter(node: int) -> None:
@@ -94,7 +112,7 @@ while True:
 """
 
 
-def test_run_ended_withasks_then_insists_then_kills_by_ctrl_c() -> None:
+def test_run_together_asks_then_insists_then_kills_by_ctrl_c() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -100,6 +100,34 @@ def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
     assert "with 1 of 2 ranks" in capfd.readouterr().err
 
 
+BUSY = """#!/bin/bash
+# n1 is away from the first loss on; n0 starts nothing either while the job runs there, as a host that is busy
+case "$*" in
+  *"--host n1:1"*" true") exit 1 ;;
+  *" true") [ ! -e {folder}/runs ] || {{ touch {folder}/asked; exit 1; }} ;;
+  *"--host n0:1,n1:1"*) exit 137 ;;
+  *) touch {folder}/runs; for i in $(seq 600); do sleep 0.1; [ -e {folder}/asked ] && break; done; sleep 1
+     touch {folder}/done ;;
+esac
+"""
+
+
+def test_mpirun_leaves_a_job_alone_whose_hosts_do_not_answer_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only more hosts are asked for: what is wrong with those that it has, it says itself."""
+    stub = tmp_path / "mpirun"
+    stub.write_text(BUSY.format(folder=tmp_path))
+    stub.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)
+    monkeypatch.chdir(tmp_path)
+    words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
+    assert main(words) == 0
+    assert (tmp_path / "asked").exists()
+    assert (tmp_path / "done").exists()
+
+
 def test_mpirun_counts_a_host_that_hangs_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = tmp_path / "mpirun"
     stub.write_text("#!/bin/bash\nsleep 600\n")
