@@ -14,8 +14,8 @@ from bigbatch.launch.jobs.foreground import Ended, Stopper, handling_stops, shel
 
 LOOK_SECONDS = 0.05
 """Between two looks at who has ended."""
-GRACE_SECONDS = 5.0
-"""How long the others may take to end by SIGTERM after one has failed."""
+GRACE_SECONDS = 12.0
+"""How long the others may take to end by SIGTERM after one has failed: a first rank ends the checkpoint it writes."""
 
 
 @dataclass(frozen=True)
