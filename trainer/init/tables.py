@@ -106,7 +106,7 @@ def _files_of(folder: Path) -> list[Path]:
 def _read_json(path: Path, key: str) -> list[Any]:
     try:
         return list(json.loads(path.read_bytes())[key])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path}: is not as `datasets` writes it ({shortened(error)}); save the data set again"
         ) from error
@@ -153,7 +153,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
                         lacking.append(f"{path.name}: row {row}: {what}, {label} {shortened(class_name)}")
                         continue
                     yield f"{class_name}/{number:06d}-{row:06d}{suffix}", data
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:  # text that is no UTF-8, an odd date
         raise DataError(f"{path}: is damaged, or no Arrow or Parquet file ({error}); fetch or save it again") from error
 
 
@@ -162,7 +162,7 @@ def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         features = {name: kind for name, kind in features.items() if isinstance(kind, dict)}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         features = {}
     if columns is None:
         kinds = {name: features.get(name, {}).get("_type") for name in schema.names}
@@ -175,7 +175,10 @@ def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[
         columns = (found[0][0], found[1][0])
     if missing := [name for name in columns if name not in schema.names]:
         raise DataError(f"{path}: has no column {missing[0]!r}; it has {', '.join(schema.names)}")
-    return (*columns, features.get(columns[1], {}).get("names"))
+    if twice := [name for name in columns if schema.names.count(name) > 1]:
+        raise DataError(f"{path}: has several columns {twice[0]!r}; save it with one")
+    names = features.get(columns[1], {}).get("names")
+    return (*columns, names if isinstance(names, list) else None)
 
 
 def _bytes_of(picture: object) -> bytes:
@@ -187,4 +190,5 @@ def _bytes_of(picture: object) -> bytes:
 def _class_of(value: object, names: Sequence[str] | None) -> str:
     if names is None:
         return "" if value is None else str(value)
-    return str(names[value]) if isinstance(value, int) and 0 <= value < len(names) else ""
+    name = names[value] if isinstance(value, int) and 0 <= value < len(names) else ""
+    return name if isinstance(name, str) else ""

@@ -74,7 +74,7 @@ def parse_facts(text: str, *, path: Path) -> SplitIndex:
             shards=tuple(Shard(str(s["name"]), int(s["num_bytes"]), str(s["sha256"])) for s in found["shards"]),
             made=dict(found["made"]),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: is no index of packed shards ({error!r}); delete it and {AGAIN}") from error
 
 

@@ -182,6 +182,40 @@ def test_tables_that_are_damaged_or_of_no_training_split_are_refused(tmp_path: P
     assert init(tmp_path, "--unpack", "t") == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (5, {"0", "1"}),
+        ({"cat": 0}, {"0", "1"}),
+        ([None, "dog"], {"dog"}),
+    ],
+)
+def test_tables_names_of_another_kind_name_nothing(names: object, classes: set[str], tmp_path: Path) -> None:
+    features = FEATURES | {"label": {"_type": "ClassLabel", "names": names}}
+    save(tmp_path / "pets", table(0, 1, features=features))
+    unpack(tmp_path / "pets", leave_out=True)
+    assert {path.parent.name for path in (tmp_path / "unpacked").rglob("*.*")} == classes
+
+
+def test_tables_that_no_reader_can_follow_are_refused_by_name(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/dataset_dict.json").write_text(deep)
+    with pytest.raises(DataError, match=naming("dataset_dict.json", "datasets")):
+        find_tables(tmp_path / "deep")
+    save(tmp_path / "untold", table(0, 1).replace_schema_metadata({"huggingface": deep}))
+    with pytest.raises(DataError, match=naming("data-00000", "--columns")):
+        unpack(tmp_path / "untold")
+    pictures = pa.array(IMAGES[:2])
+    save(tmp_path / "twice", pa.Table.from_arrays([pictures, pictures, pa.array(["a", "b"])], ["x", "x", "y"]))
+    with pytest.raises(DataError, match=naming("data-00000", "several columns 'x'")):
+        unpack(tmp_path / "twice", columns=("x", "y"))
+    no_text = pa.array([b"\xff", b"\xfe"]).cast(pa.string(), safe=False)
+    save(tmp_path / "bytes", pa.Table.from_arrays([pictures, no_text], ["x", "y"]))
+    with pytest.raises(DataError, match=naming("data-00000", "damaged")):
+        unpack(tmp_path / "bytes", columns=("x", "y"))
+
+
 def test_tables_without_pyarrow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "pets", table(0, 1))
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -255,6 +255,7 @@ DAMAGE = {
     ),
     "facts are no text": (replace("index.json", b"\xff"), r"index.json: cannot be read"),
     "facts are no JSON": (replace("index.json", b"{"), r"index.json: is no index of packed shards"),
+    "facts are too deep": (replace("index.json", b"[" * 100_000), r"index.json: is no index of packed shards"),
     "facts lack a key": (replace("index.json", b'{"version": 1}'), r"index.json: is no index of packed shards"),
     "another version": (edit_facts(version=2), r"index.json: has format version 2, this bigbatch reads 1; pack anew"),
     "classes not in order": (edit_facts(classes=["b", "a"]), r"index.npy: does not fit .*classes are not in order"),
