@@ -1,5 +1,6 @@
 """The one command: `bigbatch SUBCOMMAND`. Imports nothing heavy before it knows what to do."""
 
+import errno
 import io
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bigbatch import __version__
 from bigbatch.errors import UserError, nearest, printable
-from bigbatch.exit_codes import CRASHED, INTERRUPTED, PIPE_CLOSED, REFUSED
+from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 TURN_SECONDS = 0.3
 
 HELP, VERSION = ("-h", "--help"), "--version"
+
+NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
+"""What pathlib raises where it only asks whether a path is there: the user named it, and no module has to catch it."""
 
 GROUP = "bigbatch.groups"
 """Where the commands of a group are: its name is the first of their words."""
@@ -141,8 +145,13 @@ def _run(command: str, arguments: list[str]) -> int:
     except UserError as error:
         print("bigbatch:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return error.exit_code
-    except Exception:  # show where, and still leave as a rank must
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
+            path = printable(os.fsdecode(error.filename))
+            advice = "name another path, or check its permissions"
+            print(f"bigbatch: {path}: cannot be used ({error.strerror}); {advice}", file=sys.stderr)
+            return FAILED
+        traceback.print_exc()  # show where, and still leave as a rank must
         return CRASHED
 
 

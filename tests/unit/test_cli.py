@@ -43,6 +43,27 @@ def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
     assert "AttributeError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["init", "PATH"],
+        ["data", "check", "PATH"],
+        ["config", "show", "--config", "PATH"],
+        ["launch", "local", "--dry-run", "--", "train", "--config", "PATH"],
+        ["evaluate", "PATH"],
+        ["report", "PATH"],
+    ],
+)
+def test_main_takes_a_path_that_may_not_be_looked_at_for_no_defect(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "x" * 300  # too long for a name; a folder that one may not search raises alike, but not for root
+    assert cli.main([path if word == "PATH" else word for word in argv]) == exit_codes.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert path in line
+    assert "(File name too long); name another path, or check its permissions" in line
+
+
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
 def test_main_takes_no_interruption_while_importing_for_a_defect(
     error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
