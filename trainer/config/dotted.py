@@ -18,5 +18,10 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     package = module_name.partition(".")[0]
     try:
         return import_module(module_name), own_name
-    except ImportError as error:
+    except ImportError as error:  # of this module, or of one that it imports in turn
+        package = (error.name or package).partition(".")[0]
         raise ValueError(f"{error}: install its package, as by pip install {package}") from error
+    except SystemExit as error:
+        raise ValueError(
+            f"importing {module_name} ends Python: put what is to run there below if __name__ == '__main__'"
+        ) from error

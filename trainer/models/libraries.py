@@ -74,7 +74,10 @@ def _timm_files(name: str) -> tuple[list[Path], str]:
     except ImportError as error:
         raise CheckpointError(f"timm:{name} needs timm: pip install timm") from error
 
-    facts = timm.models.get_pretrained_cfg(name) if timm.is_model(name) else None
+    try:
+        facts = timm.models.get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:  # a tag that the model does not have
+        facts = None
     if facts is None or not facts.has_weights:
         raise CheckpointError(
             f"timm:{name}: timm has no such weights: name one of timm.list_pretrained(), such as timm:resnet50.a1_in1k"

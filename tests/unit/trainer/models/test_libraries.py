@@ -51,7 +51,10 @@ def test_cached_weights_of_the_hugging_face_hub(caches: Path) -> None:
     assert cached_weights("timm:resnet18") == tensors, "as timm itself prefers them"
 
 
-@pytest.mark.parametrize("name", ["torchvision:resnet19", "torchvision:resnet50.V9", "timm:resnet19", "timm:test_vit9"])
+@pytest.mark.parametrize(
+    "name",
+    ["torchvision:resnet19", "torchvision:resnet50.V9", "timm:resnet19", "timm:test_vit9", "timm:resnet18.no_such_tag"],
+)
 def test_cached_weights_that_do_not_exist(name: str, caches: Path) -> None:
     with pytest.raises(CheckpointError, match=naming(name, "no such weights", "resnet50")):
         cached_weights(name)
