@@ -6,6 +6,8 @@ SYSTEM := $(shell uname -s)
 RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(4 if n > 3 else 1 if n == 1 else 2)')
 # Further options, such as TRAIN_OPTIONS='--run.epochs 2'. DALI exists for Linux only.
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
+# compiled code is kept, which containers tend to forbid: each process of the tests would compile everything once more
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks cluster \
