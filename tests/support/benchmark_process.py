@@ -1,10 +1,13 @@
 """Starts a benchmark as its page says, `python -m benchmarks...`, wherever the test's folder is."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from forked_ranks import exit_codes, start_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,3 +27,26 @@ def run_benchmark(module: str, *options: object, **settings: Any) -> "subprocess
     """Run one to its end, its output kept; settings are those of subprocess.run."""
     how = {"capture_output": True, "text": True, "timeout": 200, "check": False, "env": from_checkout()}
     return subprocess.run(benchmark_command(module, *options), **(how | settings))
+
+
+def fork_benchmark(module: str, *options: object, cwd: Path, timeout_seconds: float) -> tuple[int | None, str]:
+    """Run one to its end in a process forked with torch imported, which costs it more than its own work when small.
+
+    Its working folder is cwd, where its output stays. Returns its exit code and output; None: it had no end in time.
+    """
+    log = cwd / "output.txt"
+    words = (str(cwd), module, *map(str, options))
+    environ = from_checkout()
+    target = "benchmark_process:live_as_module"
+    process = start_rank(target, words, environ=environ, stdout=log, stderr=log, has_children=True)
+    codes = exit_codes([process], timeout_seconds=timeout_seconds)
+    return codes[0] if codes else None, log.read_text()
+
+
+def live_as_module(cwd: str, module: str, *options: str) -> int:
+    """What `python -m benchmarks.MODULE OPTIONS` does in cwd: Python's path is that of a new process there."""
+    os.chdir(cwd)
+    sys.path = [cwd, str(ROOT), *(path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT / "tests"))]
+    sys.argv = ["-m", *options]  # runpy sets the first
+    runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
+    return 0

@@ -55,12 +55,21 @@ def places(num_ranks: int) -> list[dict[str, str]]:
 
 
 def start_rank(
-    target: str, arguments: Sequence[str], *, environ: Mapping[str, str], stdout: Path, stderr: Path
+    target: str,
+    arguments: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    stdout: Path,
+    stderr: Path,
+    has_children: bool = False,
 ) -> BaseProcess:
-    """Fork a process that calls target, "module:function", with arguments; what it returns is the exit code."""
+    """Fork a process that calls target, "module:function", with arguments; what it returns is the exit code.
+
+    One that starts processes by multiprocessing has_children; the tests wait for its end then, so it must have one.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     everything = (target, list(arguments), {**clean, **environ}, stdout, stderr)
-    process = _context.Process(target=_live, args=everything, daemon=True)  # none outlives the tests
+    process = _context.Process(target=_live, args=everything, daemon=not has_children)  # none outlives the tests
     process.start()
     return process
 

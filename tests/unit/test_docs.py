@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from benchmark_process import run_benchmark
+from benchmark_process import fork_benchmark
 from sample_images import encoded, smooth_image, write
 from torch import nn
 
@@ -351,8 +351,18 @@ def test_make_targets_exist(command: str) -> None:
 @pytest.mark.parametrize("command", sorted(set(SMALLER.values())))
 def test_benchmarks_run(command: str, tmp_path: Path) -> None:
     write_shapes(command, below=tmp_path)
-    done = run_benchmark(*command.split(), cwd=tmp_path, timeout=280)
-    assert done.returncode == 0, done.stderr
+    code, output = fork_benchmark(*command.split(), cwd=tmp_path, timeout_seconds=280)
+    assert code == 0, output
+
+
+@pytest.mark.long
+def test_benchmarks_that_fail_are_seen(tmp_path: Path) -> None:
+    code, output = fork_benchmark("comm.run", "--only", "moon", cwd=tmp_path, timeout_seconds=280)
+    assert code == 2
+    assert "no case has such a name" in output
+    code, output = fork_benchmark("nonesuch", cwd=tmp_path, timeout_seconds=280)
+    assert code == 1
+    assert "No module named benchmarks.nonesuch" in output
 
 
 @pytest.mark.parametrize("line", BIGBATCH)
