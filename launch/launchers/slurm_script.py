@@ -227,7 +227,7 @@ def _setup(job: JobSpec) -> str:
 
 def _progress(job: JobSpec, *, folder: str | None) -> str:
     """Return what ends a job that is started again and again, and saves nothing new."""
-    most = MOST_STARTS if job.restarts is None else job.restarts + 1
+    most = job.restarts + 1 if job.restarts else MOST_STARTS
     return f"run={_words([folder or ''], job)}\n{PROGRESS.replace('@MOST', str(most))}"
 
 

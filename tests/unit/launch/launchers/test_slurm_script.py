@@ -253,6 +253,11 @@ def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> Non
 HEALING = sbatch_script(JobSpec(TRAIN, 2, restarts=2), folder=RUN)
 
 
+def test_slurm_script_without_restarts_is_that_of_none() -> None:
+    """The queue may start it as often as any other."""
+    assert sbatch_script(JobSpec(TRAIN, 2, restarts=0)) == sbatch_script(JobSpec(TRAIN, 2))
+
+
 def test_slurm_script_starts_ranks_again_after_a_loss(stubs: Stubs) -> None:
     code, output = stubs.run(HEALING, STUB_CODE="137 6 0")
     assert (code, stubs.num_starts(), stubs.requeued()) == (0, 3, False)
