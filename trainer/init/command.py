@@ -15,7 +15,7 @@ from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import Finding, unprintable_findings
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.show_progress import show_progress
-from bigbatch.trainer.init.layout import Found, look
+from bigbatch.trainer.init.layout import Found, look, require_folder, require_no_columns
 from bigbatch.trainer.init.measure import Measured, measure
 from bigbatch.trainer.init.recipe import Facts, recipe_text
 from bigbatch.trainer.init.split import split_classes
@@ -39,24 +39,16 @@ class _Pictures:
 
 def main(argv: Sequence[str]) -> int:
     """Write a recipe, or nothing where there are problems; return the exit code. Raises: DataError; ConfigError."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if not 0 < arguments.val_share < 1:
-        parser.error(f"--val-share {arguments.val_share} is not possible: give a share between 0 and 1")
-    if arguments.samples < 1 or arguments.seed < 0:
-        parser.error("--samples takes 1 or more, --seed 0 or more")
-    folder = arguments.unpack or arguments.folder
-    recipe = arguments.out or Path(f"{_plain_name(folder)}.yaml")
-    if recipe.suffix not in (".yaml", ".yml"):  # a list lies beside it, as .json
-        parser.error(f"--out {recipe} is not possible: give a file that ends in .yaml or .yml")
-    if not os.access(recipe.parent, os.W_OK | os.X_OK):
-        reason = "you may not write there" if recipe.parent.is_dir() else "there is no such folder"
-        parser.error(f"--out {recipe} is not possible: {recipe.parent}: {reason}")
-    columns = tuple(arguments.columns.split(",")) if arguments.columns else None
-    if columns is not None and len(columns) != 2:
-        parser.error(f"--columns {arguments.columns} is not possible: give two names, such as file,label")
+    arguments, columns = _options(argv)
+    folder: Path = arguments.unpack or arguments.folder
+    recipe: Path = arguments.out
     findings = _unpack(arguments, columns) if arguments.unpack else []
-    found = look(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
+    found = look(
+        folder,
+        labels=arguments.labels,
+        columns=None if arguments.unpack else columns,
+        leave_out=arguments.leave_out,
+    )
     pictures = _part(folder, found, val_share=arguments.val_share, seed=arguments.seed)
     findings += [*found.findings, *_class_findings(pictures, folder)]
     measured = None
@@ -77,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         print(line)
     num_problems = sum(len(finding.cases) for finding in findings if finding.is_problem)
     if num_problems or measured is None:
-        print(f"nothing written: {num_problems:,} problem(s)")
+        print(f"nothing written{f' but {folder}' if arguments.unpack else ''}: {num_problems:,} problem(s)")
         return FAILED
     _write(recipe, pictures, measured, arguments=arguments)
     for line in _next(recipe, pictures):
@@ -85,13 +77,39 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] | None]:
+    """Return the options, with the recipe's file as out, and the two names of --columns. Exits: where one is wrong."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.val_share < 1:
+        parser.error(f"--val-share {arguments.val_share} is not possible: give a share between 0 and 1")
+    if arguments.samples < 1 or arguments.seed < 0:
+        parser.error("--samples takes 1 or more, --seed 0 or more")
+    if arguments.unpack and arguments.labels:
+        parser.error("--labels is not possible with --unpack: what is unpacked has its labels")
+    recipe = arguments.out = arguments.out or Path(f"{_plain_name(arguments.unpack or arguments.folder)}.yaml")
+    if recipe.suffix not in (".yaml", ".yml"):  # a list lies beside it, as .json
+        parser.error(f"--out {recipe} is not possible: give a file that ends in .yaml or .yml")
+    if not os.access(recipe.parent, os.W_OK | os.X_OK):
+        reason = "you may not write there" if recipe.parent.is_dir() else "there is no such folder"
+        parser.error(f"--out {recipe} is not possible: {recipe.parent}: {reason}")
+    columns = tuple(arguments.columns.split(",")) if arguments.columns else None
+    if columns is not None and len(columns) != 2:
+        parser.error(f"--columns {arguments.columns} is not possible: give two names, such as file,label")
+    return arguments, columns
+
+
 def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> list[Finding]:
     folder, target, leave_out = arguments.folder, arguments.unpack, arguments.leave_out
+    require_folder(folder)
+    if os.path.lexists(arguments.out) and not arguments.force:  # before what may take hours
+        raise DataError(f"{arguments.out}: exists; name another --out, or give --force")
     shards, tables = find_shards(folder), find_tables(folder)
     if not shards and tables is None:
         raise DataError(f"{folder}: holds no *.tar, *.parquet, or data set that `datasets` saved; leave out --unpack")
     with show_progress(f"unpacking {folder}", unit="bytes") as on_progress:
         if tables is None:
+            require_no_columns(folder, columns)
             return unpack(shards, target, on_progress=on_progress, leave_out=leave_out)
         return unpack_tables(folder, tables, target, columns=columns, on_progress=on_progress, leave_out=leave_out)
 

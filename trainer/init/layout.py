@@ -37,16 +37,14 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
     columns: names of the two that hold pictures and labels, if not the first two. leave_out: a picture without a label
     or a label without a picture is no problem. Raises: DataError where there is no way to list them.
     """
-    if not folder.is_dir():
-        raise DataError(
-            f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the pictures"
-        )
+    require_folder(folder)
     folders, files = list_names(folder, want_folders=True)
     _refuse_foreign(folder)
     tables = [labels] if labels else [folder / name for name in files if name.lower().endswith(".csv")]
     if labels is None:
         splits = [split for split in SPLITS if split in folders and _is_split(folder / split)]
         if len(splits) == len(SPLITS):
+            require_no_columns(folder, columns)
             return _both_splits(folder)
         if splits:
             (has,), (lacks,) = splits, {*SPLITS} - {*splits}
@@ -60,7 +58,24 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
             f"{folder}: holds {num_loose:,} pictures that are in no class folder, and no CSV: give --labels FILE, "
             "with a line for each picture (its name, its class), or move them into a folder for each class"
         )
+    require_no_columns(folder, columns)
     return _class_folders(folder)
+
+
+def require_folder(folder: Path) -> None:
+    """Raise DataError where there is no such folder."""
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the pictures"
+        )
+
+
+def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
+    """Raise DataError where --columns is given, and nothing would read it."""
+    if columns is not None:
+        raise DataError(
+            f"--columns {','.join(columns)}: no table of {folder} is read; name one by --labels, or leave it out"
+        )
 
 
 def _is_split(folder: Path) -> bool:

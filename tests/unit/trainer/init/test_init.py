@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -291,6 +292,13 @@ def test_look_at_folders_that_cannot_be_listed(
         assert "Permission denied" in said
 
 
+@pytest.mark.parametrize("folders", [("cat", "dog"), ("train/cat", "train/dog", "val/cat", "val/dog")])
+def test_look_refuses_columns_of_no_table(tmp_path: Path, folders: tuple[str, ...]) -> None:
+    write(tmp_path, {f"{folder}/0.jpg": IMAGES[0] for folder in folders})
+    with pytest.raises(DataError, match=naming("--columns", tmp_path, "no table")):
+        look(tmp_path, columns=("image", "label"), leave_out=False)
+
+
 def test_look_takes_folders_of_trains_for_a_class(tmp_path: Path) -> None:
     found = look(class_folders(tmp_path / "traffic", train=2, val=2), leave_out=False)
     assert found.by_class == {"train": ["train/0.jpg", "train/1.jpg"], "val": ["val/0.jpg", "val/1.jpg"]}
@@ -370,6 +378,25 @@ def test_unpack_shards_to_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found == {IMAGES[i]: ("9", "10")[i % 2] for i in range(16)}
     with pytest.raises(DataError, match=naming("pets", "exists")):
         unpack(find_shards(tmp_path / "shards"), tmp_path / "pets", on_progress=lambda *_: None, leave_out=False)
+
+
+def test_unpack_says_what_is_wrong_before_it_unpacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard(tmp_path / "s/0.tar", a_jpg=IMAGES[0], a_cls=b"cat", b_jpg=IMAGES[1], b_cls=b"dog")
+    Path("mine.yaml").write_text("mine\n")
+    for words, says in (
+        (("nowhere", "--unpack", "t"), ("nowhere", "no such folder")),
+        (("s", "--unpack", "t", "--out", "mine.yaml"), ("mine.yaml", "exists", "--force")),
+        (("s", "--unpack", "t", "--columns", "image,label"), ("--columns", "no table", "of s")),
+    ):
+        assert init(*words) == 1
+        assert re.search(naming(*says), capsys.readouterr().err)
+        assert not Path("t").exists()
+
+
+def test_unpack_says_what_it_wrote_where_there_is_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard(tmp_path / "s/0.tar", a_jpg=IMAGES[0], a_cls=b"cat", b_jpg=IMAGES[1], b_cls=b"dog", c_cls=b"dog")
+    assert init("s", "--unpack", "t") == 1
+    assert "nothing written but t: " in capsys.readouterr().out
 
 
 def test_unpack_keeps_splits(tmp_path: Path) -> None:
@@ -487,6 +514,7 @@ def facts(**changes: object) -> Facts:
         ["--samples", "0"],
         ["--seed", "-1"],
         ["--columns", "one"],
+        ["--unpack", "t", "--labels", "a.csv"],
         ["--like", "no"],
         *(["--out", name] for name in ("mine.json", "mine", "", ".", "/")),
     ],
